@@ -1,0 +1,31 @@
+"""``muster completion``: a completion script for the shell, made from the commands themselves."""
+
+import argparse
+
+from torchmuster.cli import parsers
+from torchmuster.errors import ExitCode
+
+SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the shell's name."""
+    parsers.show_examples(
+        parser,
+        [
+            'eval "$(muster completion bash)"          # in ~/.bashrc',
+            "muster completion zsh > ~/.zfunc/_muster   # a folder of $fpath",
+            "muster completion fish > ~/.config/fish/completions/muster.fish",
+        ],
+    )
+    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> ExitCode:
+    import shtab
+
+    from torchmuster.cli.main import root_parser
+
+    print(shtab.complete(root_parser(), shell=options.shell))
+    return ExitCode.GOOD

@@ -1,0 +1,149 @@
+"""``muster config``: show every setting with its source, check a file, print the JSON Schema."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.config import fields
+from torchmuster.config.layers import Flag, Source, Strength, variable_name
+from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.errors import ExitCode
+from torchmuster.redaction import redact_mapping
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``show``, ``check`` and ``schema``."""
+    parts = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+
+    show = parsers.add_action(
+        parts,
+        "show",
+        "print every setting, its value and where the value comes from",
+        more="A flag wins over the environment, that over the file, that over the default.",
+        examples=[
+            "muster config show --config config.yaml --num-gpus 2",
+            "TORCHMUSTER_MODEL_TORCH_DTYPE=bfloat16 muster config show",
+        ],
+    )
+    add_setting_flags(show)
+    parsers.add_json_flag(show)
+    show.set_defaults(run=_show)
+
+    check = parsers.add_action(
+        parts,
+        "check",
+        "report every mistake in a settings file, with line and column",
+        examples=["muster config check config.yaml"],
+    )
+    check.add_argument("file", type=Path, metavar="FILE", help="a YAML file")
+    parsers.add_json_flag(check)
+    check.set_defaults(run=_check)
+
+    schema = parsers.add_action(
+        parts,
+        "schema",
+        "print the JSON Schema of settings files, for editors",
+        more="With it, editors that know the YAML language server complete and check as you type.",
+        examples=[
+            "muster config schema > torchmuster.schema.json",
+            "# then, as the first line of config.yaml:",
+            "# yaml-language-server: $schema=torchmuster.schema.json",
+        ],
+    )
+    schema.set_defaults(run=_schema)
+
+
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags by which any command that takes settings lets them be given."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
+    parser.add_argument(
+        "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: numbers or UUIDs"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        type=_setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="give any setting, for example --set model.torch_dtype=bfloat16",
+    )
+
+
+def _setting(text: str) -> Flag:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16"
+        )
+    # The value is not part of its source: it may be secret.
+    return Flag(flag=f"--set {path}", path=path.strip(), text=value)
+
+
+def settings_from(options: argparse.Namespace) -> Resolved:
+    """Resolve the settings that a command line, the environment and a file make together."""
+    flags = list(options.set)
+    if options.num_gpus is not None:
+        flags.append(Flag(flag="--num-gpus", path="distributed.num_gpus", text=options.num_gpus))
+    if options.gpu_ids is not None:
+        text = ",".join(options.gpu_ids)
+        flags.append(Flag(flag="--gpu-ids", path="distributed.gpu_ids", text=text))
+    return resolve(file=options.config, environment=os.environ, flags=flags)
+
+
+def _show(options: argparse.Namespace) -> ExitCode:
+    resolved = settings_from(options)
+    values = redact_mapping(resolved.values())
+    if options.json:
+        output.print_json(
+            {
+                path: {"value": value, "source": resolved.sources[path].where}
+                for path, value in values.items()
+            }
+        )
+        return ExitCode.GOOD
+    words = {path: _words(value) for path, value in values.items()}
+    widths = max(map(len, words)), max(map(len, words.values()))
+    colour = output.wants_colour(sys.stdout)
+    for path, text in words.items():
+        source = _source(path, resolved.sources[path], colour)
+        print(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {source}")
+    return ExitCode.GOOD
+
+
+def _words(value: object) -> str:
+    """Write a value as it would stand in the file."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(str(one) for one in value) + "]"
+    return str(value)
+
+
+def _source(path: str, source: Source, colour: bool) -> str:
+    if source.strength is Strength.DEFAULT:
+        text = f"default (${variable_name(path)})"
+        return f"\x1b[2m{text}\x1b[0m" if colour else text
+    return source.where
+
+
+def _check(options: argparse.Namespace) -> ExitCode:
+    resolved = resolve(file=options.file)
+    given = sum(source.strength is Strength.FILE for source in resolved.sources.values())
+    total = len(fields.leaves())
+    if options.json:
+        output.print_json({"file": str(options.file), "given": given, "of": total, "findings": []})
+    else:
+        print(f"{options.file}: good, {given} of {total} settings given")
+    return ExitCode.GOOD
+
+
+def _schema(_: argparse.Namespace) -> ExitCode:
+    from torchmuster.config.schema import json_schema
+
+    output.print_json(json_schema())
+    return ExitCode.GOOD

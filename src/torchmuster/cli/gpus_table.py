@@ -1,0 +1,238 @@
+"""The table of ``muster gpus``: what a person wants to know at a glance, in colour."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from torchmuster.cli import output
+from torchmuster.devices import topology
+from torchmuster.devices.conditions import WORTH_MENTIONING_IDLE_S, in_use_by
+from torchmuster.devices.cpu import usable_cores
+from torchmuster.devices.model import Device, DeviceProcess, Node
+from torchmuster.devices.processes import age_s
+from torchmuster.devices.request import Claim, counted
+from torchmuster.devices.visibility import Visible
+from torchmuster.finding import render
+from torchmuster.units import GiB, format_bytes, format_seconds
+
+Update = Callable[[Node, Visible, Mapping[str, Claim], bool], None]
+
+
+def show(node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool) -> None:
+    """Print the table once."""
+    console = _console()
+    console.print(screen(node, shown, claims, links=links, width=console.width))
+
+
+@contextmanager
+def live() -> Iterator[Update]:
+    """Show a table that is redrawn in place."""
+    console = _console()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as view:
+
+        def update(node: Node, shown: Visible, claims: Mapping[str, Claim], links: bool) -> None:
+            view.update(screen(node, shown, claims, links=links, width=console.width), refresh=True)
+
+        yield update
+
+
+def _console() -> Console:
+    return Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")))
+
+
+def screen(
+    node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool, width: int
+) -> RenderableType:
+    """Return everything that ``muster gpus`` shows, to be printed by rich."""
+    parts: list[RenderableType] = [_headline(node, shown, claims)]
+    if node.accelerators:
+        parts += [Text(), _table(node, shown, claims, width)]
+        if links:
+            parts += [Text(), _link_matrix(node)]
+        parts += [Text(), _hint(node, shown, claims)]
+    else:
+        parts.append(_without_gpus(node))
+    findings = [*node.findings, *shown.findings]
+    if findings:
+        colour = output.wants_colour(sys.stdout)
+        parts += [Text(), Text.from_ansi(render(findings, width=width, colour=colour))]
+    return Group(*parts)
+
+
+def _headline(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
+    text = Text(node.hostname, style="bold")
+    facts = []
+    if node.accelerators:
+        free = len(_free(node, shown, claims))
+        usable = [
+            one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled
+        ]
+        facts.append(f"{counted(len(usable))}, {free} free")
+    if node.driver_version:
+        facts.append(f"driver {node.driver_version}")
+    if node.cuda_version:
+        facts.append(f"CUDA up to {node.cuda_version}")
+    return text.append("".join(f"  ·  {fact}" for fact in facts), style="not bold")
+
+
+def _free(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> list[Device]:
+    return [
+        one
+        for one in shown.devices
+        if one.uuid not in claims and not one.trouble and not in_use_by(one)
+    ]
+
+
+def _table(node: Node, shown: Visible, claims: Mapping[str, Claim], width: int) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("GPU", justify="right", no_wrap=True)
+    table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=30)
+    table.add_column("memory", no_wrap=True)
+    table.add_column("", no_wrap=True, justify="right")
+    table.add_column("busy", no_wrap=True, justify="right")
+    if width >= 90:
+        table.add_column("temp", no_wrap=True, justify="right")
+        table.add_column("power", no_wrap=True, justify="right")
+    table.add_column("used by", no_wrap=True, overflow="ellipsis", ratio=1, min_width=12)
+    table.expand = True
+    for device in node.accelerators:
+        hidden = device.uuid in shown.hidden_by
+        cells = [
+            Text(device.number, style="bold"),
+            Text(_short_name(device)),
+            _bar(device),
+            Text(_memory(device)),
+            _percent(device.utilisation_percent),
+        ]
+        if width >= 90:
+            cells += [_temperature(device), Text(_power(device))]
+        cells.append(_used_by(device, shown, claims.get(device.uuid), node.taken_unix_s))
+        table.add_row(*cells, style="dim" if hidden else "")
+    return table
+
+
+def _short_name(device: Device) -> str:
+    """Drop the maker's words that every row would repeat; a MIG slice shows its profile."""
+    name = device.name.removeprefix("NVIDIA ").removeprefix("GeForce ").removeprefix("AMD ")
+    return f"└ {name.rpartition(' ')[2]}" if device.mig_index is not None else name
+
+
+def _bar(device: Device, length: int = 10) -> Text:
+    if not device.total_bytes or device.used_bytes is None:
+        return Text(" " * length)
+    share = device.used_bytes / device.total_bytes
+    filled = round(share * length) or (1 if share > 0.02 else 0)
+    style = "red" if share > 0.9 else "yellow" if share > 0.5 else "green"
+    bar = Text("━" * filled, style=style)
+    return bar.append("─" * (length - filled), style="bright_black")
+
+
+def _memory(device: Device) -> str:
+    if device.total_bytes is None:
+        return "-"
+    total = f"{device.total_bytes / GiB:.0f} GiB"
+    return total if device.used_bytes is None else f"{device.used_bytes / GiB:.1f} / {total}"
+
+
+def _percent(value: int | None) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    return Text(f"{value} %", style="bold" if value >= 50 else "dim" if value == 0 else "")
+
+
+def _temperature(device: Device) -> Text:
+    if device.temperature_c is None:
+        return Text("-", style="dim")
+    limit = device.slowdown_temperature_c or 90
+    hot = device.temperature_c >= limit - 5
+    return Text(f"{device.temperature_c} °C", style="bold red" if hot else "")
+
+
+def _power(device: Device) -> str:
+    if device.power_w is None:
+        return "-"
+    limit = f" / {device.power_limit_w:.0f}" if device.power_limit_w else ""
+    return f"{device.power_w:.0f}{limit} W"
+
+
+def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) -> Text:
+    if device.trouble:
+        return Text(f"does not answer: {device.trouble}", style="bold red")
+    if claim is not None:
+        held = f"claimed {format_seconds(max(now - claim.since_unix_s, 0))}"
+        return _line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
+    if device.mig_enabled and device.mig_index is None:
+        return Text("split into slices", style="dim")
+    if device.compute_processes:
+        return _processes(device.compute_processes, now)
+    if hidden_by := shown.hidden_by.get(device.uuid):
+        return Text(f"hidden by {hidden_by.partition('=')[0]}")
+    if user := in_use_by(device):
+        return Text(user, style="yellow")
+    return Text("free", style="green")
+
+
+def _processes(processes: tuple[DeviceProcess, ...], now: float) -> Text:
+    """Show the process with the most memory, and how many others there are."""
+    main = max(processes, key=lambda one: one.memory_bytes or 0)
+    age = age_s(main, now)
+    parts = [(main.user or f"pid {main.pid}", "cyan")]
+    if main.idle_s is not None and main.idle_s >= WORTH_MENTIONING_IDLE_S:
+        parts.append((f"idle {format_seconds(main.idle_s)}", "yellow"))
+    elif age is not None:
+        parts.append((format_seconds(age), ""))
+    if len(processes) > 1:
+        parts.append((f"+{len(processes) - 1} more", ""))
+    parts.append((main.command or "", "dim"))
+    return _line(parts)
+
+
+def _line(parts: list[tuple[str, str]]) -> Text:
+    return Text("  ").join(Text(text, style=style) for text, style in parts if text)
+
+
+def _link_matrix(node: Node) -> Table:
+    """How each pair is joined, with nvidia-smi's abbreviations."""
+    devices = [one for one in node.accelerators if one.mig_index is None]
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("links", justify="right")
+    for device in devices:
+        table.add_column(device.number, justify="center")
+    for a in devices:
+        cells = [_link(node, a, b) for b in devices]
+        table.add_row(Text(a.number, style="bold"), *cells)
+    return table
+
+
+def _link(node: Node, a: Device, b: Device) -> Text:
+    link = node.link(a, b)
+    if link is None:
+        return Text("·", style="dim")
+    return Text(link.short, style="green" if link.lanes else "dim")
+
+
+def _hint(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
+    free = _free(node, shown, claims)
+    if not free:
+        return Text("none free; wait for one: muster gpus pick --wait -- python train.py", "dim")
+    together = len([one for one in free if one.mig_index is None]) or 1
+    joined = topology.in_words(node, free)
+    text = f"{counted(len(free))} free" + (f", {joined}" if joined else "")
+    return Text(f"{text}; take: muster gpus pick --num {together} -- python train.py", "dim")
+
+
+def _without_gpus(node: Node) -> Text:
+    cores = usable_cores()
+    memory = format_bytes(node.cpu.total_bytes) if node.cpu.total_bytes else "unknown memory"
+    limited = cores.value < (os.cpu_count() or 1)
+    words = cores.reason if limited else f"{cores.value} cores"
+    return Text(
+        f"no GPU here; the CPU is {node.cpu.name}, {memory}, {words}\n"
+        "everything runs on the CPU as well: --device cpu"
+    )

@@ -1,0 +1,83 @@
+"""The entry point: finds the subcommand, imports its module, runs it, turns errors into exit codes."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchmuster import __version__
+from torchmuster.cli import output, parsers
+from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where it lives, and its line in the help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "gpus": Command("torchmuster.cli.gpus", "see the GPUs of this machine; pick free ones"),
+    "config": Command("torchmuster.cli.config", "show, check and describe settings"),
+    "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
+}
+
+_EXAMPLES = (
+    "muster gpus                                   who uses which GPU",
+    "muster gpus pick --num 2 -- python train.py   run on two free GPUs, claimed for the run",
+    "muster config check config.yaml               every mistake in a settings file, with its line",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, command = _split_off_command(words)
+    parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
+    options = parser.parse_args(words)
+    if command is not None and not hasattr(options, "command"):
+        parser.error("this command does not run another one after --")
+    if command is not None:
+        options.command = command
+    try:
+        return int(options.run(options))
+    except MusterError as error:
+        output.show_error(error, as_json=getattr(options, "json", False))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain once more while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.GOOD
+
+
+def root_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser; with ``only``, just that subcommand's module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="muster",
+        description="From some GPUs to a distributed PyTorch run that is proven to work.",
+        formatter_class=parsers.HelpFormat,
+    )
+    parsers.show_examples(parser, _EXAMPLES)
+    codes = [f"{code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
+    parser.epilog = "\n  ".join([f"{parser.epilog}\n\nexit codes:", *codes])
+    parser.add_argument("--version", action="version", version=f"muster {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = parsers.add_action(subparsers, name, command.summary)
+        if only is None or name == only:
+            importlib.import_module(command.module).add_arguments(sub)
+    return parser
+
+
+def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take off ``-- command …`` first, so that nothing in it can be mistaken for ours."""
+    if "--" not in words:
+        return words, None
+    place = words.index("--")
+    return words[:place], words[place + 1 :]

@@ -1,0 +1,41 @@
+"""How commands talk: JSON for programs on stdout, words for people, errors as findings on stderr."""
+
+import json
+import os
+import shutil
+import sys
+from typing import TextIO
+
+from torchmuster import finding
+from torchmuster.errors import MusterError
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Say whether to colour a stream: a terminal, unless NO_COLOR is set or it is a dumb one."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def say(text: str) -> None:
+    """Tell the person something that is not the result: on stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show_findings(findings: list[finding.Finding], stream: TextIO) -> None:
+    """Show findings to a person."""
+    width = shutil.get_terminal_size().columns
+    print(finding.render(findings, width=width, colour=wants_colour(stream)), file=stream)
+
+
+def show_error(error: MusterError, *, as_json: bool) -> None:
+    """Show an error: as a finding on stderr, or as JSON on stdout where JSON was asked for."""
+    findings = finding.from_error(error)
+    if as_json:
+        print_json({"findings": [one.as_json() for one in findings]})
+    else:
+        show_findings(findings, sys.stderr)

@@ -1,0 +1,46 @@
+"""How every command's help looks: a sentence, its flags, examples one can paste."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+class HelpFormat(argparse.RawDescriptionHelpFormatter):
+    """Keeps examples as they are written, and leaves room for long flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=96)
+        self._action_max_length = 14  # argparse measures subcommands without their indent
+
+
+def add_action(
+    actions: Any,
+    name: str,
+    summary: str,
+    *,
+    more: str = "",
+    examples: Sequence[str] = (),
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a subcommand; its summary is its line in the list and the first line of its own help."""
+    sentence = f"{summary[0].upper()}{summary[1:]}."
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=f"{sentence}\n{more}" if more else sentence,
+        formatter_class=HelpFormat,
+        usage=usage,
+    )
+    show_examples(parser, examples)
+    return parser
+
+
+def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
+    """Put examples at the end of a command's help."""
+    if examples:
+        parser.epilog = "\n  ".join(["examples:", *examples])
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which every command that reports has."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")

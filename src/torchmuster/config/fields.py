@@ -1,0 +1,136 @@
+"""The tree of settings, flattened: dotted paths to their types, defaults and help."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import inspect
+
+from torchmuster.config.settings import Settings
+
+_LIST = "a list, each item "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One setting: the annotated type that checks it, its default and its line of help."""
+
+    type: Any
+    default: object
+    help: str
+
+
+@functools.cache
+def leaves() -> Mapping[str, Leaf]:
+    """Return every setting by its dotted path, in the order they are declared."""
+    return dict(_walk(Settings, ""))
+
+
+@functools.cache
+def sections() -> Mapping[str, type]:
+    """Return every group of settings by its dotted path."""
+    hints = get_type_hints(Settings)
+    return {name: hint for name, hint in hints.items() if _is_section(hint)}
+
+
+def is_list(path: str) -> bool:
+    """Say whether a setting takes a list."""
+    return any(isinstance(one, inspect.VarTupleType) for one in _alternatives(leaves()[path].type))
+
+
+def is_text(path: str) -> bool:
+    """Say whether a setting takes a text and nothing else."""
+    kinds = (inspect.StrType, inspect.NoneType)
+    return all(isinstance(one, kinds) for one in _alternatives(leaves()[path].type))
+
+
+def describe(path: str) -> str:
+    """Say in words what a setting accepts: ``a whole number of at least 1``."""
+    return _describe(leaves()[path].type)
+
+
+def describe_item(path: str) -> str:
+    """Say in words what each item of a list accepts."""
+    return describe(path).removeprefix(_LIST)
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return "did you mean …?" with the nearest known name, or nothing if none is near.
+
+    Only the last part of a dotted name is compared, first in its own section: a shared
+    ``distributed.`` would make everything look alike.
+    """
+    section, _, last = name.rpartition(".")
+    everywhere = {one.rpartition(".")[2]: one for one in known}
+    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+    for names in (siblings, everywhere):
+        if nearest := difflib.get_close_matches(last, names, n=1):
+            return f"did you mean {names[nearest[0]]}?"
+    return ""
+
+
+def _walk(group: type, prefix: str) -> list[tuple[str, Leaf]]:
+    found: list[tuple[str, Leaf]] = []
+    hints = get_type_hints(group, include_extras=True)
+    for one in dataclasses.fields(group):
+        path = f"{prefix}{one.name}"
+        hint = hints[one.name]
+        if _is_section(hint):
+            found += _walk(hint, f"{path}.")
+        else:
+            info = inspect.type_info(hint)
+            extra = info.extra_json_schema if isinstance(info, inspect.Metadata) else None
+            text = str((extra or {}).get("description", ""))
+            found.append((path, Leaf(type=hint, default=one.default, help=text)))
+    return found
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _alternatives(hint: Any) -> list[inspect.Type]:
+    info = inspect.type_info(hint)
+    info = info.type if isinstance(info, inspect.Metadata) else info
+    types = info.types if isinstance(info, inspect.UnionType) else (info,)
+    return [one.type if isinstance(one, inspect.Metadata) else one for one in types]
+
+
+def _describe(hint: Any) -> str:
+    return " or ".join(
+        _word(one) for one in _alternatives(hint) if not isinstance(one, inspect.NoneType)
+    )
+
+
+def _word(info: inspect.Type) -> str:
+    match info:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType(ge=low, le=high):
+            if low is not None and high is not None:
+                return f"a whole number from {low} to {high}"
+            return "a whole number" + (f" of at least {low}" if low is not None else "")
+        case inspect.FloatType():
+            return "a number"
+        case inspect.StrType():
+            return "a text"
+        case inspect.LiteralType(values=values):
+            return "one of " + ", ".join(str(value) for value in values)
+        case inspect.VarTupleType(item_type=item):
+            inner = item.types if isinstance(item, inspect.UnionType) else (item,)
+            return _LIST + " or ".join(_word(one) for one in inner)
+    raise TypeError(f"no words for settings of type {info!r}")
+
+
+def convert(path: str, value: object) -> object:
+    """Check a value against its setting's type; raises :class:`msgspec.ValidationError`."""
+    converted: object = msgspec.convert(value, leaves()[path].type, strict=True)
+    try:
+        msgspec.json.encode(converted)
+    except UnicodeEncodeError as error:  # half a surrogate pair could be neither shown nor saved
+        raise msgspec.ValidationError(str(error)) from error
+    return converted

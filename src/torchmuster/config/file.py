@@ -1,0 +1,141 @@
+"""The settings file: walked beside the tree of settings, so that every mistake has its line."""
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchmuster.config import fields, yaml12
+from torchmuster.config.layers import Entry, Layer, Source, Strength
+from torchmuster.errors import Mistake
+from torchmuster.units import KiB
+
+if TYPE_CHECKING:
+    from ruamel.yaml.nodes import Node
+
+_LARGEST_BYTES = 256 * KiB  # more is a file of something else, such as a model, named by mistake
+
+
+def from_file(path: Path) -> Layer:
+    """Read a YAML file; every value keeps its line and column."""
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_LARGEST_BYTES + 1)
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f" (in {Path.cwd()})"
+        return _broken(str(path), f"no such file{where}", _nearest_file(path))
+    except OSError as error:
+        return _broken(str(path), f"cannot be read: {error.strerror or error}")
+    if len(content) > _LARGEST_BYTES:
+        return _broken(str(path), f"is no settings file: larger than {_LARGEST_BYTES // KiB} KiB")
+    try:
+        root = yaml12.compose(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8 text: byte 0x{content[error.start]:02x} on line {line}"
+        return _broken(str(path), what, "save it as UTF-8")
+    except yaml12.Unreadable as error:
+        fix = "indent with spaces, not tabs" if r"'\t'" in str(error) else ""
+        return _broken(f"{path}{error.place}", str(error), fix)
+    layer = Layer()
+    if root is not None and not _is_empty(root):
+        _Reader(path, layer).read_mapping(root, root, prefix="")
+    return layer
+
+
+class _Reader:
+    """Collects entries and mistakes from the nodes of one file."""
+
+    def __init__(self, path: Path, layer: Layer) -> None:
+        self._path = path
+        self._layer = layer
+
+    def read_mapping(self, key: "Node", node: "Node", prefix: str) -> None:
+        from ruamel.yaml.nodes import MappingNode, ScalarNode
+
+        if not isinstance(node, MappingNode):
+            section = f"{prefix} holds settings, each on a line of its own below it"
+            self._mistake(
+                _written(key, node),
+                section if prefix else "a settings file is made of `key: value` lines",
+            )
+            return
+        seen: dict[str, Node] = {}
+        for name, value in node.value:
+            if not isinstance(name, ScalarNode):
+                self._mistake(name, "a key is a single word")
+            elif name.value in seen:
+                first = seen[name.value].start_mark.line + 1
+                what = f"{_path(prefix, name.value)} is written twice"
+                self._mistake(name, what, f"the first is on line {first}")
+            else:
+                seen[name.value] = name
+                self._read_setting(prefix, name, value)
+
+    def _read_setting(self, prefix: str, key: "Node", value: "Node") -> None:
+        path = _path(prefix, key.value)
+        if "." in key.value and path in fields.leaves():
+            section, _, last = path.rpartition(".")
+            fix = f"write {last} on a line of its own below {section}:"
+            self._mistake(key, f"{path} is one key with a dot in it", fix)
+        elif path in fields.sections():
+            if not _is_empty(value):
+                self.read_mapping(key, value, path)
+        elif path in fields.leaves():
+            self._layer.entries.append(
+                Entry(
+                    path=path,
+                    value=yaml12.value_of(value),
+                    source=Source(strength=Strength.FILE, where=self._where(_written(key, value))),
+                    items=self._items(value),
+                )
+            )
+        else:
+            known = [*fields.leaves(), *fields.sections()]
+            self._mistake(key, f"{path} is not a setting", fields.suggest(path, known))
+
+    def _items(self, node: "Node") -> tuple[str, ...]:
+        from ruamel.yaml.nodes import SequenceNode
+
+        return tuple(map(self._where, node.value)) if isinstance(node, SequenceNode) else ()
+
+    def _where(self, node: "Node") -> str:
+        return f"{self._path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+    def _mistake(self, node: "Node", what: str, fix: str = "") -> None:
+        self._layer.mistakes.append(Mistake(where=self._where(node), what=what, fix=fix))
+
+
+def _path(prefix: str, name: str) -> str:
+    shown = name if name.isprintable() and name else repr(name)
+    return f"{prefix}.{shown}" if prefix else shown
+
+
+def _is_empty(node: "Node") -> bool:
+    """Say whether nothing is written here; an empty document and an empty section are fine."""
+    return isinstance(node.value, str) and (node.tag or "").endswith(":null")
+
+
+def _written(key: "Node", value: "Node") -> "Node":
+    """Return the node whose place a reader should look at.
+
+    An alias stands where its anchor is, and what is left empty where the next thing begins; both
+    are found by their key.
+    """
+    begin, end = value.start_mark.index, value.end_mark.index
+    return key if begin < key.start_mark.index or begin == end else value
+
+
+def _broken(where: str, what: str, fix: str = "") -> Layer:
+    return Layer(mistakes=[Mistake(where=where, what=what, fix=fix)])
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [one.name for one in path.parent.iterdir()]
+    except OSError:
+        return ""
+    # A shared .yaml alone makes no two names alike.
+    alike = difflib.get_close_matches(path.stem, {Path(name).stem for name in names})
+    candidates = [name for name in names if Path(name).stem in alike]
+    nearest = difflib.get_close_matches(path.name, candidates, n=1)
+    return f"did you mean {path.with_name(nearest[0])}?" if nearest else ""

@@ -1,0 +1,129 @@
+"""The places a value can be written: a file, the environment, flags. Each value keeps its place.
+
+A layer is a list of entries (path, value, source) plus the mistakes found while reading it. Types
+and limits are checked later, for all layers alike, in ``resolve.py``.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torchmuster.config import fields, yaml12
+from torchmuster.errors import Mistake
+
+ENVIRONMENT_PREFIX = "TORCHMUSTER_"
+# Variables of the product that are not settings of a run; everything else with the prefix must be.
+OTHER_VARIABLES = frozenset({"TORCHMUSTER_CLAIMS_DIR"})
+
+
+class Strength(IntEnum):
+    """Which layer wins: the strongest that names a setting."""
+
+    DEFAULT = 0
+    FILE = 1
+    ENVIRONMENT = 2
+    FLAG = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a value was written: ``config.yaml:3:5``, ``$TORCHMUSTER_…``, ``--num-gpus``, ``default``."""
+
+    strength: Strength
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One value as it was written, before its type is checked; for a list, its items' places."""
+
+    path: str
+    value: object
+    source: Source
+    items: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """What one place says, and what is wrong with how it says it."""
+
+    entries: list[Entry] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A setting given on the command line: the flag as typed, the setting it means, its text."""
+
+    flag: str
+    path: str
+    text: str
+
+
+def variable_name(path: str) -> str:
+    """Return the environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + path.replace(".", "_").upper()
+
+
+def from_environment(environment: Mapping[str, str]) -> Layer:
+    """Read ``TORCHMUSTER_DISTRIBUTED_NUM_GPUS=2`` and its like."""
+    layer = Layer()
+    known = {variable_name(path): path for path in fields.leaves()}
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        where = f"${variable}"
+        if variable in known:
+            source = Source(strength=Strength.ENVIRONMENT, where=where)
+            _add_text(layer, known[variable], environment[variable], source)
+        else:
+            fix = _nearest_variable(variable)
+            layer.mistakes.append(Mistake(where=where, what="is not a setting", fix=fix))
+    return layer
+
+
+def from_flags(flags: Iterable[Flag]) -> Layer:
+    """Read flags such as ``--num-gpus 2`` and ``--set model.torch_dtype=bfloat16``."""
+    layer = Layer()
+    for flag in flags:
+        if flag.path in fields.leaves():
+            _add_text(layer, flag.path, flag.text, Source(strength=Strength.FLAG, where=flag.flag))
+        else:
+            what = f"{flag.path} is not a setting"
+            fix = fields.suggest(flag.path, fields.leaves())
+            if flag.path in fields.sections():
+                what = f"{flag.path} is a group of settings"
+                inside = [path for path in fields.leaves() if path.startswith(f"{flag.path}.")]
+                fix = f"name one of them, such as {inside[0]}"
+            layer.mistakes.append(Mistake(where=flag.flag, what=what, fix=fix))
+    return layer
+
+
+def _nearest_variable(variable: str) -> str:
+    """Suggest by the setting's whole name or its last part: all variables share a long beginning."""
+    names = {path.rpartition(".")[2]: path for path in fields.leaves()}
+    names |= {path.replace(".", "_"): path for path in fields.leaves()}
+    given = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.75)
+    return f"did you mean {variable_name(names[nearest[0]])}?" if nearest else ""
+
+
+def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
+    """Read one value by YAML's rules; for a list, ``0,2`` does as well as ``[0, 2]``.
+
+    A setting that is a text takes what is given as it is: shells have their own quotes, and
+    ``run #3`` would lose its end.
+    """
+    value: object = text
+    if fields.is_text(path):
+        value = None if text == "null" and fields.leaves()[path].default is None else text
+    else:
+        if fields.is_list(path) and not text.lstrip().startswith("["):
+            text = f"[{text}]"
+        try:
+            value = yaml12.parse_value(text)
+        except yaml12.Unreadable as error:
+            layer.mistakes.append(Mistake(where=source.where, what=str(error)))
+            return
+    layer.entries.append(Entry(path=path, value=value, source=source))

@@ -1,0 +1,42 @@
+"""A snapshot as plain JSON types, for ``--json`` and for files. The keys are a contract."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torchmuster.devices.conditions import in_use_by
+from torchmuster.devices.model import Device, Node
+from torchmuster.devices.request import Claim
+from torchmuster.devices.visibility import Visible
+
+
+def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
+    """Return everything that is known about a machine's devices."""
+    return {
+        "hostname": node.hostname,
+        "taken_unix_s": node.taken_unix_s,
+        "driver_version": node.driver_version,
+        "cuda_version": node.cuda_version,
+        "accelerators": [_device(device, shown, claims) for device in node.accelerators],
+        "cpu": _plain(node.cpu),
+        "links": [
+            {"a": link.a, "b": link.b, "kind": link.short, "lanes": link.lanes}
+            for link in node.links
+        ],
+        "findings": [one.as_json() for one in (*node.findings, *shown.findings)],
+    }
+
+
+def _device(device: Device, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
+    claim = claims.get(device.uuid)
+    return {
+        **_plain(device),
+        "visible": device in shown.devices,
+        "hidden_by": shown.hidden_by.get(device.uuid),
+        "in_use": bool(in_use_by(device)),
+        "claim": asdict(claim) if claim else None,
+    }
+
+
+def _plain(device: Device) -> dict[str, Any]:
+    return {**asdict(device), "number": device.number, "free_bytes": device.free_bytes}

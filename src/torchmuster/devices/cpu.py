@@ -1,0 +1,163 @@
+"""The CPU as a device, and how much of it this process may really use.
+
+A container or a Slurm job shows the whole machine in /proc, but its control group (cgroup) grants a
+part. Limits hold at every level up to the root, so the tightest one counts.
+"""
+
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+from torchmuster.decision import Decision
+from torchmuster.devices import sysfs
+from torchmuster.devices.apple import sysctl
+from torchmuster.devices.model import Device, Kind
+
+PROC, SYS = Path("/proc"), Path("/sys")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quota:
+    """So many cores' worth of time, and the file that says so."""
+
+    cores: float
+    file: str
+
+
+def read(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
+    """Return the CPU with the memory that this process may use of the machine's."""
+    total, used = _memory(proc_root, sys_root)
+    return Device(
+        kind=Kind.CPU,
+        index=0,
+        uuid="CPU-0",
+        name=_name(proc_root, system or platform.system()),
+        total_bytes=total,
+        used_bytes=used,
+    )
+
+
+def usable_cores(
+    proc_root: Path = PROC,
+    sys_root: Path = SYS,
+    *,
+    machine_cores: int | None = None,
+    allowed_cores: Callable[[], int] | None = None,
+) -> Decision[int]:
+    """Return how many cores this process may keep busy, and what sets that number."""
+    machine = machine_cores or os.cpu_count() or 1
+    allowed = max(1, min((allowed_cores or _affinity)(), machine))
+    quota = min(_quotas(proc_root, sys_root), key=lambda one: one.cores, default=None)
+    granted = max(1, math.ceil(quota.cores)) if quota else machine
+    if quota and granted < allowed:
+        reason = f"this cgroup's CPU quota is {round(quota.cores, 2)} ({quota.file})"
+        if allowed < machine:
+            reason += f"; the affinity mask alone would allow {allowed}"
+        return Decision(value=granted, reason=f"{granted} of {machine} cores: {reason}")
+    if allowed < machine:
+        reason = "the affinity mask of this process (taskset, cpuset or Slurm) allows no others"
+        return Decision(value=allowed, reason=f"{allowed} of {machine} cores: {reason}")
+    reason = "neither an affinity mask nor a cgroup's CPU quota takes any away"
+    return Decision(value=machine, reason=f"all {machine} cores: {reason}")
+
+
+def _affinity() -> int:
+    # macOS has no affinity masks.
+    getter = getattr(os, "sched_getaffinity", None)
+    return len(getter(0)) if getter else os.cpu_count() or 1
+
+
+def _name(proc_root: Path, system: str) -> str:
+    known = sysctl("machdep.cpu.brand_string") if system == "Darwin" else None
+    try:
+        # Not read as a whole: on a large machine the file is long and slow to make.
+        with (proc_root / "cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            models = (line.partition(":")[2].strip() for line in lines if _names_model(line))
+            known = known or next(models, None)
+    except OSError:
+        pass
+    return known or platform.processor() or platform.machine() or "CPU"
+
+
+def _names_model(line: str) -> bool:
+    return line.partition(":")[0].strip().lower() in ("model name", "cpu model")
+
+
+def _memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
+    try:
+        machine = psutil.virtual_memory()
+    except (OSError, ValueError, psutil.Error):
+        return None, None
+    totals, frees = [int(machine.total)], [int(machine.available)]
+    for folder in _cgroups("memory", proc_root, sys_root):
+        limit = _first(folder, "memory.max", "memory.limit_in_bytes")
+        used = _first(folder, "memory.current", "memory.usage_in_bytes")
+        # Version 1 states "no limit" as a number beyond any machine, which then limits nothing.
+        if limit is not None:
+            totals.append(limit)
+            frees.append(limit - (used or 0) + _reclaimable(folder))
+    total = min(totals)
+    return total, total - max(min(total, *frees), 0)
+
+
+def _first(folder: Path, *files: str) -> int | None:
+    return next((n for file in files if (n := sysfs.integer(folder / file)) is not None), None)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return the cached file pages that the kernel drops before it refuses memory."""
+    pairs = (line.split() for line in (sysfs.text(folder / "memory.stat") or "").splitlines())
+    counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+
+
+def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
+    for folder in _cgroups("cpu", proc_root, sys_root):
+        quota, _, period = (sysfs.text(folder / "cpu.max") or "").partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            yield _Quota(cores=int(quota) / int(period), file="cpu.max")
+        allowance = sysfs.integer(folder / "cpu.cfs_quota_us")
+        length = sysfs.integer(folder / "cpu.cfs_period_us")
+        if allowance and length and allowance > 0:
+            yield _Quota(cores=allowance / length, file="cpu.cfs_quota_us")
+
+
+def _cgroups(controller: str, proc_root: Path, sys_root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those above it, for one controller."""
+    paths = dict(_memberships(proc_root))
+    for line in (sysfs.text(proc_root / "self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        fields = left.split()
+        key = "" if kind == "cgroup2" else controller
+        mounted = kind == "cgroup2" or (kind == "cgroup" and controller in _options(options))
+        if mounted and key in paths and len(fields) > 4:
+            inside = _below(PurePosixPath(paths[key]), PurePosixPath(fields[3]))
+            top = sys_root / fields[4].removeprefix("/sys/")
+            for level in (inside, *inside.parents):
+                yield top / level
+
+
+def _memberships(proc_root: Path) -> Iterator[tuple[str, str]]:
+    """Yield controller and path for each line of ``/proc/self/cgroup``; version 2 has no name."""
+    for line in (sysfs.text(proc_root / "self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _options(text: str) -> list[str]:
+    return text.rpartition(" ")[2].split(",")
+
+
+def _below(path: PurePosixPath, mounted: PurePosixPath) -> PurePosixPath:
+    """Return a cgroup's path below the mount; one that lies outside is the mount itself."""
+    if path.is_relative_to(mounted) and ".." not in path.parts:
+        return path.relative_to(mounted)
+    return PurePosixPath()

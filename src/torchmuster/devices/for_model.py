@@ -1,0 +1,142 @@
+"""How many devices a model of a given size needs for training, and how to split it over them.
+
+A first answer from sizes alone, with its assumption stated: weights, gradients and the two moments
+of AdamW, all in the number type of the weights, make four times the weights; a tenth of each
+device is left for activations and the driver.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.decision import Decision
+from torchmuster.devices.choose import choose
+from torchmuster.devices.identify import candidates
+from torchmuster.devices.model import Device, Node
+from torchmuster.devices.request import Claim, Request, counted
+from torchmuster.errors import DevicesBusy, MusterError, TooFewDevices
+from torchmuster.units import format_bytes
+
+TRAINING_STATES_PER_WEIGHT = 4
+USABLE_SHARE = 0.9
+
+Strategy = Literal["single", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A way to lay a model out: what to ask for, and how it is split."""
+
+    request: Request
+    strategy: Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Devices and how the model is laid out on them."""
+
+    devices: tuple[Device, ...]
+    strategy: Strategy
+
+
+def choose_for_model(
+    node: Node,
+    model_bytes: int,
+    request: Request,
+    *,
+    environment: Mapping[str, str],
+    claims: Mapping[str, Claim] | None = None,
+) -> Decision[Placement]:
+    """Choose the fewest devices that hold a model in training, or as many as are asked for."""
+    shape = shape_for_model(node, model_bytes, request, environment=environment, claims=claims)
+    chosen = choose(node, shape.value.request, environment=environment, claims=claims)
+    placement = Placement(devices=chosen.value, strategy=shape.value.strategy)
+    return Decision(value=placement, reason=f"{shape.reason}; {chosen.reason}")
+
+
+def shape_for_model(
+    node: Node,
+    model_bytes: int,
+    request: Request,
+    *,
+    environment: Mapping[str, str],
+    claims: Mapping[str, Claim] | None = None,
+) -> Decision[Shape]:
+    """Turn a model's size into a request: one that can be met now, else one worth waiting for.
+
+    One device if it fits (single); with a count, a copy on each if it fits (ddp); else the model is
+    sharded over as few devices as hold it (fsdp).
+    """
+    needed = model_bytes * TRAINING_STATES_PER_WEIGHT
+    whole = math.ceil(needed / USABLE_SHARE)
+    story = (
+        f"{format_bytes(model_bytes)} of weights need {format_bytes(needed)} in training "
+        "(weights, gradients, two AdamW moments)"
+    )
+    for state, holders in ((node, claims), (_emptied(node), None)):
+        for shape, how in _shapes(node, whole, request):
+            try:
+                choose(state, shape.request, environment=environment, claims=holders)
+            except (TooFewDevices, DevicesBusy):
+                continue
+            return Decision(value=shape, reason=f"{story}: {how}")
+    raise _too_large(node, request, environment, whole, story)
+
+
+def _shapes(node: Node, whole: int, request: Request) -> Iterator[tuple[Shape, str]]:
+    """Yield the ways to hold ``whole`` bytes, the simplest first, each with its words."""
+
+    def shape(count: int, each: int, strategy: Strategy) -> Shape:
+        each = max(each, request.min_free_bytes or 0)
+        asked = dataclasses.replace(request, count=count, min_free_bytes=each)
+        return Shape(request=asked, strategy=strategy)
+
+    if request.count is None or request.count == 1:
+        yield shape(1, whole, "single"), "they fit on one GPU, so single"
+    else:
+        yield shape(request.count, whole, "ddp"), "a copy fits on each GPU, so ddp"
+    counts = range(2, len(node.accelerators) + 1) if request.count is None else [request.count]
+    for count in counts:
+        if count > 1:
+            each = math.ceil(whole / count)
+            words = f"too much for one GPU but {format_bytes(each)} on each of {count}, so fsdp"
+            yield shape(count, each, "fsdp"), words
+
+
+def _emptied(node: Node) -> Node:
+    """The same machine with nobody on it."""
+    return dataclasses.replace(
+        node,
+        accelerators=tuple(
+            dataclasses.replace(one, used_bytes=0, utilisation_percent=0, processes=())
+            for one in node.accelerators
+        ),
+    )
+
+
+def _too_large(
+    node: Node, request: Request, environment: Mapping[str, str], whole: int, story: str
+) -> MusterError:
+    """Say how much is missing, in GPUs of the size that is here."""
+    what = f"{story}, and that does not fit here"
+    together = candidates(node, request, environment)
+    # Where every GPU is split, one MIG slice was all that could be tried.
+    alone = candidates(node, dataclasses.replace(request, count=1), environment)
+    usable = [one for one in together or alone if not one.trouble]
+    sizes = sorted((one.total_bytes for one in usable if one.total_bytes), reverse=True)
+    if not sizes:
+        unknown = "no GPU here says how much memory it has"
+        why = unknown if usable else "no GPU can be used here"
+        return TooFewDevices(what, why=why, fix="run on the CPU: --device cpu")
+    allowed = sizes[: request.count if together else 1]
+    have = f"{counted(len(allowed))} that may be used have {format_bytes(sum(allowed))} together"
+    if len(allowed) == 1:
+        have = f"one GPU that may be used has {format_bytes(sizes[0])}"
+    return TooFewDevices(
+        what,
+        why=f"with a tenth to spare {format_bytes(whole)} are needed in equal parts, and the {have}",
+        fix=f"use {counted(math.ceil(whole / sizes[0]))} of {format_bytes(sizes[0])}, a smaller "
+        "number type, LoRA, or fsdp_cpu_offload: true",
+    )

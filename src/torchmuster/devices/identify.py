@@ -1,0 +1,85 @@
+"""From what people type (``2``, ``GPU-8a2c``, ``0:1``) to the one visible device it names."""
+
+from collections.abc import Mapping
+
+from torchmuster.devices.model import Device, Node
+from torchmuster.devices.request import GpuId, Request
+from torchmuster.devices.visibility import Visible, visible
+from torchmuster.errors import NoSuchDevice
+
+SHOW_IDS = "muster gpus  # shows the numbers and UUIDs to use"
+
+
+def find(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
+    """Return the one visible device that an id names: a number, a UUID or a unique beginning."""
+    shown = visible(node.accelerators, environment)
+    text = str(gpu_id).strip()
+    matches = [
+        one
+        for one in node.accelerators
+        if text == one.uuid or (text == one.number and one.kind is node.main_kind)
+    ]
+    if not matches and "-" in text:
+        matches = [one for one in node.accelerators if one.uuid.startswith(text)]
+    if len(matches) == 1 and matches[0] in shown.devices:
+        return matches[0]
+    if len(matches) == 1:
+        raise _unusable(matches[0], shown)
+    if matches:
+        raise NoSuchDevice(
+            f"GPU id {text!r} is not unique",
+            why="it could be: " + ", ".join(one.uuid for one in matches),
+            fix="give more of the UUID",
+        )
+    have = ", ".join(one.number for one in shown.devices if one.kind is node.main_kind)
+    raise NoSuchDevice(
+        f"there is no GPU {text} on {node.hostname}",
+        why=f"the visible GPUs are: {have}" if have else "no GPU is visible here",
+        fix=SHOW_IDS if have else "run on the CPU: --device cpu",
+    )
+
+
+def _unusable(device: Device, shown: Visible) -> NoSuchDevice:
+    slices = [one.number for one in shown.devices if one.parent_uuid == device.uuid]
+    if device.uuid in shown.hidden_by and not slices:
+        return NoSuchDevice(
+            f"{device.label} is hidden from this process",
+            why=f"{shown.hidden_by[device.uuid]} is set in the environment",
+            fix="choose among the visible GPUs, or unset the variable",
+        )
+    return NoSuchDevice(
+        f"{device.label} is split into MIG slices and cannot be used as a whole",
+        why="its slices are: " + (", ".join(slices) or "none yet"),
+        fix=f"name a slice: --gpu-ids {slices[0]}" if slices else "sudo nvidia-smi mig -cgi … -C",
+    )
+
+
+def candidates(node: Node, request: Request, environment: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return the devices a request may be met from, before its conditions are looked at."""
+    # A CUDA process sees one MIG slice at most, so slices cannot be members of a set.
+    alone = request.count == 1
+    if request.ids is None:
+        shown = visible(node.accelerators, environment).devices
+        return tuple(
+            one for one in shown if one.kind is node.main_kind and (alone or one.mig_index is None)
+        )
+    named = tuple(find(node, one, environment) for one in request.ids)
+    if len({one.uuid for one in named}) < len(named):
+        raise NoSuchDevice(
+            f"asked for {request}: one GPU is named twice",
+            why="each process needs a GPU of its own",
+            fix="remove the repetition",
+        )
+    if len({one.kind for one in named}) > 1:
+        raise NoSuchDevice(
+            f"asked for {request}: they are of different makers",
+            why="a torch build drives the GPUs of one maker, so no program can use them together",
+            fix="name GPUs of one maker",
+        )
+    if len(named) > 1 and not alone and any(one.mig_index is not None for one in named):
+        raise NoSuchDevice(
+            f"asked for {request}: they cannot be used together",
+            why="a CUDA process sees one MIG slice at most, and no GPU beside it",
+            fix="name one slice, or whole GPUs only",
+        )
+    return named

@@ -1,0 +1,293 @@
+"""NVIDIA devices through NVML (``nvidia-ml-py``), the library beneath nvidia-smi. No torch, no CUDA.
+
+Each question is asked for itself: a card or driver that cannot answer one leaves a ``None``, a card
+that stops answering keeps what it had said and gets its ``trouble``.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link
+from torchmuster.devices.nvml_ask import Unreachable, ask, measure
+from torchmuster.devices.nvml_findings import lost, why_unusable
+from torchmuster.devices.nvml_links import read_links
+from torchmuster.finding import Finding
+
+# Slow-downs worth telling; running at a set clock or being idle is not one of them.
+_THROTTLE_REASONS = {
+    pynvml.nvmlClocksThrottleReasonSwPowerCap: "power limit",
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slow-down",
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "heat (driver)",
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Everything NVML says about this machine."""
+
+    devices: tuple[Device, ...] = ()
+    links: tuple[Link, ...] = ()
+    driver_version: str | None = None
+    cuda_version: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+def read() -> Reading:
+    """Read every NVIDIA device, or the finding that says why there is none to read."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Reading(findings=why_unusable(error, "nvmlInit"))
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        return _read_all(count)
+    except pynvml.NVMLError as error:
+        return Reading(findings=why_unusable(error, "nvmlDeviceGetCount"))
+    finally:
+        _close()
+
+
+def _close() -> None:
+    with suppress(pynvml.NVMLError):  # a driver that went away meanwhile
+        pynvml.nvmlShutdown()
+
+
+def _read_all(count: int) -> Reading:
+    devices: list[Device] = []
+    handles: dict[str, Any] = {}
+    for index in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError as error:
+            devices.append(_unreadable(index, str(error)))
+            continue
+        device = _read_device(index, handle)
+        handles[device.uuid] = handle
+        devices += _with_slices(device, handle) if device.mig_enabled else [device]
+    cuda = _version(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    return Reading(
+        devices=tuple(devices),
+        links=tuple(read_links(devices, handles)),
+        driver_version=_version(pynvml.nvmlSystemGetDriverVersion),
+        cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        findings=tuple(lost(device) for device in devices if device.trouble),
+    )
+
+
+def _version(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except pynvml.NVMLError:
+        return None
+
+
+def _unreadable(index: int, trouble: str) -> Device:
+    """A GPU that did not even say its UUID; it gets a name nobody can ask for by accident."""
+    uuid = f"GPU-unreadable-{index}"
+    name = "unknown NVIDIA GPU"
+    return Device(kind=Kind.CUDA, index=index, uuid=uuid, name=name, trouble=trouble)
+
+
+def _read_device(index: int, handle: Any) -> Device:
+    """Read one GPU field by field; if it stops answering, keep what it said so far."""
+    device = _unreadable(index, "")
+    try:
+        for part in _parts(handle):
+            device = dataclasses.replace(device, **part)
+    except Unreachable as error:
+        return dataclasses.replace(device, trouble=str(error))
+    return dataclasses.replace(device, trouble=None)
+
+
+def _parts(handle: Any) -> Iterator[dict[str, Any]]:
+    yield {"uuid": _uuid(handle)}
+    if name := ask(pynvml.nvmlDeviceGetName, handle):
+        yield {"name": name}
+    pci = ask(pynvml.nvmlDeviceGetPciInfo, handle)
+    yield {"pci_bus_id": pci and pci.busId, "numa_node": measure(_numa_node, handle)}
+    mig = ask(pynvml.nvmlDeviceGetMigMode, handle)
+    yield {"mig_enabled": bool(mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE)}
+    yield {"compute_capability": measure(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
+    yield _memory(handle)
+    utilisation = measure(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    yield {"utilisation_percent": utilisation and utilisation.gpu}
+    yield {"temperature_c": measure(_temperature, handle)}
+    slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    threshold = measure(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown)
+    yield {"slowdown_temperature_c": threshold}
+    yield {"power_w": _watts(measure(pynvml.nvmlDeviceGetPowerUsage, handle))}
+    yield {"power_limit_w": _watts(measure(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))}
+    yield {"ecc": _ecc(handle), "throttled_by": _throttled_by(handle)}
+    mode = ask(pynvml.nvmlDeviceGetComputeMode, handle)
+    yield {"compute_prohibited": mode == pynvml.NVML_COMPUTEMODE_PROHIBITED}
+    yield {"processes": _processes(handle)}
+
+
+def _uuid(handle: Any) -> str:
+    uuid: str | None = ask(pynvml.nvmlDeviceGetUUID, handle)
+    if uuid is None:
+        raise Unreachable("it does not say its UUID")
+    return uuid
+
+
+def _memory(handle: Any) -> dict[str, Any]:
+    """Used memory without what the driver keeps for itself, where the driver can tell them apart."""
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    if memory is None:  # drivers before 510
+        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        return {}
+    reserved = getattr(memory, "reserved", None)
+    return {
+        "total_bytes": memory.total,
+        "used_bytes": memory.used,
+        "reserved_bytes": reserved,
+    }
+
+
+def _numa_node(handle: Any) -> int | None:
+    """The NUMA node whose memory is nearest, if it is one node (the driver gives a bit mask)."""
+    words = pynvml.nvmlDeviceGetMemoryAffinity(handle, 4, pynvml.NVML_AFFINITY_SCOPE_NODE)
+    mask = sum(word << 64 * position for position, word in enumerate(words))
+    return mask.bit_length() - 1 if mask.bit_count() == 1 else None
+
+
+def _temperature(handle: Any) -> int:
+    try:
+        answer: int = pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)
+    except pynvml.NVMLError_FunctionNotFound:  # drivers before 560
+        answer = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+    return answer
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _ecc(handle: Any) -> Ecc | None:
+    mode = measure(pynvml.nvmlDeviceGetEccMode, handle)
+    if mode is None:
+        return None
+    counts = [
+        measure(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_VOLATILE_ECC)
+        for kind in (
+            pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        )
+    ]
+    return Ecc(enabled=bool(mode[0]), corrected=counts[0], uncorrected=counts[1])
+
+
+def _throttled_by(handle: Any) -> tuple[str, ...]:
+    bits = measure(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    return tuple(text for bit, text in _THROTTLE_REASONS.items() if bits & bit)
+
+
+def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
+    """Processes on a device; who they are is looked up later, for all devices together."""
+    busy = {
+        sample.pid: sample.smUtil
+        for sample in measure(pynvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
+    }
+    compute = ask(_first_supported("Compute"), handle) or ()
+    graphics = ask(_first_supported("Graphics"), handle) or ()
+    found: dict[int, DeviceProcess] = {}
+    # Compute last: a process that does both counts as computing.
+    for is_compute, listed in ((False, graphics), (True, compute)):
+        for one in listed:
+            found[one.pid] = DeviceProcess(
+                pid=one.pid,
+                compute=is_compute,
+                memory_bytes=one.usedGpuMemory,
+                utilisation_percent=busy.get(one.pid),
+            )
+    return tuple(found[pid] for pid in sorted(found))
+
+
+def _first_supported(what: str) -> Callable[[Any], Sequence[Any]]:
+    """The process list of the newest version that this driver has."""
+
+    def ask(handle: Any) -> Sequence[Any]:
+        for version in ("_v3", "_v2"):
+            question = getattr(pynvml, f"nvmlDeviceGet{what}RunningProcesses{version}")
+            try:
+                answer: Sequence[Any] = question(handle)
+            except pynvml.NVMLError_FunctionNotFound:
+                continue
+            return answer
+        return ()
+
+    return ask
+
+
+def _with_slices(parent: Device, handle: Any) -> list[Device]:
+    """A GPU in MIG mode and its slices; if it stops answering, none of them can be relied upon."""
+    found = [parent]
+    try:
+        found.extend(_read_slices(parent, handle))
+    except Unreachable as error:
+        return [dataclasses.replace(one, trouble=str(error)) for one in found]
+    return found
+
+
+def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
+    """Read the MIG slices of a GPU; each is a device of its own."""
+    positions = range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+    handles = [ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, one) for one in positions]
+    existing = [one for one in handles if one is not None]
+    for number, slice_handle in enumerate(existing):
+        attributes = measure(pynvml.nvmlDeviceGetAttributes, slice_handle)
+        gpu_instance = ask(pynvml.nvmlDeviceGetGpuInstanceId, slice_handle)
+        name = ask(pynvml.nvmlDeviceGetName, slice_handle) or _slice_name(parent, attributes)
+        yield Device(
+            kind=Kind.CUDA,
+            index=parent.index,
+            mig_index=number,
+            parent_uuid=parent.uuid,
+            mig_enabled=True,
+            uuid=_uuid(slice_handle),
+            name=name,
+            pci_bus_id=parent.pci_bus_id,
+            numa_node=parent.numa_node,
+            compute_capability=parent.compute_capability,
+            processes=_slice_processes(handle, gpu_instance),
+            **_memory(slice_handle),
+        )
+
+
+def _slice_name(parent: Device, attributes: Any) -> str:
+    if attributes is None:
+        return f"{parent.name} MIG"
+    size_gb = round(attributes.memorySizeMB / 1024)
+    return f"{parent.name} MIG {attributes.gpuInstanceSliceCount}g.{size_gb}gb"
+
+
+def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[DeviceProcess, ...]:
+    """The parent lists the processes of all its slices, each with its GPU instance."""
+    listed = ask(_first_supported("Compute"), parent_handle) or ()
+    return tuple(
+        DeviceProcess(pid=one.pid, compute=True, memory_bytes=one.usedGpuMemory)
+        for one in listed
+        if getattr(one, "gpuInstanceId", None) == gpu_instance
+    )
+
+
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """Keep NVML initialised between readings; for loops that read often."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield  # each reading will say why by itself
+        return
+    try:
+        yield
+    finally:
+        _close()

@@ -1,0 +1,62 @@
+"""Who a process is: its owner, command and processor time, looked up once for all devices."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from torchmuster.devices.model import Device, DeviceProcess
+from torchmuster.redaction import redact_command
+
+
+def identify(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Return the devices with every process's owner, command and times filled in."""
+    pids = {process.pid for device in devices for process in device.processes}
+    known = {pid: _look_up(pid) for pid in pids}
+    return tuple(
+        dataclasses.replace(
+            device,
+            processes=tuple(
+                dataclasses.replace(process, **known[process.pid]) for process in device.processes
+            ),
+        )
+        if device.processes
+        else device
+        for device in devices
+    )
+
+
+def _look_up(pid: int) -> dict[str, Any]:
+    """Read what the system lets us see; a process that just ended or is hidden leaves no trace."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            cpu = process.cpu_times()
+            return {
+                "user": process.username(),
+                "command": printable(process.cmdline() or [process.name()]),
+                "started_unix_s": process.create_time(),
+                "cpu_s": cpu.user + cpu.system,
+            }
+    except (psutil.Error, OSError):
+        return {}
+
+
+def printable(arguments: Sequence[str]) -> str:
+    """Join a command line for display: secrets out, nothing that could steer the terminal."""
+    text = " ".join(redact_command(arguments))
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def command_of_this_process() -> str:
+    """Return this process's own command line, for display to others."""
+    return printable(psutil.Process().cmdline())
+
+
+def age_s(process: DeviceProcess, now: float | None = None) -> float | None:
+    """How long a process has been running."""
+    if process.started_unix_s is None:
+        return None
+    return max((time.time() if now is None else now) - process.started_unix_s, 0.0)

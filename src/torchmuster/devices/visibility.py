@@ -1,0 +1,209 @@
+"""``CUDA_VISIBLE_DEVICES`` and its kin: which devices a process may see, in which order.
+
+The rules are each driver's own. CUDA: a list of numbers, or of UUIDs (unique beginnings do), or of
+MIG slices; reading stops at the first thing that names no device; a repeated one leaves nothing.
+ROCm: numbers and UUIDs in one list; reading stops at a repeated one, too. Intel: a set of numbers,
+so order and repetition mean nothing. An empty value means no device at all, except to Intel's
+driver, for which it means all.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchmuster.devices.model import Device, Kind
+from torchmuster.finding import Finding, Status
+
+# For each kind the stages of restriction, each with the variables that can state it (the first that
+# is set counts). A later stage counts among the devices that the earlier one left.
+STAGES: dict[Kind, tuple[tuple[str, ...], ...]] = {
+    Kind.CUDA: (("CUDA_VISIBLE_DEVICES",),),
+    Kind.ROCM: (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    Kind.XPU: (("ZE_AFFINITY_MASK",),),
+}
+# What people and Slurm write to hide every GPU on purpose.
+_NO_DEVICE = ("-1", "NoDevFiles")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visible:
+    """The devices a process may see, in its own order, and why the others are hidden."""
+
+    devices: tuple[Device, ...]
+    hidden_by: Mapping[str, str]
+    findings: tuple[Finding, ...] = ()
+
+
+def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visible:
+    """Apply the environment to the accelerators of a machine."""
+    seen: list[Device] = []
+    hidden_by: dict[str, str] = {}
+    findings: list[Finding] = []
+    for kind in dict.fromkeys(device.kind for device in devices):
+        left = sorted((one for one in devices if one.kind is kind), key=lambda one: one.place)
+        for alternatives in STAGES.get(kind, ()):
+            variable = next((name for name in alternatives if name in environment), None)
+            if variable is None:
+                continue
+            text = environment[variable]
+            restriction = f"{variable}={text}" if text else f'{variable}=""'
+            chosen, problem = _PARSERS[kind](text, left)
+            hidden_by |= {one.uuid: restriction for one in left if one not in chosen}
+            if problem and text not in _NO_DEVICE:
+                findings.append(_ignored(restriction, problem, chosen))
+            elif kind is Kind.CUDA and _order_is_ambiguous(text, left, environment):
+                findings.append(_ambiguous(restriction, chosen))
+            left = chosen
+        # A GPU in MIG mode computes only through its slices.
+        seen += [one for one in left if one.mig_index is not None or not one.mig_enabled]
+    return Visible(devices=tuple(seen), hidden_by=hidden_by, findings=tuple(findings))
+
+
+# The devices that a value names, and what the driver ignores of it and why.
+_Parsed = tuple[list[Device], str]
+
+
+def _parse_cuda(text: str, family: Sequence[Device]) -> _Parsed:
+    by_uuid = text.startswith(("GPU-", "MIG-"))
+    names: dict[str | int, str] = {}
+    chosen: list[Device] = []
+    problem = ""
+    # Repetitions are looked for as far as the list can be read, also behind a number too high.
+    for item in text.split(",") if text else []:
+        name = (item if item.startswith(text[:4]) else None) if by_uuid else _number(item)
+        if name is None:
+            problem = _stops_at(item, "names no GPU")
+            break
+        if name in names:
+            return [], _repeats(item)
+        names[name] = item
+    for name, item in names.items():
+        matches = _by_uuid(name, family) if isinstance(name, str) else _by_number(name, family)
+        if len(matches) != 1:
+            problem = _stops_at(item, "names several GPUs" if matches else "names no GPU")
+            break
+        if matches[0] in chosen:
+            return [], _repeats(item)
+        chosen += matches
+    only = _only_slice(chosen, family)
+    if only is not None and [only] != chosen:
+        return [only], "a CUDA process sees one MIG slice at most, and no GPU beside it"
+    return chosen, problem
+
+
+def _only_slice(chosen: Sequence[Device], family: Sequence[Device]) -> Device | None:
+    """Return the slice to which CUDA keeps: the first one named, else the first of a GPU named."""
+    parents = [one.uuid for one in chosen if one.mig_enabled and one.mig_index is None]
+    named = [one for one in chosen if one.mig_index is not None]
+    implied = [one for uuid in parents for one in family if one.parent_uuid == uuid]
+    return next(iter([*named, *implied]), None)
+
+
+def _parse_rocm(text: str, family: Sequence[Device]) -> _Parsed:
+    chosen: list[Device] = []
+    for item in text.split(",") if text else []:
+        name = item.strip().lower()
+        if name.startswith("gpu-"):
+            matches = [one for one in family if one.uuid.lower().startswith(name)]
+        else:
+            matches = _by_number(int(name), family) if name.isdecimal() else []
+        if len(matches) != 1:
+            return chosen, _stops_at(item, "names several GPUs" if matches else "names no GPU")
+        if matches[0] in chosen:
+            return chosen, _stops_at(item, "repeats a GPU")
+        chosen += matches
+    return chosen, ""
+
+
+def _parse_xpu(text: str, family: Sequence[Device]) -> _Parsed:
+    if not text:
+        return list(family), ""
+    # ``1.0`` is a tile of GPU 1.
+    numbers = {item: _number(item.partition(".")[0]) for item in text.split(",")}
+    unknown = [item for item, number in numbers.items() if number not in range(len(family))]
+    chosen = [one for position, one in enumerate(family) if position in numbers.values()]
+    return chosen, f"{unknown[0]!r} names no GPU, so the driver ignores it" if unknown else ""
+
+
+_PARSERS: dict[Kind, Callable[[str, Sequence[Device]], _Parsed]] = {
+    Kind.CUDA: _parse_cuda,
+    Kind.ROCM: _parse_rocm,
+    Kind.XPU: _parse_xpu,
+}
+
+
+def _number(item: str) -> int | None:
+    """Read a number as CUDA does (``1gpu`` is 1); None for what is none or below zero."""
+    match = re.match(r"\s*([+-]?\d+)", item, re.ASCII)
+    return int(match[1]) if match and int(match[1]) >= 0 else None
+
+
+def _by_number(number: int, family: Sequence[Device]) -> list[Device]:
+    return [one for one in family if one.mig_index is None][number : number + 1]
+
+
+def _by_uuid(name: str, family: Sequence[Device]) -> list[Device]:
+    exact = [one for one in family if one.uuid == name]
+    return exact or [one for one in family if one.uuid.startswith(name)]
+
+
+def _stops_at(item: str, why: str) -> str:
+    return f"{item!r} {why}, so the driver ignores it and everything after it"
+
+
+def _repeats(item: str) -> str:
+    return f"{item!r} repeats a GPU, and then the driver shows no GPU at all"
+
+
+def variables_for(devices: Sequence[Device]) -> dict[str, str | None]:
+    """Return what to set in the environment so that a program sees just these; None means unset.
+
+    UUIDs wherever the vendor takes them, because numbers mean different things to different tools.
+    """
+    kinds = {device.kind for device in devices}
+    uuids = ",".join(device.uuid for device in devices)
+    numbers = ",".join(str(device.index) for device in devices)
+    if kinds == {Kind.CUDA}:
+        return {"CUDA_VISIBLE_DEVICES": uuids}
+    if kinds == {Kind.ROCM}:
+        # Numbers of the second stage count within the first, so the second one has to go.
+        hidden = dict.fromkeys(STAGES[Kind.ROCM][1])
+        named = all(device.uuid.startswith("GPU-") for device in devices)
+        return {"ROCR_VISIBLE_DEVICES": uuids if named else numbers, **hidden}
+    if kinds == {Kind.XPU}:
+        return {"ZE_AFFINITY_MASK": numbers}
+    return {}
+
+
+def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Finding:
+    left = ", ".join(one.label for one in chosen) or "no GPU"
+    return Finding(
+        name="visible-devices-partly-ignored",
+        status=Status.WARNING,
+        what=f"{restriction} leaves {left} visible",
+        why=problem,
+        fix="muster gpus  # shows the numbers and UUIDs to use",
+    )
+
+
+def _order_is_ambiguous(
+    text: str, family: Sequence[Device], environment: Mapping[str, str]
+) -> bool:
+    """Say whether CUDA may number these GPUs in another order than nvidia-smi does."""
+    return (
+        bool(re.match(r"\s*\d", text))
+        and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        and len({one.name for one in family if one.mig_index is None}) > 1
+    )
+
+
+def _ambiguous(restriction: str, chosen: Sequence[Device]) -> Finding:
+    names = ", ".join(f"{one.label} ({one.name})" for one in chosen)
+    return Finding(
+        name="visible-devices-order",
+        status=Status.WARNING,
+        what=f"{restriction} is read by muster as nvidia-smi's numbers: {names}",
+        why="these GPUs differ, and CUDA by itself numbers the fastest first, so a program started "
+        "without muster may get other GPUs under the same numbers",
+        fix="export CUDA_VISIBLE_DEVICES=" + ",".join(one.uuid for one in chosen),
+    )

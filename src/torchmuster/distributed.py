@@ -1,0 +1,280 @@
+"""The classic functions for seeing and choosing GPUs from Python.
+
+GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
+by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
+Torch is imported only by the functions that return a ``torch.device`` or speak of torch.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchmuster.devices import claims, snapshot
+from torchmuster.devices.choose import choose
+from torchmuster.devices.for_model import choose_for_model
+from torchmuster.devices.identify import find
+from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.devices.request import Claim, GpuId, Request
+from torchmuster.devices.visibility import variables_for, visible
+from torchmuster.errors import CudaAlreadyInitialised
+from torchmuster.units import MiB
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "GpuIds",
+    "auto_select_gpus_for_model",
+    "get_available_gpus",
+    "get_device_info",
+    "get_gpu_info",
+    "get_gpu_memory_usage",
+    "get_optimal_device",
+    "print_gpu_info",
+    "select_gpus",
+    "set_visible_gpus",
+    "setup_gpu_environment",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class GpuIds(list[GpuId]):
+    """A list of GPU ids that also says why these were chosen."""
+
+    def __init__(self, ids: Iterable[GpuId], reason: str) -> None:
+        super().__init__(ids)
+        self.reason = reason
+
+
+def get_available_gpus() -> list[GpuId]:
+    """Return the ids of the GPUs that this process may see and that answer."""
+    return [_id(device) for device in _visible(snapshot.take()) if not device.trouble]
+
+
+def select_gpus(
+    gpu_ids: Sequence[GpuId] | None = None,
+    num_gpus: int | None = None,
+    min_memory_mb: int | None = None,
+) -> GpuIds:
+    """Choose GPUs: these, so many, or all, each with at least so much memory in all.
+
+    With a number, the least loaded are taken, and those on which others compute are passed over.
+    GPUs that are named, or all of them, are taken as they are.
+    """
+    node = snapshot.take()
+    request = Request(
+        ids=None if gpu_ids is None else tuple(gpu_ids),
+        count=num_gpus,
+        min_total_bytes=None if min_memory_mb is None else min_memory_mb * MiB,
+        share=num_gpus is None,
+    )
+    decision = choose(node, request, environment=os.environ, claims=_claims(node))
+    _log.info("%s", decision.reason)
+    return GpuIds((_id(device) for device in decision.value), decision.reason)
+
+
+def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None) -> GpuIds:
+    """Choose the fewest GPUs that can train a model whose weights take ``model_size_gb``.
+
+    The reason says how to split it: on one GPU, a copy on each (ddp), or sharded (fsdp).
+    """
+    node = snapshot.take()
+    decision = choose_for_model(
+        node,
+        round(model_size_gb * 10**9),
+        Request(count=num_gpus),
+        environment=os.environ,
+        claims=_claims(node),
+    )
+    _log.info("%s", decision.reason)
+    return GpuIds((_id(device) for device in decision.value.devices), decision.reason)
+
+
+def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
+    """Let this process, and those it starts, see only these GPUs. An empty list means the CPU.
+
+    Must come before anything uses CUDA; refuses if that is too late.
+    """
+    names = ", ".join(str(one) for one in gpu_ids) or "none"
+    _refuse_if_cuda_is_initialised(names)
+    if not gpu_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    node = snapshot.take()
+    devices = [find(node, one, os.environ) for one in gpu_ids]
+    for variable, value in variables_for(devices).items():
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value
+
+
+def setup_gpu_environment(
+    gpu_ids: Sequence[GpuId] | None = None, num_gpus: int | None = None
+) -> "torch.device":
+    """Choose GPUs, hide all others from this process, and return the device to use.
+
+    Without any GPU that is the CPU, and a warning says why.
+    """
+    import torch
+
+    if not _visible(snapshot.take()):
+        _log.warning("using the CPU: %s", _why_no_gpu())
+        return torch.device("cpu")
+    set_visible_gpus(select_gpus(gpu_ids=gpu_ids, num_gpus=num_gpus))
+    return get_optimal_device()
+
+
+def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
+    """Return the least loaded of these GPUs (or of all) as torch numbers it; the CPU without any."""
+    import torch
+
+    node = snapshot.take()
+    if gpu_ids is None and not _visible(node):
+        return torch.device("cpu")
+    ids = None if gpu_ids is None else tuple(gpu_ids)
+    request = Request(ids=ids, count=1, share=True)
+    decision = choose(node, request, environment=os.environ, claims=_claims(node))
+    device = decision.value[0]
+    usable = torch.accelerator.current_accelerator(check_available=True)
+    if usable is None:
+        _log.warning("using the CPU: %s", _why_torch_sees_no_gpu(torch))
+        return torch.device("cpu")
+    _log.info("%s", decision.reason)
+    if device.kind is Kind.MPS:
+        return torch.device("mps")
+    return torch.device(usable.type, _torch_number(node, device))
+
+
+def get_gpu_info() -> list[dict[str, Any]]:
+    """Return what is known about each visible GPU, memory in MB of 1024 x 1024 bytes."""
+    return [
+        {
+            "id": _id(device),
+            "uuid": device.uuid,
+            "name": device.name,
+            "total_memory_mb": _mb(device.total_bytes),
+            "used_memory_mb": _mb(device.used_bytes),
+            "free_memory_mb": _mb(device.free_bytes),
+            "utilization_percent": device.utilisation_percent,
+            "temperature_c": device.temperature_c,
+            "compute_capability": device.compute_capability,
+            "processes": [process.pid for process in device.processes],
+            "trouble": device.trouble,
+        }
+        for device in _visible(snapshot.take())
+    ]
+
+
+def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
+    """Print a line about each GPU, or about these."""
+    node = snapshot.take()
+    if gpu_ids is None:
+        devices = _visible(node)
+        print(f"Available GPUs: {len(devices)}")
+    else:
+        devices = [find(node, one, os.environ) for one in gpu_ids]
+    for device in devices:
+        print(_line(device))
+
+
+def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
+    """Return (allocated, total, percent) of a GPU's memory, in MB, by all processes on it."""
+    device = find(snapshot.take(), gpu_id, os.environ)
+    used, total = _mb(device.used_bytes) or 0, _mb(device.total_bytes) or 0
+    return used, total, _used_percent(device)
+
+
+def get_device_info() -> dict[str, Any]:
+    """Return ``num_gpus``, ``devices`` and ``cuda_available`` as torch can use them here."""
+    import torch
+
+    available = torch.cuda.is_available()
+    devices = get_gpu_info() if available else []
+    return {"num_gpus": len(devices), "devices": devices, "cuda_available": available}
+
+
+def _visible(node: Node) -> list[Device]:
+    shown = visible(node.accelerators, os.environ).devices
+    return [device for device in shown if device.kind is node.main_kind]
+
+
+def _claims(node: Node) -> dict[str, Claim]:
+    folder = claims.folder(os.environ)
+    return claims.Claims(folder).held_by_others(device.uuid for device in node.accelerators)
+
+
+def _id(device: Device) -> GpuId:
+    return device.index if device.mig_index is None else device.number
+
+
+def _mb(count: int | None) -> int | None:
+    return None if count is None else count // MiB
+
+
+def _used_percent(device: Device) -> float:
+    return 100 * (device.used_bytes or 0) / device.total_bytes if device.total_bytes else 0.0
+
+
+def _line(device: Device) -> str:
+    if device.trouble:
+        return f"GPU {device.number}: {device.name} (does not answer: {device.trouble})"
+    parts = []
+    if device.total_bytes is not None:
+        parts.append(f"{_mb(device.total_bytes)} MB total")
+    if device.used_bytes is not None:
+        parts.append(f"{_mb(device.used_bytes)} MB used ({_used_percent(device):.1f}%)")
+    if device.compute_capability is not None:
+        parts.append("Compute {}.{}".format(*device.compute_capability))
+    return f"GPU {device.number}: {device.name} ({', '.join(parts)})"
+
+
+def _refuse_if_cuda_is_initialised(names: str) -> None:
+    loaded = sys.modules.get("torch")
+    if loaded is None or not loaded.cuda.is_initialized():
+        return
+    raise CudaAlreadyInitialised(
+        f"asked to use GPUs {names}, but CUDA is already initialised in this process",
+        why="CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used; torch goes on seeing "
+        f"{loaded.cuda.device_count()} GPUs whatever is set now",
+        fix="choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…), or "
+        "start the program with: muster gpus pick --gpu-ids … -- python …",
+    )
+
+
+def _why_no_gpu() -> str:
+    hidden = visible(snapshot.take().accelerators, os.environ).hidden_by
+    if hidden:
+        return f"all GPUs are hidden by {', '.join(sorted(set(hidden.values())))}"
+    return "this machine has no GPU that can be seen"
+
+
+def _why_torch_sees_no_gpu(torch: Any) -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build without GPU support; install one with it"
+    return (
+        f"torch {torch.__version__} cannot use the GPU; the driver may be too old for its CUDA "
+        f"{torch.version.cuda}"
+    )
+
+
+def _torch_number(node: Node, device: Device) -> int:
+    """Return torch's own number of a device.
+
+    Among unlike cards CUDA numbers the fastest first, so there only torch can tell, by UUID.
+    """
+    shown = _visible(node)
+    pinned = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    alike = len({one.name for one in shown}) == 1
+    if pinned or by_bus or alike or device.kind is not Kind.CUDA:
+        return shown.index(device)
+    import torch
+
+    for number in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(number).uuid) in device.uuid:
+            return number
+    return shown.index(device)

@@ -1,0 +1,110 @@
+"""A finding: something that was looked at, what is true of it, and what to do about it.
+
+Doctor, check, the planner's refusals, alerts and post-mortems all end in findings; one renderer and
+one exit-code rule serve them all.
+"""
+
+import enum
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchmuster.errors import ConfigError, ExitCode, MusterError
+
+
+class Status(enum.Enum):
+    """How bad it is. Only a failure makes a command fail."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+_SEVERITY = (Status.OK, Status.NOTE, Status.WARNING, Status.FAILURE)
+_COLOURS = {Status.OK: "32", Status.NOTE: "36", Status.WARNING: "33", Status.FAILURE: "31"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """``what`` is one line; ``why`` explains it, ``fix`` mends it, ``evidence`` shows it."""
+
+    name: str
+    status: Status
+    what: str
+    why: str = ""
+    fix: str = ""
+    evidence: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the finding as plain JSON types, with every key always present."""
+        return {
+            "name": self.name,
+            "status": self.status.value,
+            "what": self.what,
+            "why": self.why,
+            "fix": self.fix,
+            "evidence": self.evidence,
+        }
+
+
+def from_error(error: MusterError) -> list[Finding]:
+    """Return the findings that say what an error says: one, or one for each wrong setting."""
+    if isinstance(error, ConfigError):
+        return [
+            Finding(
+                name=error.name,
+                status=Status.FAILURE,
+                what=f"{mistake.where}: {mistake.what}",
+                fix=mistake.fix,
+            )
+            for mistake in error.mistakes
+        ]
+    return [
+        Finding(
+            name=error.name, status=Status.FAILURE, what=error.what, why=error.why, fix=error.fix
+        )
+    ]
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort by severity, keeping the order within one severity."""
+    return sorted(findings, key=lambda finding: -_SEVERITY.index(finding.status))
+
+
+def exit_code(findings: Iterable[Finding]) -> ExitCode:
+    """Return FAILED if any finding is a failure, else GOOD."""
+    failed = any(finding.status is Status.FAILURE for finding in findings)
+    return ExitCode.FAILED if failed else ExitCode.GOOD
+
+
+def render(findings: Iterable[Finding], *, width: int = 100, colour: bool = False) -> str:
+    """Render findings for a terminal, worst first: a headline each, then why, fix and evidence."""
+    return "\n".join(
+        line for finding in worst_first(findings) for line in _lines(finding, width, colour)
+    )
+
+
+def _lines(finding: Finding, width: int, colour: bool) -> Iterable[str]:
+    label = f"{finding.status.value:<8}"
+    if colour:
+        label = f"\x1b[{_COLOURS[finding.status]}m{label}\x1b[0m"
+    first, *rest = finding.what.splitlines() or [""]
+    yield f"{label} {first}"
+    for line in rest:
+        yield " " * 9 + line
+    for title, text in (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence)):
+        if text:
+            yield from _paragraph(title, text, width)
+
+
+def _paragraph(title: str, text: str, width: int) -> Iterable[str]:
+    """Wrap prose to the width, but never break a word: a command must survive being copied."""
+    indent = " " * 9 + f"{title:<5}"
+    for line in text.splitlines():
+        wrapped = textwrap.wrap(
+            line, max(width - len(indent), 40), break_long_words=False, break_on_hyphens=False
+        )
+        for piece in wrapped or [""]:
+            yield f"{indent}{piece}"
+            indent = " " * len(indent)

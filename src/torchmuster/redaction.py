@@ -1,0 +1,144 @@
+"""Secrets are taken out of everything that is stored or shown: by the name they go by, and by shape.
+
+Used for command lines, saved settings, logs and reports. It errs on the side of hiding: a hidden
+word costs a question, a shown token costs an account.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+HIDDEN = "[redacted]"
+
+_SECRET_ENDINGS: tuple[str, ...] = ("password", "passwords", "passwd", "passphrase", "sshpass")
+_SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey", "authtoken")
+_SECRET_WORDS = {"secret", "secrets", "credential", "credentials"}
+_KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
+_KEY_OWNERS |= {"signing", "storage", "master"}
+# eos_token and loss_per_token are about a tokeniser's tokens, and so are token_id and token_type
+_TOKENISER_WORDS = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "image", "stop"}
+_TOKENISER_WORDS |= {"audio", "video", "start", "end", "first", "next", "last", "per"}
+_AFTER_TOKEN = {"", "value", "key", "file"}
+
+_SHAPES = re.compile(
+    r"""
+      (?<![A-Za-z0-9])(?:
+          hf_[A-Za-z0-9]{16,}                       # Hugging Face
+        | sk-[A-Za-z0-9_-]{16,}                     # OpenAI and look-alikes
+        | gh[pousr]_[A-Za-z0-9]{20,}                # GitHub
+        | github_pat_[A-Za-z0-9_]{20,}
+        | glpat-[A-Za-z0-9_-]{20,}                  # GitLab
+        | nvapi-[A-Za-z0-9_-]{20,}                  # NVIDIA
+        | AIza[A-Za-z0-9_-]{35}                     # Google
+        | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])     # AWS access key id
+        | (?:xox[abeprs]|xapp)-[A-Za-z0-9-]{10,}    # Slack
+        | ey[A-Za-z0-9_-]{10,}\.ey[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+   # JSON web token
+      )
+    | -----BEGIN[A-Z ]+PRIVATE\ KEY-----.*?(?:-----END[A-Z ]+PRIVATE\ KEY-----|\Z)
+    | (?<=hooks\.slack\.com/services/)[\w/-]+       # an address that is its own password
+    | (?<=/api/webhooks/)[\w/-]+                    # the same, Discord
+    | (?<=://)[^/\s:@]*:[^/\s]+(?=@)                # user:password in an address
+    | (?<=://)[\w-]{20,}(?=@)                       # a token in the place of the user
+    | (?i:(?<=signature=)|(?<=[?&]sig=))[\w%+/-]{16,}=*   # signed addresses of AWS, Google, Azure
+    | (?i:(?<=bearer\s)|(?<=authorization:\sbasic\s))[A-Za-z0-9._~+/-]{8,}=*
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+# What stands before a value: name=, name: and "name": as in shells, JSON and headers; --name
+_LEAD = re.compile(
+    r"""
+    (?<![\w.-])(?:
+        (?P<name>[\w.-]++)["']?[ \t]*[=:]+>?[ \t]*
+      | (?P<flag>-[\w.-]++)[ \t]++(?!-)
+      | (?:sshpass[ \t]+-p[ \t]*|wandb[ \t]+login[ \t]++)(?!-)
+    )
+    """,
+    re.VERBOSE,
+)
+_VALUE = re.compile(
+    r"""
+      "(?:\\.|[^"\\])+"
+    | '(?:\\.|[^'\\])+'
+    | (?:\\.|[^\s&\\])*(?:\\.|[^\s&\\"',;)}])
+    """,
+    re.VERBOSE,
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Say whether a setting, flag or variable of this name holds a secret.
+
+    >>> is_secret_name("WANDB_API_KEY"), is_secret_name("--hub-token"), is_secret_name("eos_token")
+    (True, True, False)
+    """
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
+    words = ["", *re.sub(r"[^A-Za-z0-9]+", " ", spaced).lower().split(), ""]
+    for before, word, after in zip(words, words[1:], words[2:], strict=False):
+        if word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS):
+            return True
+        if word in {"key", "keys"} and before in _KEY_OWNERS:
+            return True
+        # max_tokens is a number, so only the singular counts
+        last = after in _AFTER_TOKEN or after.isdigit()
+        if word == "token" and last and before not in _TOKENISER_WORDS:
+            return True
+    return False
+
+
+def redact_text(text: str) -> str:
+    """Hide everything in a text that is named or shaped like a secret."""
+    text = _SHAPES.sub(HIDDEN, text)
+    shown, place = [], 0
+    while lead := _LEAD.search(text, place):
+        shown.append(text[place : lead.end()])
+        place = lead.end()
+        name = lead["name"] or lead["flag"]
+        if (name is None or is_secret_name(name)) and (value := _VALUE.match(text, place)):
+            quote = value[0][0] if value[0][0] == value[0][-1] and value[0][0] in "'\"" else ""
+            shown.append(f"{quote}{HIDDEN}{quote}")
+            place = value.end()
+    return "".join([*shown, text[place:]])
+
+
+def redact_command(arguments: Iterable[str]) -> list[str]:
+    """Hide secrets in an argument vector, also where the value follows its flag."""
+    shown: list[str] = []
+    previous, value_is_secret = "", False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if value_is_secret and not argument.startswith("--"):
+            shown.append(HIDDEN)
+        elif value and is_secret_name(name):
+            shown.append(f"{name}={HIDDEN}")
+        elif previous == "sshpass" and argument.startswith("-p") and argument != "-p":
+            shown.append(f"-p{HIDDEN}")
+        else:
+            shown.append(redact_text(argument))
+        value_is_secret = (previous, argument) in {("sshpass", "-p"), ("wandb", "login")} or (
+            argument.startswith("-") and not equals and is_secret_name(argument)
+        )
+        previous = argument.rpartition("/")[2]
+    return shown
+
+
+def redact_mapping(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy with secret values hidden, at every depth."""
+    pair = is_secret_name(
+        str(values.get("name", ""))
+    )  # {name: HF_TOKEN, value: …}, as in Kubernetes
+    return {
+        name: HIDDEN
+        if value and (is_secret_name(str(name)) or (pair and name == "value"))
+        else _redact_value(value)
+        for name, value in values.items()
+    }
+
+
+def _redact_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return redact_mapping(value)
+    if isinstance(value, list | tuple):
+        words = [item for item in value if isinstance(item, str)]
+        if len(words) == len(value):
+            return redact_command(words)
+        return [_redact_value(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value

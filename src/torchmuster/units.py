@@ -1,0 +1,75 @@
+"""Bytes and seconds, as people write them and as people read them.
+
+Inside the product a quantity is a plain number whose name carries its unit (``free_bytes``,
+``idle_s``); text such as ``8GiB`` is parsed here, at the edge, and nowhere else.
+"""
+
+import re
+
+KiB = 1024
+MiB = 1024**2
+GiB = 1024**3
+TiB = 1024**4
+
+# A bare letter means the binary unit, as in Slurm, Docker and ``free -g``.
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": KiB,
+    "kib": KiB,
+    "kb": 10**3,
+    "m": MiB,
+    "mib": MiB,
+    "mb": 10**6,
+    "g": GiB,
+    "gib": GiB,
+    "gb": 10**9,
+    "t": TiB,
+    "tib": TiB,
+    "tb": 10**12,
+}
+_SECOND_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+# More digits than this are a slip of the hand, and would not fit into a float.
+_QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``30GiB``, ``24 GB``, ``512M`` or ``1073741824`` into bytes."""
+    number, unit = _split(text, "a size", "30GiB, 24GB or 512MiB")
+    if unit not in _BYTE_UNITS:
+        raise ValueError(
+            f"{text!r} is not a size: unknown unit {unit!r}; use B, KiB, MiB, GiB or TiB"
+        )
+    return round(number * _BYTE_UNITS[unit])
+
+
+def parse_seconds(text: str) -> float:
+    """Parse ``10s``, ``5m``, ``2h``, ``1d`` or ``1.5`` into seconds."""
+    number, unit = _split(text, "a duration", "30s, 5m, 2h or 1d")
+    if unit not in _SECOND_UNITS:
+        raise ValueError(f"{text!r} is not a duration: unknown unit {unit!r}; use s, m, h or d")
+    return number * _SECOND_UNITS[unit]
+
+
+def _split(text: str, kind: str, examples: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {kind}; write for example {examples}")
+    return float(match[1]), match[2].lower()
+
+
+def format_bytes(count: int) -> str:
+    """Format bytes with three or four figures: ``79.2 GiB``, ``512 MiB``, ``0 B``."""
+    for name, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        amount = count / size
+        if amount >= 0.9995:  # 1023.5 MiB would be rounded to 1024 MiB, which is 1.0 GiB
+            return f"{amount:.1f} {name}" if amount < 99.95 else f"{amount:.0f} {name}"
+    return f"{count} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration by its largest unit: ``42 s``, ``12 min``, ``3 h``, ``2 d``."""
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size or (name == "min" and seconds >= size):
+            return f"{int(seconds // size)} {name}"
+    return f"{int(seconds)} s"

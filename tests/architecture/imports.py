@@ -1,0 +1,118 @@
+"""Which module imports what, read from the source; and the order of the house."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "torchmuster"
+
+# The level of each room; a room may import rooms of lower levels only. Files of level 0 are the
+# vocabulary, which may import each other.
+LEVELS = {
+    "errors": 0,
+    "finding": 0,
+    "decision": 0,
+    "units": 0,
+    "runfolder": 0,
+    "redaction": 0,
+    "config": 1,
+    "devices": 1,
+    "launch": 2,
+    "monitor": 2,
+    "verify": 3,
+    "train": 3,
+    "plan": 4,
+    "measure": 4,
+    "worker": 5,
+    "distributed": 5,
+    "cli": 5,
+    "__main__": 6,
+}
+# Where torch may be imported at all, and where only inside functions.
+TORCH_ROOMS = {"train", "worker"}
+TORCH_FOLDERS = {"probes"}
+TORCH_INSIDE_FUNCTIONS = {"distributed"}
+VOCABULARY_MAY_IMPORT = "the standard library"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement."""
+
+    path: Path
+    line: int
+    module: str
+    at_top: bool
+
+
+def room_of(path: Path, root: Path) -> str:
+    """Return the room a file belongs to: a folder of the package, or a file at its top."""
+    first = path.relative_to(root).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Yield every import of a file, also those inside functions; type-checking ones do not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    only_for_types = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.dump(outer.test)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if id(node) in only_for_types:
+            continue
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(path, node.lineno, name.name, id(node) not in functions)
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{'.' * node.level}{node.module or ''}"
+            for name in node.names:
+                yield Import(path, node.lineno, f"{module}.{name.name}", id(node) not in functions)
+
+
+def broken_rules(root: Path) -> list[str]:
+    """Return a sentence for every import that breaks the order of the house."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        room = room_of(path, root)
+        if room == "__init__":
+            found += [f"{path}: the package itself imports nothing" for _ in imports_of(path)]
+            continue
+        if room not in LEVELS:
+            found.append(f"{path}: room {room!r} has no level; add it to the order of the house")
+            continue
+        found += [text for one in imports_of(path) if (text := _broken(one, room))]
+    return found
+
+
+def _broken(one: Import, room: str) -> str:
+    where = f"{one.path}:{one.line}"
+    top, _, rest = one.module.partition(".")
+    if not top:
+        return f"{where}: relative import; write torchmuster.… so that the level can be seen"
+    if top == "torch":
+        in_torch_room = room in TORCH_ROOMS or TORCH_FOLDERS & set(one.path.parts)
+        inside_function = room in TORCH_INSIDE_FUNCTIONS and not one.at_top
+        return (
+            "" if in_torch_room or inside_function else f"{where}: torch must not be imported here"
+        )
+    if top != PACKAGE:
+        return ""
+    target = rest.partition(".")[0]
+    if target == room or target not in LEVELS:
+        return ""
+    lower = LEVELS[target] < LEVELS[room] or LEVELS[target] == LEVELS[room] == 0
+    return (
+        ""
+        if lower
+        else f"{where}: {room} (level {LEVELS[room]}) imports {target} (level {LEVELS[target]})"
+    )

@@ -1,0 +1,96 @@
+"""Code in documents is executed: Python blocks as they stand, console blocks with their output.
+
+A console block shows commands after ``$`` and what they print. A comment before it says where it
+runs: ``<!-- machine: eight_a100_idle -->``; ``<!-- output: varies -->`` compares only the exit code.
+In the documents every machine is called gpu-server.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sybil import Document, Example, Region, Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+import nvml_stub
+from nvml_stub import scenarios
+
+_BLOCK = re.compile(
+    r"(?P<comment>(?:<!--[^\n]*-->\n)*)```console\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_HOST = re.compile(rf"\b{re.escape(platform.node())}\b")
+_MACHINE = re.compile(r"machine: (\w+)")
+
+
+class ConsoleParser:
+    """Finds console blocks."""
+
+    def __call__(self, document: Document) -> Iterator[Region]:
+        for match in _BLOCK.finditer(document.text):
+            yield Region(match.start(), match.end(), match, _run_console)
+
+
+def _run_console(example: Example) -> None:
+    match = example.parsed
+    machine = _MACHINE.search(match["comment"])
+    varies = "output: varies" in match["comment"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = _environment(folder, machine[1] if machine else "no_gpus")
+        for command, expected in _steps(match["body"]):
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            printed = _HOST.sub("gpu-server", (done.stdout + done.stderr).rstrip())
+            if varies:
+                assert done.returncode == 0, f"$ {command}\n{printed}"
+            else:
+                assert _tidy(printed) == _tidy(expected), f"$ {command}\n{printed}"
+
+
+def _steps(body: str) -> Iterator[tuple[str, str]]:
+    for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.partition("\n")
+        while command.endswith("\\"):
+            more, _, expected = expected.partition("\n")
+            command = f"{command}\n{more}"
+        yield command, expected.rstrip()
+
+
+def _tidy(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def _environment(folder: Path, machine: str) -> dict[str, str]:
+    (folder / "nvml").mkdir()
+    nvml_stub.build(folder / "nvml")
+    scenario = nvml_stub.write(folder / "nvml" / "scenario.json", getattr(scenarios, machine)())
+    inherited = {k: v for k, v in os.environ.items() if not k.endswith("VISIBLE_DEVICES")}
+    return {
+        **inherited,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "XDG_STATE_HOME": str(folder / "state"),
+        "TORCHMUSTER_CLAIMS_DIR": str(folder / "nvml" / "claims"),
+        "LD_LIBRARY_PATH": str(folder / "nvml"),
+        "NVML_STUB_SCENARIO": str(scenario),
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), ConsoleParser()],
+    patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+    path=str(Path(__file__).resolve().parent.parent),
+).pytest()

@@ -1,0 +1,336 @@
+"""The classic functions of GPU selection, on the stand-in and without any GPU.
+
+The torch of the tests is a CPU build, so where a function asks torch what it can use, the answer is
+given by the fixture ``torch_with_gpus``; all the rest is real.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario, gpu_uuid
+from torchmuster import distributed
+from torchmuster.errors import CudaAlreadyInitialised, DevicesBusy, NoSuchDevice, TooFewDevices
+
+pytestmark = pytest.mark.engine
+
+Machine = Callable[[Scenario], Path]
+
+
+@pytest.fixture
+def torch_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: usable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def visible_now() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def restored_environment(own_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions write to the environment on purpose; the next test must not see it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "restored afterwards")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+def test_available_gpus_are_nvidia_smis_numbers(machine: Machine) -> None:
+    machine(scenarios.eight_a100_idle())
+    assert distributed.get_available_gpus() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("2,3,5,7", [2, 3, 5, 7]), ("1", [1]), ("", []), (gpu_uuid(4), [4]), (gpu_uuid(4)[:8], [4])],
+)
+def test_only_visible_gpus_are_available(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str, expected: list[int]
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert distributed.get_available_gpus() == expected
+
+
+def test_a_lost_gpu_is_not_available(machine: Machine) -> None:
+    machine(scenarios.one_failing())
+    assert distributed.get_available_gpus() == [0, 1, 3]
+
+
+def test_mig_slices_are_available_under_their_own_ids(machine: Machine) -> None:
+    machine(scenarios.mig())
+    assert distributed.get_available_gpus() == ["0:0", "0:1", "0:2", 1]
+
+
+def test_select_by_ids_count_memory_and_all(machine: Machine) -> None:
+    machine(scenarios.mixed_consumer())
+    assert distributed.select_gpus(gpu_ids=[0, 2]) == [0, 2]
+    assert distributed.select_gpus() == [0, 1, 2, 3]
+    assert distributed.select_gpus(min_memory_mb=20000) == [1, 2, 3]
+    assert distributed.select_gpus(num_gpus=2) == [2, 3]
+
+
+def test_select_by_number_takes_the_least_loaded_and_says_why(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(scenarios.eight_a100())
+    with caplog.at_level(logging.INFO, "torchmuster"):
+        chosen = distributed.select_gpus(num_gpus=2)
+    assert chosen == [6, 7]
+    assert "joined by NVLink (NV12); GPUs 0-5 are in use" in chosen.reason
+    assert chosen.reason in caplog.text
+
+
+def test_select_refuses_what_cannot_be(machine: Machine) -> None:
+    machine(scenarios.eight_a100())
+    with pytest.raises(NoSuchDevice, match=r"there is no GPU 8 on .*\nthe visible GPUs are: 0, 1"):
+        distributed.select_gpus(gpu_ids=[8])  # S2.8: invalid device ordinal
+    with pytest.raises(DevicesBusy, match="asked for 3 GPUs: 2 can be had now"):
+        distributed.select_gpus(num_gpus=3)
+    with pytest.raises(TooFewDevices, match="asked for 9 GPUs"):
+        distributed.select_gpus(num_gpus=9)
+
+
+def test_a_gpu_claimed_by_another_process_is_not_selected(machine: Machine) -> None:
+    machine(scenarios.eight_a100_idle())
+    program = "import sys; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-m", "torchmuster", "gpus", "pick", "--num", "7", "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert distributed.select_gpus(num_gpus=1) == [7]
+        with pytest.raises(DevicesBusy, match="GPU 0 is claimed by "):
+            distributed.select_gpus(gpu_ids=[0])
+        other.communicate()
+
+
+def test_set_visible_gpus_exports_uuids(machine: Machine) -> None:
+    machine(scenarios.eight_a100_idle())
+    distributed.set_visible_gpus([0, 2])
+    assert visible_now() == f"{gpu_uuid(0)},{gpu_uuid(2)}"
+    assert distributed.get_available_gpus() == [0, 2]
+    with pytest.raises(NoSuchDevice, match="GPU 1 is hidden from this process"):
+        distributed.set_visible_gpus([1])
+
+
+def test_set_visible_gpus_to_none_means_cpu(machine: Machine) -> None:
+    machine(scenarios.eight_a100_idle())
+    distributed.set_visible_gpus([])
+    assert visible_now() == ""
+    assert distributed.get_available_gpus() == []
+
+
+def test_set_visible_gpus_refuses_when_cuda_is_already_initialised(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # C1
+    machine(scenarios.eight_a100_idle())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(CudaAlreadyInitialised) as caught:
+        distributed.set_visible_gpus([0, 2])
+    assert str(caught.value).splitlines() == [
+        "asked to use GPUs 0, 2, but CUDA is already initialised in this process",
+        "CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used; torch goes on seeing 8 GPUs "
+        "whatever is set now",
+        "choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…), or start "
+        "the program with: muster gpus pick --gpu-ids … -- python …",
+    ]
+    assert visible_now() is None
+
+
+def test_setup_chooses_hides_and_returns_the_device(
+    machine: Machine, torch_with_gpus: None
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    assert distributed.setup_gpu_environment(gpu_ids=[2, 3, 5, 7]) == torch.device("cuda:0")
+    assert distributed.get_available_gpus() == [2, 3, 5, 7]
+
+
+def test_setup_by_number_and_for_all(machine: Machine, torch_with_gpus: None) -> None:
+    machine(scenarios.eight_a100())
+    assert distributed.setup_gpu_environment(num_gpus=2).type == "cuda"
+    assert visible_now() == f"{gpu_uuid(6)},{gpu_uuid(7)}"
+    assert distributed.setup_gpu_environment().type == "cuda"
+    assert visible_now() == f"{gpu_uuid(6)},{gpu_uuid(7)}"
+
+
+def test_setup_without_gpus_is_the_cpu_with_its_reason(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(scenarios.no_gpus())
+    assert distributed.setup_gpu_environment() == torch.device("cpu")
+    assert "using the CPU: this machine has no GPU that can be seen" in caplog.text
+    machine(scenarios.eight_a100_idle())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert distributed.setup_gpu_environment(num_gpus=2) == torch.device("cpu")
+    assert 'using the CPU: all GPUs are hidden by CUDA_VISIBLE_DEVICES=""' in caplog.text
+
+
+def test_a_torch_without_cuda_is_told_about(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    # S2.8 "GPUs not being used", for real: this torch is the CPU build
+    machine(scenarios.eight_a100_idle())
+    assert distributed.setup_gpu_environment(num_gpus=1) == torch.device("cpu")
+    assert f"torch {torch.__version__} is a build without GPU support" in caplog.text
+
+
+def test_optimal_device_is_the_least_loaded_as_torch_numbers_it(
+    machine: Machine, torch_with_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(scenarios.eight_a100())
+    assert distributed.get_optimal_device() == torch.device("cuda:6")
+    assert distributed.get_optimal_device(gpu_ids=[0, 5]) == torch.device("cuda:5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,0")
+    assert distributed.get_optimal_device() == torch.device("cuda:0")
+    assert distributed.get_optimal_device(gpu_ids=[0]) == torch.device("cuda:1")
+
+
+def test_optimal_device_among_unlike_cards_is_found_by_uuid(
+    machine: Machine, torch_with_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CUDA numbers the fastest first: here the 4090, nvidia-smi's GPU 3, is torch's cuda:0
+    machine(scenarios.mixed_consumer())
+    fastest_first = [3, 1, 2, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda number: SimpleNamespace(uuid=gpu_uuid(fastest_first[number]).removeprefix("GPU-")),
+    )
+    assert distributed.get_optimal_device(gpu_ids=[3]) == torch.device("cuda:0")
+    assert distributed.get_optimal_device(gpu_ids=[0]) == torch.device("cuda:3")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert distributed.get_optimal_device(gpu_ids=[3]) == torch.device("cuda:3")
+
+
+def test_optimal_device_without_gpus_is_the_cpu(machine: Machine) -> None:
+    machine(scenarios.no_gpus())
+    assert distributed.get_optimal_device() == torch.device("cpu")
+
+
+def test_print_gpu_info_prints_the_documented_line(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = scenarios.eight_a100_idle()
+    scenario["devices"] = scenario["devices"][:2]
+    scenario["devices"][0] |= {
+        "name": "NVIDIA A100-SXM4-40GB",
+        "memory": {"total": 40536 * 2**20, "used": 1234 * 2**20, "reserved": 0},
+    }
+    machine(scenario)
+    distributed.print_gpu_info()
+    assert capsys.readouterr().out.splitlines() == [
+        "Available GPUs: 2",
+        "GPU 0: NVIDIA A100-SXM4-40GB (40536 MB total, 1234 MB used (3.0%), Compute 8.0)",
+        "GPU 1: NVIDIA A100-SXM4-80GB (81920 MB total, 4 MB used (0.0%), Compute 8.0)",
+    ]
+    distributed.print_gpu_info([1])
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_print_gpu_info_names_a_gpu_in_trouble_and_none_at_all(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(scenarios.one_failing())
+    distributed.print_gpu_info([2])
+    printed = capsys.readouterr().out
+    assert printed == "GPU 2: NVIDIA A100-SXM4-80GB (does not answer: GPU is lost)\n"
+    machine(scenarios.no_gpus())
+    distributed.print_gpu_info()
+    assert capsys.readouterr().out == "Available GPUs: 0\n"
+
+
+def test_memory_usage_is_used_total_percent(machine: Machine) -> None:
+    machine(scenarios.eight_a100())
+    used, total, percent = distributed.get_gpu_memory_usage(5)
+    assert (used, total) == (12292, 81920)
+    assert percent == pytest.approx(100 * 12292 / 81920, abs=0.01)
+
+
+def test_gpu_info_has_an_id_to_ask_further_with(machine: Machine) -> None:
+    # the source document's example: find the least loaded by hand
+    machine(scenarios.eight_a100())
+    loads = [
+        (info["id"], distributed.get_gpu_memory_usage(info["id"])[2])
+        for info in distributed.get_gpu_info()
+    ]
+    assert min(loads, key=lambda load: load[1])[0] == 6
+    assert distributed.get_gpu_info()[0]["compute_capability"] == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("size_gb", "count", "expected", "words"),
+    [
+        (14, None, [0], "they fit on one GPU, so single"),
+        (14, 4, [0, 1, 2, 3], "a copy fits on each GPU, so ddp"),
+        (140, None, list(range(8)), "so fsdp"),
+        (30, 2, [0, 1], "so fsdp"),
+    ],
+)
+def test_gpus_for_a_model(
+    machine: Machine, size_gb: float, count: int | None, expected: list[int], words: str
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    chosen = distributed.auto_select_gpus_for_model(model_size_gb=size_gb, num_gpus=count)
+    assert chosen == expected
+    assert words in chosen.reason
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_do(machine: Machine) -> None:
+    machine(scenarios.eight_a100_idle())
+    with pytest.raises(TooFewDevices, match=r"use 21 GPUs of 80\.0 GiB"):
+        distributed.auto_select_gpus_for_model(model_size_gb=400)
+
+
+def test_device_info_speaks_of_what_torch_can_use(
+    machine: Machine, torch_with_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    info = distributed.get_device_info()
+    assert (info["num_gpus"], info["cuda_available"]) == (8, True)
+    assert info["devices"][0]["name"] == "NVIDIA A100-SXM4-80GB"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert distributed.get_device_info() == {"num_gpus": 0, "devices": [], "cuda_available": False}
+
+
+def test_everything_works_without_any_gpu_or_driver(own_machine: Path) -> None:
+    program = (
+        "import json; from torchmuster.distributed import *\n"
+        "print_gpu_info()\n"
+        "print(json.dumps([get_available_gpus(), get_gpu_info(), get_device_info(),\n"
+        "  str(setup_gpu_environment()), str(get_optimal_device())]))\n"
+        "for call in (lambda: select_gpus(num_gpus=1), lambda: auto_select_gpus_for_model(1),\n"
+        "             lambda: get_gpu_memory_usage(0)):\n"
+        "    try: call()\n"
+        "    except Exception as error: print(type(error).__name__, '|', error.fix)\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=own_machine,
+        capture_output=True,
+        text=True,
+    )
+    first, answers, *refusals = done.stdout.splitlines()
+    assert first == "Available GPUs: 0"
+    nothing = {"num_gpus": 0, "devices": [], "cuda_available": False}
+    assert json.loads(answers) == [[], [], nothing, "cpu", "cpu"]
+    assert refusals == [
+        "TooFewDevices | run on the CPU: --device cpu",
+        "TooFewDevices | run on the CPU: --device cpu",
+        "NoSuchDevice | run on the CPU: --device cpu",
+    ]

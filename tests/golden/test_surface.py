@@ -1,0 +1,80 @@
+"""What people's scripts rely on is frozen: commands, flags, exit codes, settings, public names.
+
+If a change is meant, run ``scripts/check tests tests/golden --force-regen`` and read the difference.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+from pytest_regressions.file_regression import FileRegressionFixture
+
+from torchmuster import distributed
+from torchmuster.cli.main import root_parser
+from torchmuster.config import fields
+from torchmuster.config.layers import variable_name
+from torchmuster.errors import EXIT_CODE_MEANINGS, MusterError
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a line for each command, flag and positional argument, depth first."""
+    subcommands: list[argparse.ArgumentParser] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            subcommands += action.choices.values()
+        elif isinstance(action, argparse._HelpAction):
+            continue
+        elif action.option_strings:
+            value = "" if action.nargs == 0 else f" {action.metavar or action.dest}"
+            count = f" [{action.nargs}]" if action.nargs in {"+", "*", "?"} else ""
+            yield f"{parser.prog} {'|'.join(action.option_strings)}{value}{count}"
+        else:
+            choices = f" {{{','.join(action.choices)}}}" if action.choices else ""
+            yield f"{parser.prog} <{action.dest}>{choices}"
+    for subcommand in subcommands:
+        yield subcommand.prog
+        yield from _commands(subcommand)
+
+
+def test_commands_and_flags(file_regression: FileRegressionFixture) -> None:
+    file_regression.check("\n".join(_commands(root_parser())) + "\n", basename="commands")
+
+
+def test_exit_codes(file_regression: FileRegressionFixture) -> None:
+    lines = [f"{code.value} {code.name}: {text}" for code, text in EXIT_CODE_MEANINGS.items()]
+    file_regression.check("\n".join(lines) + "\n", basename="exit-codes")
+
+
+def test_errors(file_regression: FileRegressionFixture) -> None:
+    def tree(kind: type[MusterError], depth: int = 0) -> Iterator[str]:
+        yield f"{'  ' * depth}{kind.__name__} {kind.exit_code.value}"
+        for child in sorted(kind.__subclasses__(), key=lambda one: one.__name__):
+            yield from tree(child, depth + 1)
+
+    file_regression.check("\n".join(tree(MusterError)) + "\n", basename="errors")
+
+
+def test_settings(file_regression: FileRegressionFixture) -> None:
+    lines = [
+        f"{path} ({fields.describe(path)}) = {leaf.default} ${variable_name(path)}"
+        for path, leaf in fields.leaves().items()
+    ]
+    file_regression.check("\n".join(lines) + "\n", basename="settings")
+
+
+def test_public_functions(file_regression: FileRegressionFixture) -> None:
+    import inspect
+
+    lines = []
+    for name in distributed.__all__:
+        signature = inspect.signature(getattr(distributed, name))
+        lines.append(f"{name}{signature}")
+    file_regression.check("\n".join(lines) + "\n", basename="distributed")
+
+
+@pytest.mark.parametrize("words", [[], ["gpus"], ["gpus", "pick"], ["config", "show"]], ids=str)
+def test_every_help_has_examples(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        root_parser().parse_args([*words, "--help"])
+    assert end.value.code == 0
+    assert "examples:\n  " in capsys.readouterr().out

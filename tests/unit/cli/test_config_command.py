@@ -1,0 +1,311 @@
+"""``muster config`` as people and scripts run it: a real process each time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from torchmuster.config import fields
+from torchmuster.redaction import is_secret_name
+
+TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ01234567"
+
+
+@pytest.fixture
+def config(own_machine: Path) -> Path:
+    path = own_machine / "config.yaml"
+    path.write_text(
+        "experiment_name: llama\ndistributed:\n  num_gpus: 4\n  gpu_ids: [0, 0:1, 2, 3]\n"
+    )
+    return path
+
+
+@pytest.fixture
+def broken(own_machine: Path) -> Path:
+    path = own_machine / "broken.yaml"
+    path.write_text("distributed:\n  num_gpu: 2\n  gpu_ids: [0, -1]\n  enabled: yes\n")
+    return path
+
+
+BROKEN = """\
+failure  broken.yaml:2:3: distributed.num_gpu is not a setting
+         fix  did you mean distributed.num_gpus?
+failure  broken.yaml:3:16: item 2 of distributed.gpu_ids must be a whole number of at least 0 or a text; this is the number -1
+failure  broken.yaml:4:12: distributed.enabled must be true or false; this is the text 'yes'
+         fix  YAML 1.2 knows only true and false
+"""
+
+
+def test_show_prints_every_setting_its_value_and_its_source(muster: Muster, config: Path) -> None:
+    done = muster(
+        "config", "show", "--config", "config.yaml", "--set", "distributed.strategy=fsdp",
+        env={"TORCHMUSTER_MODEL_TORCH_DTYPE": "bfloat16", "TORCHMUSTER_EXPERIMENT_NAME": "mine"},
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert (
+        done.out
+        == """\
+experiment_name                     mine            $TORCHMUSTER_EXPERIMENT_NAME
+distributed.enabled                 true            default ($TORCHMUSTER_DISTRIBUTED_ENABLED)
+distributed.num_gpus                4               config.yaml:3:13
+distributed.gpu_ids                 [0, 0:1, 2, 3]  config.yaml:4:12
+distributed.strategy                fsdp            --set distributed.strategy
+distributed.fsdp_sharding_strategy  full_shard      default ($TORCHMUSTER_DISTRIBUTED_FSDP_SHARDING_STRATEGY)
+distributed.fsdp_cpu_offload        false           default ($TORCHMUSTER_DISTRIBUTED_FSDP_CPU_OFFLOAD)
+distributed.master_port             -               default ($TORCHMUSTER_DISTRIBUTED_MASTER_PORT)
+model.model_name_or_path            -               default ($TORCHMUSTER_MODEL_MODEL_NAME_OR_PATH)
+model.device_map                    auto            default ($TORCHMUSTER_MODEL_DEVICE_MAP)
+model.torch_dtype                   bfloat16        $TORCHMUSTER_MODEL_TORCH_DTYPE
+"""
+    )
+
+
+def test_show_as_json_has_plain_values_and_sources(muster: Muster, config: Path) -> None:
+    done = muster("config", "show", "--config", "config.yaml", "--json")
+    assert (done.code, done.err) == (0, "")
+    shown = json.loads(done.out)
+    assert list(shown) == list(fields.leaves())
+    assert shown["distributed.gpu_ids"] == {"value": [0, "0:1", 2, 3], "source": "config.yaml:4:12"}
+    assert shown["distributed.enabled"] == {"value": True, "source": "default"}
+    assert shown["model.model_name_or_path"] == {"value": None, "source": "default"}
+
+
+def test_no_file_is_read_that_was_not_named(muster: Muster, config: Path) -> None:
+    shown = json.loads(muster("config", "show", "--json").out)
+    assert {one["source"] for one in shown.values()} == {"default"}
+
+
+def shown_count(muster: Muster, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    done = muster("config", "show", "--json", *words, env=env)
+    assert done.code == 0, done.out
+    shown = json.loads(done.out)["distributed.num_gpus"]
+    return shown["value"], shown["source"]
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+    muster: Muster, own_machine: Path
+) -> None:
+    (own_machine / "c.yaml").write_text("distributed: {num_gpus: 1}\n")
+    file = ("--config", "c.yaml")
+    env = {"TORCHMUSTER_DISTRIBUTED_NUM_GPUS": "2"}
+    assert shown_count(muster, *file) == (1, "c.yaml:1:25")
+    assert shown_count(muster, *file, env=env) == (2, "$TORCHMUSTER_DISTRIBUTED_NUM_GPUS")
+    assert shown_count(muster, *file, "--num-gpus", "3", env=env) == (3, "--num-gpus")
+    setting = ("--set", "distributed.num_gpus=3")
+    assert shown_count(muster, *file, *setting, env=env) == (3, "--set distributed.num_gpus")
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--gpu-ids", "0", "0:1", "GPU-05"], "distributed.gpu_ids", [0, "0:1", "GPU-05"]),
+        (["--gpu-ids", "0,2"], "distributed.gpu_ids", [0, 2]),
+        (["--set", "distributed.gpu_ids=0,2"], "distributed.gpu_ids", [0, 2]),
+        (["--set", "distributed.gpu_ids=[0, 2]"], "distributed.gpu_ids", [0, 2]),
+        (["--set", "experiment_name=run #3: x=y"], "experiment_name", "run #3: x=y"),
+        (["--set", "experiment_name=123"], "experiment_name", "123"),
+        (["--set", " experiment_name =x"], "experiment_name", "x"),
+        (["--set", "experiment_name=a", "--set", "experiment_name=b"], "experiment_name", "b"),
+        (["--set", "distributed.enabled=false"], "distributed.enabled", False),
+        (["--set", "model.model_name_or_path=null"], "model.model_name_or_path", None),
+    ],
+)
+def test_values_as_they_are_typed(
+    words: list[str], path: str, value: object, muster: Muster
+) -> None:
+    done = muster("config", "show", "--json", *words)
+    assert done.code == 0
+    assert json.loads(done.out)[path]["value"] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--set", "nonsense=1"],
+            "failure  --set nonsense: nonsense is not a setting\n",
+        ),
+        (
+            ["--set", "distributed.num_gpu=2"],
+            "failure  --set distributed.num_gpu: distributed.num_gpu is not a setting\n"
+            "         fix  did you mean distributed.num_gpus?\n",
+        ),
+        (
+            ["--set", "model=Qwen/Qwen2.5-7B"],
+            "failure  --set model: model is a group of settings\n"
+            "         fix  name one of them, such as model.model_name_or_path\n",
+        ),
+        (
+            ["--set", "experiment_name="],
+            "failure  --set experiment_name: experiment_name must be a text; this is empty\n"
+            "         fix  leave it out, or give it a value\n",
+        ),
+        (
+            ["--num-gpus", "two"],
+            "failure  --num-gpus: distributed.num_gpus must be a whole number of at least 1; "
+            "this is the text 'two'\n",
+        ),
+        (
+            ["--num-gpus", "2", "--gpu-ids", "0", "1", "2"],
+            "failure  --num-gpus: distributed.num_gpus is 2, but gpu_ids lists 3 (--gpu-ids)\n"
+            "         fix  change one, or leave one out\n",
+        ),
+        (
+            ["--config", "confg.yaml"],
+            "failure  confg.yaml: no such file (in {folder})\n         fix  did you mean config.yaml?\n",
+        ),
+    ],
+)
+def test_show_refuses_what_is_wrong(
+    words: list[str], text: str, muster: Muster, config: Path
+) -> None:
+    done = muster("config", "show", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == text.format(folder=config.parent)
+
+
+def test_set_without_a_value_is_wrong_usage(muster: Muster) -> None:
+    done = muster("config", "show", "--set", "nonsense")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines()[-1] == (
+        "muster config show: error: argument --set: 'nonsense' is not KEY=VALUE; "
+        "write for example model.torch_dtype=bfloat16"
+    )
+
+
+def test_an_unknown_variable_is_refused_and_that_of_the_claims_is_not(muster: Muster) -> None:
+    env = {"TORCHMUSTER_CLAIMS_DIR": "/x", "TORCHMUSTER_NUM_GPUS": "2"}
+    done = muster("config", "show", env=env)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "failure  $TORCHMUSTER_NUM_GPUS: is not a setting\n"
+        "         fix  did you mean TORCHMUSTER_DISTRIBUTED_NUM_GPUS?\n"
+    )
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_what_looks_like_a_secret_is_not_shown(how: list[str], muster: Muster) -> None:
+    words = ["--set", f"experiment_name={TOKEN}", "--set", f"model.model_name_or_path=x {TOKEN}"]
+    done = muster("config", "show", *how, *words)
+    assert done.code == 0
+    assert "[redacted]" in done.out
+    assert TOKEN not in done.out
+
+
+def test_a_secret_is_not_shown_in_a_refusal_either(muster: Muster) -> None:
+    done = muster("config", "show", "--set", f"hub_token={TOKEN}", "--num-gpus", TOKEN)
+    assert done.code == 2
+    assert "--set hub_token: hub_token is not a setting" in done.err
+    assert TOKEN not in done.err
+
+
+def test_no_setting_is_named_like_a_secret() -> None:
+    """Once one is, a test that ``config show`` hides it has to stand here instead."""
+    assert [path for path in fields.leaves() if is_secret_name(path)] == []
+
+
+def test_check_of_a_good_file(muster: Muster, config: Path) -> None:
+    done = muster("config", "check", "config.yaml")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"config.yaml: good, 3 of {len(fields.leaves())} settings given\n"
+
+
+def test_check_of_a_good_file_as_json(muster: Muster, config: Path) -> None:
+    done = muster("config", "check", "config.yaml", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == {
+        "file": "config.yaml",
+        "given": 3,
+        "of": len(fields.leaves()),
+        "findings": [],
+    }
+
+
+def test_check_looks_at_the_file_alone(muster: Muster, config: Path) -> None:
+    done = muster("config", "check", "config.yaml", env={"TORCHMUSTER_DISTRIBUTED_NUM_GPUS": "x"})
+    assert done.code == 0
+
+
+def test_check_of_a_bad_file_reports_every_mistake(muster: Muster, broken: Path) -> None:
+    done = muster("config", "check", "broken.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == BROKEN
+
+
+def test_show_of_a_bad_file_says_the_same(muster: Muster, broken: Path) -> None:
+    done = muster("config", "show", "--config", "broken.yaml")
+    assert (done.code, done.out, done.err) == (2, "", BROKEN)
+
+
+@pytest.mark.parametrize("words", [["check", "broken.yaml"], ["show", "--config", "broken.yaml"]])
+def test_errors_as_json_are_findings_on_stdout(
+    words: list[str], muster: Muster, broken: Path
+) -> None:
+    done = muster("config", *words, "--json")
+    assert (done.code, done.err) == (2, "")
+    found = json.loads(done.out)["findings"]
+    assert [one["what"].split(": ")[0] for one in found] == [
+        "broken.yaml:2:3",
+        "broken.yaml:3:16",
+        "broken.yaml:4:12",
+    ]
+    assert found[0] == {
+        "name": "config-error",
+        "status": "failure",
+        "what": "broken.yaml:2:3: distributed.num_gpu is not a setting",
+        "why": "",
+        "fix": "did you mean distributed.num_gpus?",
+        "evidence": "",
+    }
+
+
+def test_check_of_a_missing_file(muster: Muster, own_machine: Path) -> None:
+    done = muster("config", "check", "nowhere.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"failure  nowhere.yaml: no such file (in {own_machine})\n"
+
+
+def test_schema_is_one_json_document(muster: Muster) -> None:
+    done = muster("config", "schema")
+    assert (done.code, done.err) == (0, "")
+    schema = json.loads(done.out)
+    assert schema["title"] == "torchmuster settings"
+    assert set(schema["$defs"]) == {"Settings", "Distributed", "Model"}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "muster: error: the following arguments are required: COMMAND"),
+        (["config"], "muster config: error: the following arguments are required: ACTION"),
+        (
+            ["config", "check"],
+            "muster config check: error: the following arguments are required: FILE",
+        ),
+        (
+            ["config", "show", "--", "x"],
+            "muster: error: this command does not run another one after --",
+        ),
+        (["config", "show", "x"], "muster: error: unrecognized arguments: x"),
+    ],
+)
+def test_wrong_usage(words: list[str], complaint: str, muster: Muster) -> None:
+    done = muster(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("usage: muster")
+    assert done.err.splitlines()[-1] == complaint
+
+
+def test_an_unknown_command_is_refused_with_those_there_are(muster: Muster) -> None:
+    done = muster("frobnicate")
+    assert (done.code, done.out) == (2, "")
+    complaint = done.err.splitlines()[-1]
+    assert complaint.startswith("muster: error: argument COMMAND: invalid choice: 'frobnicate'")
+    assert "config" in complaint
+
+
+def test_a_text_of_any_script_is_shown_in_any_locale(muster: Muster) -> None:
+    for env in ({"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}):
+        done = muster("config", "show", "--json", "--set", "experiment_name=größer 日本", env=env)
+        assert json.loads(done.out)["experiment_name"]["value"] == "größer 日本"

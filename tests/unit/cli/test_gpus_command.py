@@ -1,0 +1,329 @@
+"""``muster gpus`` and ``muster gpus pick`` as their users run them, on machines of every kind."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, Stubs, muster_argv
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+
+Machine = Callable[[Scenario], Path]
+
+
+def own_process(scenario: Scenario, gpu: int, memory: int = 2**30) -> Scenario:
+    """Let this very test process work on a GPU, so that there is somebody real to be found."""
+    process = {"pid": os.getpid(), "memory": memory, "type": "compute", "sm_percent": 0}
+    scenario["devices"][gpu]["processes"] = [process]
+    scenario["devices"][gpu]["memory"]["used"] = memory + 2**22
+    return scenario
+
+
+def test_the_table_tells_who_uses_what(machine: Machine, muster: Muster) -> None:
+    machine(own_process(scenarios.eight_a100_idle(), 3, 40 * 2**30))
+    result = muster("gpus", env={"COLUMNS": "120"})
+    assert result.code == 0
+    headline, _, titles, *rows = result.out.splitlines()
+    assert headline.endswith("8 GPUs, 7 free  ·  driver 570.86.15  ·  CUDA up to 12.8")
+    assert titles.split() == ["GPU", "name", "memory", "busy", "temp", "power", "used", "by"]
+    assert rows[0].split()[:2] == ["0", "A100-SXM4-80GB"]
+    assert rows[0].rstrip().endswith("free")
+    assert "40.0 / 80 GiB" in rows[3]
+    assert "pytest" in rows[3]
+    assert "7 GPUs free, joined by NVLink (NV12); take: muster gpus pick --num 7" in result.out
+
+
+@pytest.mark.parametrize("width", ["80", "100", "200"])
+@pytest.mark.parametrize(
+    "scenario", ["eight_a100", "mixed_consumer", "mig", "one_failing", "sixty_four", "no_gpus"]
+)
+def test_the_table_fits_every_terminal(
+    machine: Machine, muster: Muster, scenario: str, width: str
+) -> None:
+    machine(getattr(scenarios, scenario)())
+    result = muster("gpus", "--links", env={"COLUMNS": width})
+    assert result.err == ""
+    table = [line for line in result.out.splitlines() if "GiB" in line]
+    assert all(len(line) <= int(width) for line in table)
+
+
+def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.one_failing())
+    result = muster("gpus")
+    assert result.code == 1
+    assert "failure  GPU 2 (NVIDIA A100-SXM4-80GB) does not answer" in result.out
+    assert "fix  sudo dmesg | grep -i xid" in result.out
+    assert "GPU is lost" in result.out
+
+
+def test_without_any_driver_the_cpu_is_shown_and_nothing_is_wrong(
+    own_machine: Path, muster: Muster
+) -> None:
+    result = muster("gpus", env={"LD_LIBRARY_PATH": ""})
+    assert result.code == 0
+    assert "no GPU here; the CPU is " in result.out
+    assert "everything runs on the CPU as well: --device cpu" in result.out
+    assert result.err == ""
+
+
+def test_json_has_everything(machine: Machine, muster: Muster) -> None:
+    machine(own_process(scenarios.eight_a100_idle(), 1))
+    node = json.loads(muster("gpus", "--json", env={"CUDA_VISIBLE_DEVICES": "1,2"}).out)
+    first, second = node["accelerators"][:2]
+    assert (first["visible"], first["hidden_by"]) == (False, "CUDA_VISIBLE_DEVICES=1,2")
+    assert (second["visible"], second["in_use"]) == (True, True)
+    (process,) = second["processes"]
+    assert process["pid"] == os.getpid()
+    assert process["user"]
+    assert node["links"][0]["kind"] == "NV12"
+    assert node["findings"] == []
+
+
+def test_idle_holders_are_named_with_their_minutes(machine: Machine, muster: Muster) -> None:
+    # C7: the record says when this process was last seen working; it has done little since.
+    machine(own_process(scenarios.eight_a100_idle(), 0))
+    muster("gpus")
+    record = Path(os.environ["XDG_STATE_HOME"]) / "torchmuster" / "gpu-activity.json"
+    stored = json.loads(record.read_text())
+    (key,) = stored
+    long_ago = time.time() - 42 * 60 - 30
+    stored[key] |= {"seen_unix_s": long_ago, "active_unix_s": long_ago}
+    record.write_text(json.dumps(stored))
+    assert "idle 42 min" in muster("gpus", env={"COLUMNS": "140"}).out
+
+
+def test_every_rank_on_gpu_0_is_recognised(machine: Machine, muster: Muster) -> None:
+    # C6: ranks that touched CUDA before choosing their device all hold a context on GPU 0.
+    scenario = scenarios.eight_a100_idle()
+    ranks = [4_300_000 + rank for rank in range(8)]
+    for rank, pid in enumerate(ranks):
+        work = {"pid": pid, "memory": 30 * 2**30, "type": "compute"}
+        scenario["devices"][rank]["processes"] = [work]
+    stray = [{"pid": pid, "memory": 500 * 2**20, "type": "compute"} for pid in ranks[1:]]
+    scenario["devices"][0]["processes"] += stray
+    machine(scenario)
+    out = muster("gpus", env={"COLUMNS": "140"}).out
+    assert "warning  7 processes that work on other GPUs also hold 3.4 GiB on GPU 0" in out
+    assert "why  each opened a CUDA context there before it chose its own device" in out
+    assert "fix  call torch.cuda.set_device(local_rank) before anything else touches CUDA" in out
+
+
+def test_a_claim_is_shown_with_its_command(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.eight_a100_idle())
+    words = ["gpus", "pick", "--num", "2", "--", *muster_argv(["gpus", "--json"])]
+    node = json.loads(muster(*words).out)
+    claim = node["accelerators"][0]["claim"]
+    assert claim["command"].endswith("torchmuster gpus --json")
+    assert [one["claim"] is not None for one in node["accelerators"]] == [True] * 2 + [False] * 6
+
+
+def test_pick_prints_uuids_for_the_shell_and_the_reason_beside(
+    machine: Machine, muster: Muster
+) -> None:
+    machine(scenarios.eight_a100())
+    result = muster("gpus", "pick", "--num", "2", "--min-free", "30GiB")
+    assert result.code == 0
+    assert result.out == f"{scenarios.gpu_uuid(6)},{scenarios.gpu_uuid(7)}\n"
+    reason, note = result.err.splitlines()
+    assert reason == (
+        "asked for 2 GPUs with at least 30.0 GiB free: GPUs 6, 7, NVIDIA A100-SXM4-80GB, "
+        "79.5 GiB free on each, joined by NVLink (NV12); GPUs 0-5 are in use by an unknown user"
+    )
+    assert note == "not claimed: to hold them for a run, put the command after --"
+
+
+def test_pick_json(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.eight_a100_idle())
+    answer = json.loads(muster("gpus", "pick", "--for-model", "14GB", "--json").out)
+    assert [one["number"] for one in answer["devices"]] == ["0"]
+    assert answer["environment"] == {"CUDA_VISIBLE_DEVICES": scenarios.gpu_uuid(0)}
+    assert "they fit on one GPU, so single" in answer["reason"]
+
+
+def test_pick_becomes_the_command(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.eight_a100_idle())
+    script = 'echo "$CUDA_VISIBLE_DEVICES"; echo "$@"; exit 7'
+    result = muster(
+        "gpus", "pick", "--gpu-ids", "2", "5", "--", "sh", "-c", script, "x", "--", "-v"
+    )
+    assert result.code == 7
+    uuids, arguments = result.out.splitlines()
+    assert uuids == f"{scenarios.gpu_uuid(2)},{scenarios.gpu_uuid(5)}"
+    assert arguments == "-- -v"
+
+
+def test_two_at_once_get_different_gpus(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.eight_a100_idle())
+    inner = muster_argv(["gpus", "pick", "--num", "4", "--json"])
+    script = f"unset CUDA_VISIBLE_DEVICES; exec setsid {' '.join(inner)}"
+    # A process that is not a descendant of the claim's holder: started by a shell that is replaced.
+    with subprocess.Popen(
+        muster_argv(["gpus", "pick", "--num", "4", "--", "cat"]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stderr is not None
+        assert "GPUs 0-3" in first.stderr.readline()
+        second = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30)
+        numbers = [one["number"] for one in json.loads(second.stdout)["devices"]]
+        assert numbers == ["4", "5", "6", "7"]
+        first.kill()
+
+
+def test_waiting_says_at_once_what_is_in_the_way(machine: Machine, muster: Muster) -> None:
+    machine(own_process(scenarios.eight_a100_idle(), 0))
+    result = muster("gpus", "pick", "--gpu-ids", "0", "--wait", "1s")
+    assert result.code == 3
+    first = result.err.splitlines()[0]
+    assert first.startswith("waiting for GPU 0 (0 s): ")
+    assert f"GPU 0 is in use by {_user()} (pid {os.getpid()})" in first
+
+
+def _user() -> str:
+    import getpass
+
+    return getpass.getuser()
+
+
+def test_waiting_ends_when_the_other_process_does(machine: Machine, muster: Muster) -> None:
+    machine(own_process(scenarios.eight_a100_idle(), 0))
+    with subprocess.Popen(
+        muster_argv(["gpus", "pick", "--gpu-ids", "0", "--wait"]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as waiter:
+        assert waiter.stderr is not None
+        assert "waiting for GPU 0" in waiter.stderr.readline()
+        machine(scenarios.eight_a100_idle())  # the process on GPU 0 ends
+        out, _ = waiter.communicate(timeout=20)
+        assert out.strip() == scenarios.gpu_uuid(0)
+        assert waiter.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--num", "9"], 2, "failure  asked for 9 GPUs: 8 can be had here"),
+        (["--num", "0"], 2, "'0' is not a number of GPUs; write 1, 2, 3, …"),
+        (["--min-free", "lots"], 2, "'lots' is not a size; write for example 30GiB"),
+        (["--min-free", "100GiB"], 2, "GPUs 0-7 are too small (79.5 GiB when empty)"),
+        (["--gpu-ids", "8"], 2, "failure  there is no GPU 8 on "),
+        (["--wait", "soon"], 2, "'soon' is not a duration"),
+        (["--", "no-such-program-here"], 2, "failure  cannot run 'no-such-program-here'"),
+        (["--"], 2, "failure  there is nothing to run after --"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    machine: Machine, muster: Muster, words: list[str], code: int, sentence: str
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    result = muster("gpus", "pick", *words)
+    assert result.code == code
+    assert sentence in result.err
+    assert result.out == ""
+    assert "Traceback" not in result.err
+
+
+def test_a_refusal_is_json_where_json_was_asked_for(machine: Machine, muster: Muster) -> None:
+    machine(scenarios.eight_a100_idle())
+    result = muster("gpus", "pick", "--num", "9", "--json")
+    assert result.code == 2
+    (finding,) = json.loads(result.out)["findings"]
+    assert finding["name"] == "too-few-devices"
+    assert finding["fix"] == "muster gpus pick --num 8"
+
+
+def test_an_old_driver_is_read_as_far_as_it_goes(
+    machine: Machine, muster: Muster, stubs: Stubs
+) -> None:
+    machine(scenarios.eight_a100())
+    result = muster("gpus", "--json", env={"LD_LIBRARY_PATH": str(stubs.old_driver)})
+    assert result.code == 0
+    first = json.loads(result.out)["accelerators"][0]
+    assert first["temperature_c"] is not None
+    assert first["processes"]
+
+
+def test_watch_redraws_until_ctrl_c(machine: Machine, own_machine: Path) -> None:
+    machine(scenarios.eight_a100_idle())
+    master, slave = pty.openpty()
+    watcher = subprocess.Popen(
+        muster_argv(["gpus", "--watch", "--interval", "0.1"]),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "COLUMNS": "120", "LINES": "30", "TERM": "xterm-256color"},
+        start_new_session=True,
+    )
+    try:
+        assert "8 free" in _read_until(master, "8 free")
+        machine(scenarios.eight_a100())
+        assert "2 free" in _read_until(master, "2 free")
+        watcher.send_signal(signal.SIGINT)
+        assert watcher.wait(timeout=10) == 130
+        assert "Traceback" not in _drain(master)
+    finally:
+        watcher.kill()
+        watcher.wait()
+        os.close(slave)
+        os.close(master)
+
+
+def _read_until(terminal: int, text: str, timeout_s: float = 20) -> str:
+    seen = ""
+    deadline = time.monotonic() + timeout_s
+    while text not in seen and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.5)[0]:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen
+
+
+def _drain(terminal: int) -> str:
+    seen = ""
+    while select.select([terminal], [], [], 0)[0]:
+        seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen
+
+
+def test_a_reader_that_goes_away_is_no_error(machine: Machine) -> None:
+    machine(scenarios.sixty_four())
+    command = " ".join(muster_argv(["gpus", "--json"]))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+def test_completion_scripts_know_the_commands(muster: Muster, tmp_path: Path) -> None:
+    script = muster("completion", "bash")
+    assert script.code == 0
+    (tmp_path / "completion.bash").write_text(script.out)
+    words = (
+        "COMP_WORDS=(muster gpus pick --min-f); COMP_CWORD=3; COMP_LINE='muster gpus pick --min-f'"
+    )
+    probe = f"source completion.bash; {words}; _shtab_muster muster --min-f pick; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", probe], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "--min-free"
+
+
+def test_the_installed_command_is_the_same(tmp_path: Path) -> None:
+    installed = Path(sys.executable).parent / "muster"
+    done = subprocess.run([installed, "--version"], capture_output=True, text=True, cwd=tmp_path)
+    from torchmuster import __version__
+
+    assert done.stdout == f"muster {__version__}\n"

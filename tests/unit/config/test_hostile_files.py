@@ -1,0 +1,269 @@
+"""Files that are missing, broken, of something else, or made to do harm."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.errors import ConfigError
+
+
+def outcome(path: Path) -> str:
+    """Return the one mistake of a file, its name left out."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(file=path)
+    (mistake,) = caught.value.mistakes
+    assert mistake.where.startswith(str(path))
+    place = mistake.where.removeprefix(str(path))
+    return f"{place}: {mistake.what}" + (f"; {mistake.fix}" if mistake.fix else "")
+
+
+def written(folder: Path, content: str | bytes) -> Path:
+    path = folder / "c.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_a_missing_file_is_an_error_with_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.yaml", "a.yaml", "config.json"):
+        written(tmp_path, "").rename(tmp_path / name)
+    nearest = f"did you mean {tmp_path}/config.yaml?"
+    assert outcome(tmp_path / "confg.yaml") == f": no such file; {nearest}"
+    assert outcome(tmp_path / "config.yml") == f": no such file; {nearest}"
+    assert outcome(tmp_path / "zzzzz.yaml") == ": no such file"
+    assert outcome(tmp_path / "no" / "folder.yaml") == ": no such file"
+    monkeypatch.chdir(tmp_path)
+    found = outcome(Path("confg.yaml"))
+    assert found == f": no such file (in {tmp_path}); did you mean config.yaml?"
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    assert outcome(tmp_path) == ": cannot be read: Is a directory"
+    assert outcome(path / "x.yaml") == ": cannot be read: Not a directory"
+    assert outcome(Path("/proc/self/mem")) == ": cannot be read: Input/output error"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (
+            b"\x89PNG\r\n\x1a\n\x00\x00",
+            ": is not UTF-8 text: byte 0x89 on line 1; save it as UTF-8",
+        ),
+        (b"a: 1\nb: caf\xe9\n", ": is not UTF-8 text: byte 0xe9 on line 2; save it as UTF-8"),
+        ("a: 1\n".encode("utf-16"), ": is not UTF-8 text: byte 0xff on line 1; save it as UTF-8"),
+        (b"PK\x03\x04", ":1:3: is not YAML: the character U+0003 is not allowed"),
+        (b"a: 1\nb: \x00\n", ":2:4: is not YAML: the character U+0000 is not allowed"),
+        (b"x" * 300_000, ": is no settings file: larger than 256 KiB"),
+    ],
+)
+def test_a_file_of_something_else(content: bytes, found: str, tmp_path: Path) -> None:
+    assert outcome(written(tmp_path, content)) == found
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    assert outcome(Path("/dev/zero")) == ": is no settings file: larger than 256 KiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "distributed:\n\tnum_gpus: 1\n",
+            ":2:1: is not YAML: found character '\\t' that cannot start any token; "
+            "indent with spaces, not tabs",
+        ),
+        ("a: b: c\n", ":1:5: is not YAML: mapping values are not allowed here"),
+        (
+            "distributed:\n  gpu_ids: [1\n",
+            ":3:1: is not YAML: expected ',' or ']', but got '<stream end>' "
+            "(while parsing a flow sequence that begins on line 2)",
+        ),
+        (
+            "experiment_name: 'llama\nmodel:\n",
+            ":3:1: is not YAML: found unexpected end of stream "
+            "(while scanning a quoted scalar that begins on line 1)",
+        ),
+        ("x: *nope\n", ":1:4: is not YAML: found undefined alias 'nope'"),
+        (
+            "a: 1\n---\nb: 2\n",
+            ":2:1: is not YAML: expected a single document in the stream, "
+            "but found another document",
+        ),
+        ("%YAML 1.3\n---\n", ": is not YAML 1.2: its %YAML line names another version"),
+        (": \n%YAML 2.0  ", ": is not YAML 1.2: its %YAML line names another version"),
+        (r'a: "\UFFFFFFFF"', r": is not YAML: a \U escape names no character"),
+        (r'a: "\U00110000"', r": is not YAML: a \U escape names no character"),
+    ],
+)
+def test_what_is_not_yaml_is_reported_at_its_place(text: str, found: str, tmp_path: Path) -> None:
+    assert outcome(written(tmp_path, text)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n\n", "# only a comment\n", "---\n", "--- ~\n...\n", "distributed:\nmodel:\n", "{}"],
+)
+def test_an_empty_file_or_section_gives_the_defaults(text: str, tmp_path: Path) -> None:
+    assert resolve(file=written(tmp_path, text)) == resolve()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_files_from_other_systems_are_read(start: str, end: str, tmp_path: Path) -> None:
+    text = start + end.join(["experiment_name: größer", "distributed:", "  num_gpus: 0", ""])
+    assert outcome(written(tmp_path, text)).startswith(":3:13: distributed.num_gpus must be")
+    text = start + end.join(["experiment_name: 3", ""])
+    assert outcome(written(tmp_path, text)).startswith(":1:18: experiment_name must be")
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ('!!python/object/apply:os.system ["touch x"]', "apply:os.system"),
+        ("!!python/object/new:os.system [touch x]", "new:os.system"),
+        ("!!python/name:os.system ''", "name:os.system"),
+        ("!!python/module:os ''", "module:os"),
+        ("[0, !!python/object/apply:os.system [touch x]]", "apply:os.system"),
+    ],
+)
+@pytest.mark.parametrize("key", ["experiment_name", "distributed: {gpu_ids", "distributed", "zzz"])
+def test_tags_of_a_program_run_nothing(
+    key: str, value: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = outcome(written(tmp_path, f"{key}: {value}" + ("}" if "{" in key else "")))
+    assert found.split(": ", 1)[1].startswith("the tag !!python/")
+    assert found.endswith(f"{place} has no meaning here")
+    assert [one.name for one in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize("tag", ["!mine", "!!binary", "!!set", "!mine:int", "!<tag:x,2000:int>"])
+def test_other_tags_are_refused_too(tag: str, tmp_path: Path) -> None:
+    found = outcome(written(tmp_path, f"experiment_name: {tag} abc"))
+    assert found == f":1:18: the tag {tag.strip('!<>') if '<' in tag else tag} has no meaning here"
+
+
+def test_a_number_that_is_none_is_a_text(tmp_path: Path) -> None:
+    must = "distributed.num_gpus must be a whole number of at least 1; this is the text"
+    for value, shown in [
+        ("!!int abc", "abc"),
+        ("!!float abc", "abc"),
+        ("9" * 5000, "9" * 59 + "…"),
+    ]:
+        found = outcome(written(tmp_path, f"distributed: {{num_gpus: {value}}}"))
+        assert found == f":1:25: {must} '{shown}'"
+    found = outcome(written(tmp_path, "distributed: {enabled: !!bool abc}"))
+    assert found == ":1:24: distributed.enabled must be true or false; this is the text 'abc'"
+
+
+def test_a_section_may_not_be_hidden_behind_a_tag(tmp_path: Path) -> None:
+    path = written(tmp_path, "distributed: !!null {num_gpus: 3}")
+    assert resolve(file=path).settings.distributed.num_gpus == 3
+
+
+def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    found = outcome(written(tmp_path, 'experiment_name: "a\\uD800b"'))
+    assert found == r":1:18: experiment_name must be a text; this is the text 'a\ud800b'"
+    with pytest.raises(ConfigError):
+        resolve(environment={"TORCHMUSTER_EXPERIMENT_NAME": os.fsdecode(b"caf\xe9")})
+
+
+TOO_DEEP = "is nested too deeply: more than 20 levels, aliases counted"
+TOO_LARGE = "is too large: more than 10000 values, aliases counted"
+BOMB = "- &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"    - &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(12)
+)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("distributed:\n  gpu_ids: &g [0, *g]\n", TOO_DEEP),
+        ("distributed: &d\n  num_gpus: *d\n", TOO_DEEP),
+        ("&r {model: {device_map: *r}}", TOO_DEEP),
+        (f"distributed:\n  gpu_ids:\n    {BOMB}", TOO_LARGE),
+        (f"zzz:\n    {BOMB}", TOO_LARGE),
+        ("[" * 20_000, TOO_DEEP),
+        ("{a: " * 20_000, TOO_DEEP),
+        (f"experiment_name: {'[' * 200}{']' * 200}", TOO_DEEP),
+        (f"distributed: {{gpu_ids: [{'0, ' * 12_000}]}}", TOO_LARGE),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_would_be_endless_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    assert outcome(written(tmp_path, text)).endswith(problem)
+
+
+def test_anchors_and_aliases_work_also_when_a_name_is_given_again(tmp_path: Path) -> None:
+    text = "experiment_name: &n a\ndistributed: {num_gpus: &n 2, master_port: *n}\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = resolve(file=written(tmp_path, text))
+    assert result.settings.distributed.master_port == 2
+    assert result.settings.experiment_name == "a"
+
+
+PIECES = [
+    *"ab01:-?,[]{}#&*!|>'\"%@`\\ \n\t.~<=_+e",
+    "\n  ",
+    "\n- ",
+    ": ",
+    "---\n",
+    "&a ",
+    "*a",
+    "<<: ",
+]
+PIECES += ["%YAML 1.", "%TAG ! x", "!!int ", "!!bool ", "!!x", "\\u", "\ud7ff", "\ufeff", "\u2028"]
+PIECES += [
+    "distributed: ",
+    "distributed:\n  num_gpus: ",
+    "gpu_ids: ",
+    "model: ",
+    "experiment_name: ",
+]
+
+
+def mistakes(file: Path | None = None, text: str = "") -> int:
+    """Resolve and count the mistakes; only a ConfigError is an answer."""
+    names = ("TORCHMUSTER_DISTRIBUTED_NUM_GPUS", "TORCHMUSTER_DISTRIBUTED_GPU_IDS")
+    flags = [Flag(flag="--set", path=text, text=text)]
+    try:
+        if file:
+            resolve(file=file)
+        else:
+            resolve(environment=dict.fromkeys(names, text), flags=flags)
+    except ConfigError as error:
+        return len(error.mistakes) or -1
+    return 0
+
+
+@pytest.fixture(scope="module")
+def garbage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("garbage") / "c.yaml"
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=25).map("".join))
+@example(text="distributed: {num_gpus: +_, gpu_ids: [!!int , !!float '']}")
+@example(text='"\\U00110000')
+def test_random_text_is_read_or_refused(text: str, garbage: Path) -> None:
+    garbage.write_text(text, encoding="utf-8")
+    assert mistakes(garbage) >= 0
+    assert mistakes(text=text) >= 1  # its flag names no setting
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=60))
+def test_random_bytes_are_read_or_refused(content: bytes, garbage: Path) -> None:
+    garbage.write_bytes(content)
+    assert mistakes(garbage) >= 0

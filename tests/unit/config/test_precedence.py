@@ -1,0 +1,260 @@
+"""A flag wins over the environment, that over the file, that over the default: for every setting."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from msgspec import inspect
+
+from torchmuster.config import fields
+from torchmuster.config.layers import Flag, from_environment, variable_name
+from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.settings import Settings
+from torchmuster.errors import ConfigError
+
+PATHS = list(fields.leaves())
+
+
+def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
+    """Return two valid values of a setting, neither its default if it has more: text and value."""
+    info = inspect.type_info(fields.leaves()[path].type)
+    while isinstance(info, inspect.Metadata | inspect.UnionType):
+        info = info.type if isinstance(info, inspect.Metadata) else info.types[0]
+    match info:
+        case inspect.BoolType():
+            return ("true", True), ("false", False)
+        case inspect.IntType(ge=low):
+            first = 3 + (low or 0)
+            return (str(first), first), (str(first + 1), first + 1)
+        case inspect.StrType():
+            return ("first", "first"), ("second", "second")
+        case inspect.LiteralType(values=values):
+            others = [str(one) for one in values if one != fields.leaves()[path].default]
+            return (others[0], others[0]), (others[1], others[1])
+        case inspect.VarTupleType():
+            return ("[0, 2]", (0, 2)), ("[1, 3]", (1, 3))
+    raise AssertionError(f"no samples for {path}: {info}")
+
+
+def yaml(path: str, text: str) -> str:
+    section, _, name = path.rpartition(".")
+    return f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n"
+
+
+def written_at(path: str) -> str:
+    section, _, name = path.rpartition(".")
+    return f"2:{len(name) + 5}" if section else f"1:{len(name) + 3}"
+
+
+def resolved(
+    folder: Path, path: str, *, file: str = "", environment: str = "", flag: str = ""
+) -> tuple[object, str]:
+    """Resolve one setting that is written in some of the places; return its value and source."""
+    given = None
+    if file:
+        given = folder / "c.yaml"
+        given.write_text(yaml(path, file))
+    variables = {"PATH": "/bin"} | ({variable_name(path): environment} if environment else {})
+    flags = [Flag(flag="--some-flag", path=path, text=flag)] if flag else []
+    result = resolve(file=given, environment=variables, flags=flags)
+    return result.values()[path], result.sources[path].where
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_default_counts_where_nothing_is_written(path: str, tmp_path: Path) -> None:
+    assert resolved(tmp_path, path) == (fields.leaves()[path].default, "default")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("swapped", [False, True], ids=["ab", "ba"])
+def test_the_strongest_place_counts(path: str, swapped: bool, tmp_path: Path) -> None:
+    (weak, weak_value), (strong, strong_value) = samples(path)[:: -1 if swapped else 1]
+    assert weak_value != strong_value
+    in_file, in_variable = f"{tmp_path}/c.yaml:{written_at(path)}", f"${variable_name(path)}"
+
+    assert resolved(tmp_path, path, file=strong) == (strong_value, in_file)
+    assert resolved(tmp_path, path, environment=strong) == (strong_value, in_variable)
+    assert resolved(tmp_path, path, flag=strong) == (strong_value, "--some-flag")
+
+    over_file = resolved(tmp_path, path, file=weak, environment=strong)
+    assert over_file == (strong_value, in_variable)
+    over_both = resolved(tmp_path, path, file=weak, environment=weak, flag=strong)
+    assert over_both == (strong_value, "--some-flag")
+    assert resolved(tmp_path, path, file=weak, flag=strong) == (strong_value, "--some-flag")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_setting_explains_itself(path: str) -> None:
+    leaf = fields.leaves()[path]
+    assert leaf.help.endswith(".")
+    assert len(leaf.help) > 15
+    assert fields.describe(path)
+
+
+def test_every_field_of_the_settings_is_a_leaf() -> None:
+    assert "experiment_name" in PATHS
+    for name, section in fields.sections().items():
+        inside = [path for path in PATHS if path.startswith(f"{name}.")]
+        assert inside == [f"{name}.{one.name}" for one in dataclasses.fields(section)]
+    own = [one.name for one in dataclasses.fields(Settings) if one.name not in fields.sections()]
+    assert [path for path in PATHS if "." not in path] == own
+
+
+def test_settings_cannot_be_changed() -> None:
+    settings = resolve().settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.experiment_name = "x"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.distributed.num_gpus = 2  # type: ignore[misc]
+    ids = resolve(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": "0,2"}).settings
+    assert hash(ids) == hash(dataclasses.replace(ids))
+
+
+def test_the_last_of_several_equal_flags_counts() -> None:
+    flags = [Flag(flag=f"--set {n}", path="distributed.num_gpus", text=str(n)) for n in (2, 4)]
+    result = resolve(flags=flags)
+    assert result.settings.distributed.num_gpus == 4
+    assert result.sources["distributed.num_gpus"].where == "--set 4"
+
+
+PLACES = {"file": 1, "environment": 2, "flag": 3}  # the larger number wins
+
+
+def both(folder: Path, count_in: str, count: int, ids_in: str) -> Resolved:
+    file: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    flags: list[Flag] = []
+    for name, place, text in (
+        ("num_gpus", count_in, str(count)),
+        ("gpu_ids", ids_in, "[4, 5, 6, 7]"),
+    ):
+        if place == "file":
+            file[name] = text
+        elif place == "environment":
+            variables[f"TORCHMUSTER_DISTRIBUTED_{name.upper()}"] = text
+        else:
+            flag = f"--{name.replace('_', '-')}"
+            flags.append(Flag(flag=flag, path=f"distributed.{name}", text=text))
+    path = folder / "c.yaml"
+    lines = "".join(f"  {name}: {text}\n" for name, text in file.items())
+    path.write_text(f"distributed:\n{lines}")
+    return resolve(file=path, environment=variables, flags=flags)
+
+
+def where(folder: Path, name: str, place: str, line: int) -> str:
+    return {
+        "file": f"{folder}/c.yaml:{line}:{len(name) + 5}",
+        "environment": f"$TORCHMUSTER_DISTRIBUTED_{name.upper()}",
+        "flag": f"--{name.replace('_', '-')}",
+    }[place]
+
+
+@pytest.mark.parametrize("count_in", PLACES)
+@pytest.mark.parametrize("ids_in", PLACES)
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_num_gpus_and_gpu_ids_are_made_to_agree(
+    count_in: str, ids_in: str, count: int, tmp_path: Path
+) -> None:
+    count_where = where(tmp_path, "num_gpus", count_in, 2)
+    ids_where = where(tmp_path, "gpu_ids", ids_in, 3 if count_in == "file" else 2)
+    ids_stronger = PLACES[ids_in] > PLACES[count_in]
+    picks_some = PLACES[count_in] > PLACES[ids_in] and count < 4
+
+    if count == 4 or ids_stronger or picks_some:
+        result = both(tmp_path, count_in, count, ids_in)
+        assert result.settings.distributed.gpu_ids == (4, 5, 6, 7)
+        assert result.sources["distributed.gpu_ids"].where == ids_where
+        replaced = ids_stronger and count != 4
+        assert result.settings.distributed.num_gpus == (4 if replaced else count)
+        expected = ids_where if replaced else count_where
+        assert result.sources["distributed.num_gpus"].where == expected
+        return
+    with pytest.raises(ConfigError) as caught:
+        both(tmp_path, count_in, count, ids_in)
+    assert str(caught.value) == (
+        "the settings have a mistake\n"
+        f"{count_where}: distributed.num_gpus is {count}, but gpu_ids lists 4 ({ids_where}); "
+        "change one, or leave one out"
+    )
+
+
+def test_a_count_left_empty_leaves_the_list_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed: {num_gpus: null, gpu_ids: [1, 2]}")
+    settings = resolve(file=path).settings.distributed
+    assert (settings.num_gpus, settings.gpu_ids) == (None, (1, 2))
+
+
+def from_variable(text: str) -> object:
+    environment: Mapping[str, str] = {"TORCHMUSTER_DISTRIBUTED_GPU_IDS": text}
+    return resolve(environment=environment).settings.distributed.gpu_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("0,2", (0, 2)),
+        ("[0, 2]", (0, 2)),
+        (" [0,2]", (0, 2)),
+        ("3", (3,)),
+        ("0:1", ("0:1",)),
+        ("0:1,1:0", ("0:1", "1:0")),
+        ("GPU-0515791b-9f8f-58f5-98b5-48e51d0d99d9", ("GPU-0515791b-9f8f-58f5-98b5-48e51d0d99d9",)),
+        (
+            "GPU-05,MIG-55562eac-e5a4-5be4-8c1d-798d803cb4f6",
+            ("GPU-05", "MIG-55562eac-e5a4-5be4-8c1d-798d803cb4f6"),
+        ),
+        ("MIG-GPU-0515791b/1/0,0", ("MIG-GPU-0515791b/1/0", 0)),
+        ("'0'", ("0",)),
+    ],
+)
+def test_gpu_ids_from_the_environment(text: str, ids: tuple[int | str, ...]) -> None:
+    given = from_variable(text)
+    assert given == ids
+    assert [type(one) for one in ids] == [type(one) for one in given]
+
+
+@pytest.mark.parametrize(
+    "text", ["run #3", "a: b", "[x]", "123", "no", "'x'", "~", " x ", "*a", "-"]
+)
+def test_a_text_from_the_environment_or_a_flag_is_taken_as_it_is(text: str) -> None:
+    by_variable = resolve(environment={"TORCHMUSTER_EXPERIMENT_NAME": text})
+    by_flag = resolve(flags=[Flag(flag="--set", path="experiment_name", text=text)])
+    assert by_variable.settings.experiment_name == by_flag.settings.experiment_name == text
+
+
+def test_null_unsets_what_the_file_has_set(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed: {num_gpus: 2}\nmodel: {model_name_or_path: a/b}\n")
+    unset = ["distributed.num_gpus", "model.model_name_or_path"]
+    result = resolve(file=path, flags=[Flag(flag="--set", path=one, text="null") for one in unset])
+    assert [result.values()[one] for one in unset] == [None, None]
+
+
+def test_variables_of_other_programs_and_of_claims_are_left_alone() -> None:
+    layer = from_environment(
+        {"TORCHMUSTER_CLAIMS_DIR": "/x", "TORCH_HOME": "/y", "MUSTER_X": "1", "torchmuster_x": "1"}
+    )
+    assert layer.entries == []
+    assert layer.mistakes == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "fix"),
+    [
+        ("TORCHMUSTER_NUM_GPUS", "did you mean TORCHMUSTER_DISTRIBUTED_NUM_GPUS?"),
+        ("TORCHMUSTER_DISTRIBUTED_NUM_GPU", "did you mean TORCHMUSTER_DISTRIBUTED_NUM_GPUS?"),
+        ("TORCHMUSTER_DISTRIBTED_GPU_IDS", "did you mean TORCHMUSTER_DISTRIBUTED_GPU_IDS?"),
+        ("TORCHMUSTER_MODEL_NAME_OR_PATH", "did you mean TORCHMUSTER_MODEL_MODEL_NAME_OR_PATH?"),
+        ("TORCHMUSTER_EXPERIMENT", "did you mean TORCHMUSTER_EXPERIMENT_NAME?"),
+        ("TORCHMUSTER_DISTRIBUTED_ZZZ", ""),
+        ("TORCHMUSTER_", ""),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest(variable: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(environment={variable: "1"})
+    (mistake,) = caught.value.mistakes
+    assert (mistake.where, mistake.what) == (f"${variable}", "is not a setting")
+    assert mistake.fix == fix

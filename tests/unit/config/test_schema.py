@@ -1,0 +1,163 @@
+"""The JSON Schema: valid, complete, and of one mind with the command about what is right."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from torchmuster.config import fields, yaml12
+from torchmuster.config.resolve import resolve
+from torchmuster.config.schema import json_schema
+from torchmuster.errors import ConfigError
+
+ALL_KEYS = """
+experiment_name: my_experiment
+distributed:
+  enabled: true
+  num_gpus: 4
+  gpu_ids: [0, 1, 2, 3]
+  strategy: ddp
+  fsdp_sharding_strategy: full_shard
+  fsdp_cpu_offload: false
+  master_port: 29500
+model:
+  model_name_or_path: Qwen/Qwen2.5-7B
+  device_map: auto
+  torch_dtype: bfloat16
+"""
+
+GOOD = [
+    "{}",
+    ALL_KEYS,
+    # the ways to choose GPUs: quick, one, several, a large model
+    'distributed:\n  num_gpus: 2          # Use 2 GPUs\n  gpu_ids: [0, 2]\n  strategy: "ddp"\n',
+    "distributed:\n  enabled: false\n  num_gpus: 1\n  gpu_ids: [0]\n",
+    "distributed: {enabled: true, num_gpus: 4, gpu_ids: [0, 1, 2, 3], strategy: ddp}",
+    "distributed: {num_gpus: 8, strategy: fsdp, fsdp_sharding_strategy: full_shard}\n"
+    "model: {model_name_or_path: meta-llama/Llama-2-70b-hf, torch_dtype: bfloat16}",
+    # edges
+    "distributed:\nmodel:\n",
+    "distributed: {}\nmodel: ~",
+    "distributed: {num_gpus: null, gpu_ids: null, master_port: null}",
+    "distributed: {gpu_ids: [0:1, GPU-0515791b, '7']}",
+    "distributed: {master_port: 65535, num_gpus: 1}",
+    "experiment_name: no",
+    "experiment_name: 2026-01-01",
+]
+
+BAD = [
+    "[]",
+    "text",
+    "3",
+    "modle: {}",
+    "num_gpus: 2",
+    "distributed.num_gpus: 2",
+    "distributed: 3",
+    "distributed: []",
+    "distributed: text",
+    "distributed: true",
+    "distributed: {num_gpu: 2}",
+    "distributed: {torch_dtype: auto}",
+    "distributed: {num_gpus: 0}",
+    "distributed: {num_gpus: -1}",
+    "distributed: {num_gpus: 1e-5}",
+    "distributed: {num_gpus: 1.5}",
+    "distributed: {num_gpus: '2'}",
+    "distributed: {num_gpus: true}",
+    "distributed: {num_gpus: [2]}",
+    "distributed: {num_gpus: {a: 1}}",
+    "distributed: {gpu_ids: 0}",
+    "distributed: {gpu_ids: '0,2'}",
+    "distributed: {gpu_ids: []}",
+    "distributed: {gpu_ids: [-1]}",
+    "distributed: {gpu_ids: [0.5]}",
+    "distributed: {gpu_ids: ['']}",
+    "distributed: {gpu_ids: [null]}",
+    "distributed: {gpu_ids: [true]}",
+    "distributed: {gpu_ids: [[0]]}",
+    "distributed: {enabled: yes}",
+    "distributed: {enabled: 1}",
+    "distributed: {enabled: null}",
+    "distributed: {strategy: ddb}",
+    "distributed: {strategy: DDP}",
+    "distributed: {strategy: null}",
+    "distributed: {master_port: 0}",
+    "distributed: {master_port: 65536}",
+    "model: {device_map: gpu}",
+    "model: {torch_dtype: bf16}",
+    "model: {model_name_or_path: ''}",
+    "model: {model_name_or_path: 7}",
+    "experiment_name: ''",
+    "experiment_name: 12",
+    "experiment_name: true",
+    "experiment_name: ~",
+    "experiment_name: [a]",
+]
+
+
+def schema_accepts(text: str) -> bool:
+    node = yaml12.compose(text)
+    assert node is not None
+    checker = jsonschema.Draft202012Validator(json_schema())
+    return bool(checker.is_valid(yaml12.value_of(node)))
+
+
+def command_accepts(folder: Path, text: str) -> bool:
+    path = folder / "c.yaml"
+    path.write_text(text)
+    try:
+        resolve(file=path)
+    except ConfigError:
+        return False
+    return True
+
+
+def properties(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
+    if isinstance(schema, dict):
+        for name, one in schema.get("properties", {}).items():
+            yield f"{path}/{name}", one
+        for name, inner in schema.items():
+            yield from properties(inner, f"{path}/{name}")
+
+
+def test_it_is_a_valid_schema_of_the_version_it_names() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema == json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_what_is_right_is_accepted_by_schema_and_command(text: str, tmp_path: Path) -> None:
+    assert schema_accepts(text)
+    assert command_accepts(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_wrong_is_refused_by_schema_and_command(text: str, tmp_path: Path) -> None:
+    assert not schema_accepts(text)
+    assert not command_accepts(tmp_path, text)
+
+
+def test_the_example_with_all_keys_has_all_keys(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(ALL_KEYS)
+    sources = resolve(file=path).sources
+    assert [name for name, source in sources.items() if source.where == "default"] == []
+
+
+def test_every_property_has_a_description() -> None:
+    found = dict(properties(json_schema()))
+    assert len(found) == len(fields.leaves()) + len(fields.sections())
+    assert [path for path, one in found.items() if not one.get("description")] == []
+
+
+def test_every_setting_shows_its_help_and_default() -> None:
+    groups = json_schema()["$defs"]
+    for path, leaf in fields.leaves().items():
+        section, _, name = path.rpartition(".")
+        group = fields.sections()[section].__name__ if section else "Settings"
+        shown = groups[group]["properties"][name]
+        assert (shown["description"], shown["default"]) == (leaf.help, leaf.default)

@@ -1,0 +1,405 @@
+"""AMD GPUs from sysfs: trees with values recorded on real machines."""
+
+import tempfile
+import timeit
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchmuster.devices import amd
+from torchmuster.devices.model import Device, Ecc, Kind
+from torchmuster.finding import Status
+from torchmuster.units import GiB, MiB
+
+MI250X = 0x740C
+MI300X = 0x74A1
+NAMES = """\
+# List of AMDGPU IDs
+
+1.0.0
+164E,\tD8,\tAMD Radeon 610M
+1586,\tC1,\tAMD Radeon 8060S Graphics
+740C,\t01,\tAMD Instinct MI250X / MI250
+744C,\tC8,\tAMD Radeon RX 7900 XTX
+744C,\tCC,\tAMD Radeon RX 7900 XT
+74A1,\t00,\tAMD Instinct MI300X
+"""
+
+
+def write(root: Path, files: Mapping[str, object]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+def add_card(root: Path, address: str, files: Mapping[str, object]) -> None:
+    device = root / "sys/bus/pci/devices" / address
+    device.mkdir(parents=True)
+    write(device, {"hwmon/hwmon4/name": "amdgpu", **files})
+    bound = root / "sys/bus/pci/drivers/amdgpu" / address
+    bound.parent.mkdir(parents=True, exist_ok=True)
+    bound.symlink_to(device)
+    write(bound.parent, {"new_id": "", "uevent": ""})
+
+
+def add_node(
+    root: Path,
+    number: int,
+    *,
+    gpu_id: int,
+    location: int = 0,
+    device: int = 0,
+    serial: int = 0,
+    simds: int = 440,
+    memory: int = 0,
+) -> None:
+    properties = {
+        "cpu_cores_count": 0,
+        "simd_count": simds,
+        "gfx_target_version": 90010,
+        "vendor_id": 4098,
+        "device_id": device,
+        "location_id": location,
+        "domain": 0,
+        "drm_render_minor": 120 + number,
+        "unique_id": serial,
+    }
+    lines = "\n".join(f"{key} {value}" for key, value in properties.items())
+    bank = f"heap_type 1\nsize_in_bytes {memory}\nflags 0\nwidth 4096\nmem_clk_max 1600"
+    write(
+        root / f"sys/class/kfd/kfd/topology/nodes/{number}",
+        {"gpu_id": gpu_id, "properties": lines, "mem_banks/0/properties": bank},
+    )
+
+
+def add_cpu_node(root: Path) -> None:
+    bank = "heap_type 0\nsize_in_bytes 540000000000"
+    write(
+        root / "sys/class/kfd/kfd/topology/nodes/0",
+        {
+            "gpu_id": 0,
+            "properties": "cpu_cores_count 64\nsimd_count 0",
+            "mem_banks/0/properties": bank,
+        },
+    )
+
+
+def add_holder(root: Path, pid: int, vram: Mapping[int, int], queue_on: int | None = None) -> None:
+    files: dict[str, object] = {f"vram_{gpu_id}": held for gpu_id, held in vram.items()}
+    files |= {f"sdma_{gpu_id}": 0 for gpu_id in vram} | {"pasid": 32770}
+    if queue_on is not None:
+        files |= {"queues/0/gpuid": queue_on, "queues/0/type": 0}
+    write(root / f"sys/class/kfd/kfd/proc/{pid}", files)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path, {"amdgpu.ids": NAMES, "dev/kfd": "", "proc/version": "Linux"})
+    return tmp_path
+
+
+def read(root: Path) -> list[Device]:
+    devices, findings = amd.read(root / "sys", root / "dev", root / "proc", [root / "amdgpu.ids"])
+    assert findings == []
+    return devices
+
+
+def add_mi250x(root: Path) -> None:
+    """One MI250X: two GPUs to ROCm. Only the first die of the module measures its power."""
+    add_cpu_node(root)
+    common = {"revision": "0x01", "mem_info_vram_total": 68702699520, "numa_node": 3}
+    sensors = {
+        "hwmon/hwmon4/temp1_label": "edge",
+        "hwmon/hwmon4/temp1_input": 41000,
+        "hwmon/hwmon4/temp1_crit": 100000,
+        "hwmon/hwmon4/temp2_label": "junction",
+        "hwmon/hwmon4/temp2_input": 47000,
+        "hwmon/hwmon4/temp2_crit": 105000,
+        "hwmon/hwmon4/temp3_label": "mem",
+        "hwmon/hwmon4/temp3_input": 58000,
+        "hwmon/hwmon4/temp3_crit": 107000,
+    }
+    busy = {"mem_info_vram_used": 30 * GiB, "gpu_busy_percent": 97}
+    power = {"hwmon/hwmon4/power1_average": 431000000, "hwmon/hwmon4/power1_cap": 560000000}
+    ras = {"ras/umc_err_count": "ue: 0\nce: 12"}
+    add_card(root, "0000:b6:00.0", {**common, **sensors, **busy, **power, **ras})
+    idle = {"mem_info_vram_used": 10981376, "gpu_busy_percent": 0}
+    no_power = {"hwmon/hwmon4/power1_average": 0, "hwmon/hwmon4/power1_cap": 0}
+    add_card(root, "0000:b9:00.0", {**common, **sensors, **idle, **no_power})
+    size = 68702699520
+    first = {"location": 0xB600, "serial": 0xCF1182F2988C0A4C}
+    second = {"location": 0xB900, "serial": 0x0011A5F1D2CB7B2D}
+    add_node(root, 9, gpu_id=51197, device=MI250X, memory=size, **first)
+    add_node(root, 10, gpu_id=34113, device=MI250X, memory=size, **second)
+
+
+def test_each_die_of_an_mi250x_is_a_gpu_in_rocms_order_and_spelling(root: Path) -> None:
+    add_mi250x(root)
+    first, second = read(root)
+    assert (first.index, first.uuid) == (0, "GPU-cf1182f2988c0a4c")
+    # Node 10 comes after node 9, and the number keeps its leading zeros.
+    assert (second.index, second.uuid) == (1, "GPU-0011a5f1d2cb7b2d")
+    assert first.kind is Kind.ROCM
+    assert first.name == "AMD Instinct MI250X / MI250"
+    assert (first.pci_bus_id, second.pci_bus_id) == ("0000:b6:00.0", "0000:b9:00.0")
+    assert first.numa_node == 3
+    assert first.total_bytes == 68702699520
+    assert first.used_bytes == 30 * GiB
+    assert (first.utilisation_percent, second.utilisation_percent) == (97, 0)
+    assert first.compute_capability is None
+    assert first.trouble is None
+
+
+def test_heat_is_the_hot_spots_and_its_own_limit(root: Path) -> None:
+    add_mi250x(root)
+    assert read(root)[0].temperature_c == 47
+    assert read(root)[0].slowdown_temperature_c == 105
+
+
+def test_power_that_a_die_does_not_measure_is_unknown_not_zero(root: Path) -> None:
+    add_mi250x(root)
+    first, second = read(root)
+    assert (first.power_w, first.power_limit_w) == (431.0, 560.0)
+    assert (second.power_w, second.power_limit_w) == (None, None)
+
+
+def test_memory_errors_are_counted_where_the_driver_counts_them(root: Path) -> None:
+    add_mi250x(root)
+    first, second = read(root)
+    assert first.ecc == Ecc(enabled=True, corrected=12, uncorrected=0)
+    assert second.ecc is None
+
+
+def test_processes_are_listed_on_the_gpu_whose_memory_they_hold(root: Path) -> None:
+    add_mi250x(root)
+    add_holder(root, 4242, {51197: 29 * GiB + 900 * MiB, 34113: 0})
+    first, second = read(root)
+    (process,) = first.processes
+    assert (process.pid, process.memory_bytes) == (4242, 29 * GiB + 900 * MiB)
+    assert process.compute
+    assert second.processes == ()
+
+
+def test_a_process_with_a_queue_but_no_memory_yet_is_a_user_too(root: Path) -> None:
+    add_mi250x(root)
+    add_holder(root, 4242, {51197: 0, 34113: 0}, queue_on=34113)
+    assert [one.pid for one in read(root)[1].processes] == [4242]
+
+
+def test_an_mi300x_has_only_a_junction_sensor_an_input_power_and_aca_counters(root: Path) -> None:
+    add_cpu_node(root)
+    files = {
+        "revision": "0x00",
+        "mem_info_vram_total": 206141652992,
+        "mem_info_vram_used": 297480192,
+        "gpu_busy_percent": 0,
+        "numa_node": -1,
+        "ras/aca_umc": "ue: 1\nce: 0\nde: 0",
+        "hwmon/hwmon4/temp2_label": "junction",
+        "hwmon/hwmon4/temp2_input": 39000,
+        "hwmon/hwmon4/temp2_crit": 100000,
+        "hwmon/hwmon4/temp3_label": "mem",
+        "hwmon/hwmon4/temp3_input": 32000,
+        "hwmon/hwmon4/power1_input": 136000000,
+        "hwmon/hwmon4/power1_cap": 750000000,
+    }
+    add_card(root, "0000:05:00.0", files)
+    serial = 0x5B8C1E9F4A3D2706
+    add_node(
+        root, 2, gpu_id=28851, location=0x500, device=MI300X, serial=serial, memory=206141652992
+    )
+    (device,) = read(root)
+    assert device.name == "AMD Instinct MI300X"
+    assert (device.temperature_c, device.slowdown_temperature_c) == (39, 100)
+    assert (device.power_w, device.power_limit_w) == (136.0, 750.0)
+    assert device.ecc == Ecc(enabled=True, corrected=0, uncorrected=1)
+    assert device.numa_node is None
+
+
+def test_the_parts_of_a_partitioned_gpu_are_told_apart(root: Path) -> None:
+    """In CPX mode KFD gives every part the serial of the whole and counts in the PCI function."""
+    add_card(root, "0000:05:00.0", {"mem_info_vram_total": 192 * GiB, "mem_info_vram_used": GiB})
+    for part in range(8):
+        location = 0x500 | part
+        add_node(
+            root,
+            2 + part,
+            gpu_id=100 + part,
+            location=location,
+            device=MI300X,
+            serial=7,
+            memory=24 * GiB,
+        )
+    devices = read(root)
+    assert len({device.uuid for device in devices}) == 8
+    assert not any(device.uuid.startswith("GPU-") for device in devices)
+    assert {device.pci_bus_id for device in devices} == {"0000:05:00.0"}
+    assert {(device.total_bytes, device.used_bytes) for device in devices} == {(24 * GiB, None)}
+
+
+def add_desktop(root: Path, used: int = 1 * GiB) -> None:
+    """An RX 7900 XTX beside the small GPU of a Ryzen 7000, which ROCm enumerates as well."""
+    add_cpu_node(root)
+    card = {
+        "revision": "0xc8",
+        "mem_info_vram_total": 25753026560,
+        "mem_info_vram_used": used,
+        "gpu_busy_percent": 65535,
+        "hwmon/hwmon4/temp1_label": "edge",
+        "hwmon/hwmon4/temp1_input": 52000,
+        "hwmon/hwmon4/temp2_label": "junction",
+        "hwmon/hwmon4/temp2_input": 61000,
+        "hwmon/hwmon4/temp2_crit": 110000,
+    }
+    add_card(root, "0000:03:00.0", card)
+    small = {
+        "revision": "0xc1",
+        "mem_info_vram_total": 512 * MiB,
+        "mem_info_vram_used": 20 * MiB,
+        "hwmon/hwmon4/temp1_label": "edge",
+        "hwmon/hwmon4/temp1_input": 44000,
+    }
+    add_card(root, "0000:0f:00.0", small)
+    serial = 0x7F2A6C1B9D3E4850
+    add_node(
+        root, 1, gpu_id=56524, location=0x300, device=0x744C, serial=serial, memory=25753026560
+    )
+    add_node(root, 2, gpu_id=40442, location=0xF00, device=0x164E, simds=4, memory=512 * MiB)
+
+
+def test_cards_of_one_chip_are_named_by_their_revision(root: Path) -> None:
+    add_desktop(root)
+    assert read(root)[0].name == "AMD Radeon RX 7900 XTX"
+
+
+def test_an_unknown_gpu_keeps_its_number_or_the_name_of_its_board(root: Path) -> None:
+    add_desktop(root)
+    assert read(root)[1].name == "AMD GPU 0x164e"
+    write(root / "sys/bus/pci/devices/0000:0f:00.0", {"product_name": "A board"})
+    assert read(root)[1].name == "A board"
+
+
+def test_a_gpu_without_a_serial_is_named_by_its_place(root: Path) -> None:
+    add_desktop(root)
+    assert read(root)[1].uuid == "ROCM-0000:0f:00.0"
+
+
+def test_without_a_junction_sensor_the_edge_counts(root: Path) -> None:
+    add_desktop(root)
+    assert (read(root)[1].temperature_c, read(root)[1].slowdown_temperature_c) == (44, None)
+
+
+def test_a_share_beyond_100_is_no_share(root: Path) -> None:
+    add_desktop(root)
+    assert read(root)[0].utilisation_percent is None
+
+
+def add_window(root: Path, pid: int, vram_kib: int) -> None:
+    """A compositor, as /proc shows it: it draws, and never computes."""
+    process = root / f"proc/{pid}"
+    lines = (
+        "pos:\t0\ndrm-driver:\tamdgpu\ndrm-client-id:\t18\ndrm-pdev:\t0000:03:00.0\n"
+        f"drm-memory-vram:\t{vram_kib} KiB\ndrm-engine-gfx:\t9203949412 ns"
+    )
+    write(process, {"fdinfo/12": lines})
+    (process / "fd").mkdir()
+    (process / "fd/12").symlink_to("/dev/dri/renderD128")
+
+
+def test_memory_of_a_desktop_is_explained_and_is_not_computing(root: Path) -> None:
+    add_desktop(root, used=3 * GiB)
+    add_window(root, 1500, vram_kib=2 * 1024**2)
+    (window,) = read(root)[0].processes
+    assert (window.pid, window.compute, window.memory_bytes) == (1500, False, 2 * GiB)
+
+
+def test_a_program_that_computes_and_draws_is_listed_once(root: Path) -> None:
+    add_desktop(root, used=6 * GiB)
+    add_window(root, 1500, vram_kib=2 * 1024**2)
+    add_holder(root, 1500, {56524: 4 * GiB})
+    assert [(one.pid, one.compute) for one in read(root)[0].processes] == [(1500, True)]
+
+
+def test_an_apu_offers_the_system_memory_that_rocm_takes(root: Path) -> None:
+    """A Strix Halo with a 512 MiB carve-out: KFD states what can be allocated."""
+    files = {
+        "revision": "0xc1",
+        "mem_info_vram_total": 512 * MiB,
+        "mem_info_vram_used": 300 * MiB,
+        "mem_info_gtt_used": 20 * GiB,
+    }
+    add_card(root, "0000:c4:00.0", files)
+    add_node(root, 1, gpu_id=777, location=0xC400, device=0x1586, memory=62 * GiB)
+    # The processor's own memory may be a bank of the same node; it is not the GPU's.
+    bank = root / "sys/class/kfd/kfd/topology/nodes/1/mem_banks/1"
+    write(bank, {"properties": f"heap_type 0\nsize_in_bytes {128 * GiB}"})
+    (device,) = read(root)
+    assert (device.total_bytes, device.used_bytes) == (62 * GiB, 20 * GiB)
+
+
+def test_a_gpu_of_another_container_is_not_counted(root: Path) -> None:
+    """KFD refuses to read its node, and ROCm numbers the others as if it were not there."""
+    add_mi250x(root)
+    hidden = root / "sys/class/kfd/kfd/topology/nodes/9/gpu_id"
+    hidden.unlink()
+    hidden.mkdir()
+    (device,) = read(root)
+    assert (device.index, device.uuid) == (0, "GPU-0011a5f1d2cb7b2d")
+
+
+def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
+    add_card(root, "0000:01:00.0", {})
+    devices, (finding,) = amd.read(root / "sys", root / "dev", root / "proc", [])
+    assert devices == []
+    assert finding.status is Status.NOTE
+    assert "0000:01:00.0" in finding.what
+
+
+def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> None:
+    add_mi250x(root)
+    (root / "dev/kfd").unlink()
+    devices, (finding,) = amd.read(root / "sys", root / "dev", root / "proc", [])
+    assert all("kfd cannot be opened" in (device.trouble or "") for device in devices)
+    assert finding.status is Status.WARNING
+    assert "GPU 0, GPU 1" in finding.what
+    assert "usermod -aG render" in finding.fix
+
+
+def test_a_machine_without_amd_costs_nothing(tmp_path: Path) -> None:
+    assert amd.read(tmp_path, tmp_path, tmp_path, []) == ([], [])
+    once = min(timeit.repeat(lambda: amd.read(tmp_path), number=1, repeat=50))
+    assert once < 1e-3
+
+
+BREAKABLE = [
+    "bus/pci/devices/0000:b6:00.0/mem_info_vram_total",
+    "bus/pci/devices/0000:b6:00.0/mem_info_vram_used",
+    "bus/pci/devices/0000:b6:00.0/gpu_busy_percent",
+    "bus/pci/devices/0000:b6:00.0/numa_node",
+    "bus/pci/devices/0000:b6:00.0/revision",
+    "bus/pci/devices/0000:b6:00.0/ras/umc_err_count",
+    "bus/pci/devices/0000:b6:00.0/hwmon/hwmon4/temp2_input",
+    "bus/pci/devices/0000:b6:00.0/hwmon/hwmon4/temp2_crit",
+    "bus/pci/devices/0000:b6:00.0/hwmon/hwmon4/temp2_label",
+    "bus/pci/devices/0000:b6:00.0/hwmon/hwmon4/power1_average",
+    "class/kfd/kfd/topology/nodes/9/mem_banks/0/properties",
+    "class/kfd/kfd/proc/4242/vram_51197",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(file=st.sampled_from(BREAKABLE), content=st.binary(max_size=40))
+def test_a_garbled_file_costs_a_field_at_most(file: str, content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write(root, {"dev/kfd": ""})
+        add_mi250x(root)
+        add_holder(root, 4242, {51197: GiB})
+        (root / "sys" / file).write_bytes(content)
+        devices, _ = amd.read(root / "sys", root / "dev", root / "proc", [])
+        uuids = [device.uuid for device in devices]
+        assert uuids == ["GPU-cf1182f2988c0a4c", "GPU-0011a5f1d2cb7b2d"]

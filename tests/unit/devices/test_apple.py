@@ -1,0 +1,62 @@
+"""The GPU of an Apple-silicon Mac."""
+
+import subprocess
+
+import pytest
+
+from torchmuster.devices import apple
+from torchmuster.devices.model import Kind
+
+ANSWERS = {"machdep.cpu.brand_string": "Apple M3 Max\n", "hw.memsize": "68719476736\n"}
+
+
+def mac(arguments: list[str]) -> str:
+    assert arguments[:-1] == ["/usr/sbin/sysctl", "-n"]
+    return ANSWERS[arguments[-1]]
+
+
+def test_an_apple_silicon_mac_is_one_gpu_with_the_systems_memory() -> None:
+    (device,) = apple.read("Darwin", "arm64", mac)
+    assert device.kind is Kind.MPS
+    assert (device.index, device.uuid) == (0, "MPS-0")
+    assert device.name == "Apple M3 Max"
+    assert device.total_bytes == 64 * 1024**3
+    assert device.used_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("Linux", "aarch64"), ("Linux", "arm64"), ("Darwin", "x86_64")]
+)
+def test_other_machines_have_none_and_run_no_command(system: str, machine: str) -> None:
+    def run(arguments: list[str]) -> str:
+        raise AssertionError(arguments)
+
+    assert apple.read(system, machine, run) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("sysctl"),
+        subprocess.TimeoutExpired(["sysctl"], 2),
+        subprocess.CalledProcessError(1, ["sysctl"]),
+    ],
+)
+def test_a_command_that_fails_leaves_the_gpu_with_an_unknown_memory(error: Exception) -> None:
+    def run(arguments: list[str]) -> str:
+        raise error
+
+    (device,) = apple.read("Darwin", "arm64", run)
+    assert (device.name, device.total_bytes) == ("Apple GPU", None)
+
+
+@pytest.mark.parametrize("answer", ["", "a lot", "-1"])
+def test_a_memory_size_that_is_no_number_is_unknown(answer: str) -> None:
+    (device,) = apple.read("Darwin", "arm64", lambda arguments: answer)
+    assert device.total_bytes is None
+
+
+def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apple, "_TIMEOUT_S", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        apple.run_command(["sleep", "20"])

@@ -1,0 +1,159 @@
+"""``--json``: plain types on every machine, and keys that programs rely on."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from device_strategies import Situation, busy, claim, gpu, islands, node, situations, split
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario, gpu_uuid
+from torchmuster.devices import snapshot
+from torchmuster.devices.as_json import node_as_json
+from torchmuster.devices.model import Ecc, Node
+from torchmuster.devices.request import Claim
+from torchmuster.devices.visibility import visible
+
+SCENARIOS: list[Callable[[], Scenario]] = [
+    scenarios.eight_a100,
+    scenarios.mixed_consumer,
+    scenarios.mig,
+    scenarios.one_failing,
+    scenarios.lost_at_handle,
+    scenarios.driver_mismatch,
+    scenarios.driver_not_loaded,
+    scenarios.no_gpus,
+    scenarios.sixty_four,
+]
+
+NODE = {
+    "accelerators",
+    "cpu",
+    "cuda_version",
+    "driver_version",
+    "findings",
+    "hostname",
+    "links",
+    "taken_unix_s",
+}
+DEVICE = {
+    "compute_capability",
+    "compute_prohibited",
+    "ecc",
+    "free_bytes",
+    "index",
+    "kind",
+    "mig_enabled",
+    "mig_index",
+    "name",
+    "number",
+    "numa_node",
+    "parent_uuid",
+    "pci_bus_id",
+    "power_limit_w",
+    "power_w",
+    "processes",
+    "slowdown_temperature_c",
+    "temperature_c",
+    "throttled_by",
+    "total_bytes",
+    "trouble",
+    "used_bytes",
+    "reserved_bytes",
+    "utilisation_percent",
+    "uuid",
+}
+ACCELERATOR = DEVICE | {"claim", "hidden_by", "in_use", "visible"}
+PROCESS = {
+    "command",
+    "compute",
+    "cpu_s",
+    "idle_s",
+    "memory_bytes",
+    "pid",
+    "started_unix_s",
+    "user",
+    "utilisation_percent",
+}
+FINDING = {"evidence", "fix", "name", "status", "what", "why"}
+
+
+def as_json(
+    machine: Node,
+    environment: Mapping[str, str] | None = None,
+    claims: Mapping[str, Claim] | None = None,
+) -> dict[str, Any]:
+    """What a program reads: written and read again, without the numbers JSON does not have."""
+    shown = visible(machine.accelerators, environment or {})
+    text = json.dumps(node_as_json(machine, shown, claims or {}), allow_nan=False)
+    read: dict[str, Any] = json.loads(text)
+    return read
+
+
+def assert_keys(read: Mapping[str, Any]) -> None:
+    assert read.keys() == NODE
+    assert read["cpu"].keys() == DEVICE
+    for one in read["accelerators"]:
+        assert one.keys() == ACCELERATOR
+        assert all(process.keys() == PROCESS for process in one["processes"])
+        assert one["ecc"] is None or one["ecc"].keys() == {"enabled", "corrected", "uncorrected"}
+    assert all(one.keys() == {"a", "b", "kind", "lanes"} for one in read["links"])
+    assert all(one.keys() == FINDING for one in read["findings"])
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_every_machine_can_be_written(
+    machine: Callable[[Scenario], Path], scenario: Callable[[], Scenario]
+) -> None:
+    machine(scenario())
+    taken = snapshot.take()
+    read = as_json(taken)
+    assert_keys(read)
+    assert len(read["accelerators"]) == len(taken.accelerators)
+    assert len(read["findings"]) == len(taken.findings)
+
+
+@settings(max_examples=50, deadline=None)
+@given(situations())
+def test_any_snapshot_can_be_written(case: Situation) -> None:
+    assert_keys(as_json(case.node, case.environment, case.claims))
+
+
+def test_values_are_plain_and_complete() -> None:
+    whole = busy(gpu(1, ecc=Ecc(enabled=True, corrected=0, uncorrected=0)), "alice")
+    machine = node(*split(gpu(0), 7), whole, driver_version="570.86.15", cuda_version="12.8")
+    read = as_json(machine, claims={gpu_uuid(1): claim()})
+    parent, slice_, taken = read["accelerators"]
+    assert (read["hostname"], read["taken_unix_s"]) == ("box", 1_700_000_000.0)
+    assert (read["driver_version"], read["cuda_version"]) == ("570.86.15", "12.8")
+    assert (taken["kind"], taken["compute_capability"]) == ("cuda", [8, 0])
+    assert (taken["free_bytes"], taken["in_use"]) == (60 * 1024**3, True)
+    assert taken["claim"] == {
+        "pid": 77,
+        "user": "carol",
+        "command": "python train.py",
+        "since_unix_s": 1_700_000_000.0,
+    }
+    assert [one["user"] for one in taken["processes"]] == ["alice"]
+    assert (slice_["number"], slice_["parent_uuid"]) == ("0:0", parent["uuid"])
+    assert (slice_["claim"], slice_["in_use"]) == (None, False)
+    assert (parent["visible"], slice_["visible"], taken["visible"]) == (False, True, True)
+
+
+def test_links_are_written_as_nvidia_smi_writes_them() -> None:
+    four = [gpu(index) for index in range(4)]
+    read = as_json(node(*four, links=islands(four, 2, lanes=12)))
+    assert read["links"][:2] == [
+        {"a": gpu_uuid(0), "b": gpu_uuid(1), "kind": "NV12", "lanes": 12},
+        {"a": gpu_uuid(0), "b": gpu_uuid(2), "kind": "SYS", "lanes": 0},
+    ]
+
+
+def test_hidden_devices_are_listed_with_what_hides_them() -> None:
+    read = as_json(node(gpu(0), gpu(1)), {"CUDA_VISIBLE_DEVICES": "1,x"})
+    assert [one["visible"] for one in read["accelerators"]] == [False, True]
+    assert [one["hidden_by"] for one in read["accelerators"]] == ["CUDA_VISIBLE_DEVICES=1,x", None]
+    assert [one["name"] for one in read["findings"]] == ["visible-devices-partly-ignored"]

@@ -1,0 +1,728 @@
+"""Which devices are taken: what must hold on every machine, and the sentences on some."""
+
+import itertools
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_strategies import (
+    A100,
+    RTX_4090,
+    Situation,
+    busy,
+    claim,
+    emptied,
+    gpu,
+    integrated,
+    islands,
+    link,
+    node,
+    situations,
+    split,
+)
+from torchmuster.decision import Decision
+from torchmuster.devices import refusal
+from torchmuster.devices.choose import choose, load
+from torchmuster.devices.conditions import in_use_by, obstacle
+from torchmuster.devices.identify import candidates
+from torchmuster.devices.model import Device, Link, LinkKind, Node
+from torchmuster.devices.refusal import Refused
+from torchmuster.devices.request import Claim, Request
+from torchmuster.devices.topology import set_strength
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import (
+    DevicesBusy,
+    ExitCode,
+    Impossible,
+    MusterError,
+    NoSuchDevice,
+    TooFewDevices,
+)
+from torchmuster.units import GiB, MiB, parse_bytes
+
+Choice = Decision[tuple[Device, ...]]
+on_every_machine = settings(max_examples=150, deadline=None)
+
+
+def outcome(case: Situation, **changes: Any) -> Choice | MusterError:
+    case = replace(case, **changes)
+    try:
+        return choose(case.node, case.request, environment=case.environment, claims=case.claims)
+    except MusterError as error:
+        return error
+
+
+def granted(case: Situation, request: Request) -> bool:
+    return isinstance(outcome(case, request=request), Decision)
+
+
+def is_refusal(result: Choice | MusterError) -> bool:
+    return isinstance(result, TooFewDevices | DevicesBusy)
+
+
+def may_be_taken(device: Device, request: Request, claims: Mapping[str, Claim]) -> bool:
+    """The conditions, each in its plainest form."""
+    return (
+        device.trouble is None
+        and not device.compute_prohibited
+        and device.uuid not in claims
+        and (device.total_bytes or 0) >= (request.min_total_bytes or 0)
+        and (device.free_bytes or 0) >= (request.min_free_bytes or 0)
+        and (request.share or not in_use_by(device))
+    )
+
+
+@on_every_machine
+@given(situations())
+def test_a_choice_never_breaks_a_condition(case: Situation) -> None:
+    result = outcome(case)
+    if not isinstance(result, Decision):
+        return
+    chosen = result.value
+    assert chosen
+    assert len({one.uuid for one in chosen}) == len(chosen)
+    seen = visible(case.node.accelerators, case.environment).devices
+    assert all(one in seen for one in chosen)
+    assert all(may_be_taken(one, case.request, case.claims) for one in chosen)
+    assert len({one.kind for one in chosen}) == 1
+    assert len(chosen) == 1 or all(not one.mig_enabled for one in chosen)
+    if case.request.count is not None:
+        assert len(chosen) == case.request.count
+    if case.request.ids is None:
+        assert chosen[0].kind is case.node.main_kind
+    else:
+        named = candidates(case.node, case.request, case.environment)
+        assert set(chosen) <= set(named)
+        assert case.request.count is not None or set(chosen) == set(named)
+
+
+def eligible(case: Situation) -> list[Device]:
+    offered = candidates(case.node, case.request, case.environment)
+    return [one for one in offered if may_be_taken(one, case.request, case.claims)]
+
+
+@on_every_machine
+@given(st.one_of(situations(), situations(quiet=True)))
+def test_no_less_loaded_device_is_passed_over(case: Situation) -> None:
+    result = outcome(case)
+    if isinstance(result, Decision):
+        outside = set(eligible(case)) - set(result.value)
+        heaviest = max(load(one) for one in result.value)
+        assert all(load(one) >= heaviest for one in outside)
+
+
+def test_load_is_use_before_work_before_memory_and_ignores_noise() -> None:
+    idle = gpu(0, used_bytes=400 * MiB, utilisation_percent=3)
+    assert load(idle) == load(gpu(1))
+    fuller = gpu(2, used_bytes=GiB)
+    working = gpu(3, utilisation_percent=20)
+    used = replace(busy(gpu(4), "alice", used=0), utilisation_percent=0)
+    assert load(idle) < load(fuller) < load(working) < load(used)
+
+
+def merit(machine: Node, members: Sequence[Device]) -> tuple[Any, ...]:
+    """How good a set of equally loaded devices is, best lowest."""
+    weakest, total = set_strength(machine, members)
+    ages = sorted(one.compute_capability or (0, 0) for one in members)
+    return (
+        len({(one.name, one.total_bytes) for one in members}),
+        -weakest,
+        -total,
+        -min((one.free_bytes or 0) // GiB for one in members),
+        [(-major, -minor) for major, minor in ages],
+        sorted(one.place for one in members),
+    )
+
+
+@on_every_machine
+@given(st.one_of(situations(), situations(quiet=True)))
+def test_of_equally_loaded_sets_the_best_one_is_taken(case: Situation) -> None:
+    result = outcome(case)
+    if not isinstance(result, Decision):
+        return
+    loads = sorted(load(one) for one in result.value)
+    rivals = [
+        members
+        for members in itertools.combinations(eligible(case), len(result.value))
+        if sorted(load(one) for one in members) == loads
+    ]
+    assert merit(case.node, result.value) == min(merit(case.node, one) for one in rivals)
+
+
+def parse_pick(line: str) -> Request:
+    """Read ``muster gpus pick …`` as the command does."""
+    program, *words = shlex.split(line)
+    assert (program, *words[:2]) == ("muster", "gpus", "pick")
+    values: dict[str, list[str]] = {}
+    flag = ""
+    for word in words[2:]:
+        if word.startswith("--"):
+            flag = word
+            values[flag] = []
+        else:
+            values[flag].append(word)
+    assert values.keys() <= {"--gpu-ids", "--num", "--min-free", "--min-total", "--share"}
+
+    def size(name: str) -> int | None:
+        return parse_bytes(values[name][0]) if name in values else None
+
+    ids = tuple(values["--gpu-ids"]) if "--gpu-ids" in values else None
+    default = None if ids else 1
+    return Request(
+        ids=ids,
+        count=int(values["--num"][0]) if "--num" in values else default,
+        min_free_bytes=size("--min-free"),
+        min_total_bytes=size("--min-total"),
+        share="--share" in values,
+    )
+
+
+def offers(error: MusterError) -> list[str]:
+    """The commands that a refusal says would work now."""
+    lines = [line for line in error.fix.splitlines() if line.startswith("muster gpus pick")]
+    return [line for line in lines if not line.endswith(" --wait")]
+
+
+@on_every_machine
+@given(situations())
+def test_a_refusal_names_what_stands_in_the_way_of_each_device(case: Situation) -> None:
+    result = outcome(case)
+    if isinstance(result, Decision) or not is_refusal(result):
+        return
+    offered = candidates(case.node, case.request, case.environment)
+    for device in offered:
+        found = obstacle(device, case.request, case.claims)
+        assert (found is None) == may_be_taken(device, case.request, case.claims)
+        if found is not None:
+            assert found.text in result.why or found.brief in result.why
+            assert device.number in numbers(result.why)
+    able = len(eligible(case))
+    assert f": {able or 'none'} can be had" in result.what
+    assert str(case.request) in result.what
+
+
+@on_every_machine
+@given(situations())
+def test_what_a_refusal_offers_instead_is_granted(case: Situation) -> None:
+    result = outcome(case)
+    if isinstance(result, Decision) or not is_refusal(result):
+        return
+    lines = offers(result)
+    for line in lines:
+        assert granted(case, parse_pick(line)), line
+    nearest = refused(case).nearest()
+    assert all(granted(case, request) for request in nearest)
+    assert len(nearest) == len(lines)
+    assert case.request not in nearest
+    seen = visible(case.node.accelerators, case.environment).devices
+    bare = Request(share=True)
+    healthy = [one for one in seen if may_be_taken(one, bare, case.claims)]
+    if any(one.kind is case.node.main_kind for one in healthy):
+        assert nearest
+
+
+def refused(case: Situation) -> Refused:
+    offered = candidates(case.node, case.request, case.environment)
+    found = {one.uuid: obstacle(one, case.request, case.claims) for one in offered}
+    wanted = case.request.count or (1 if case.request.ids is None else len(offered))
+    return Refused(
+        node=case.node,
+        request=case.request,
+        offered=offered,
+        obstacles={uuid: one for uuid, one in found.items() if one is not None},
+        claims=case.claims,
+        environment=case.environment,
+        wanted=wanted,
+    )
+
+
+@on_every_machine
+@given(situations())
+def test_waiting_is_advised_exactly_when_it_can_help(case: Situation) -> None:
+    result = outcome(case)
+    if isinstance(result, Decision) or not is_refusal(result):
+        return
+    after = outcome(case, node=emptied(case.node), claims={})
+    assert isinstance(result, DevicesBusy) == isinstance(after, Decision)
+    waits = [line for line in result.fix.splitlines() if line.endswith(" --wait")]
+    assert len(waits) == isinstance(result, DevicesBusy)
+
+
+@on_every_machine
+@given(situations(), st.randoms(use_true_random=False))
+def test_the_order_in_which_devices_were_read_does_not_matter(case: Situation, random: Any) -> None:
+    shuffled = list(case.node.accelerators)
+    random.shuffle(shuffled)
+    result = outcome(case)
+    again = outcome(case, node=replace(case.node, accelerators=tuple(shuffled)))
+    if isinstance(result, Decision):
+        assert again == result
+    else:
+        assert type(again) is type(result)
+        assert not is_refusal(result) or str(again) == str(result)
+
+
+def numbers(text: str) -> set[str]:
+    """The device numbers that a sentence names, ranges written out."""
+    found: set[str] = set()
+    for first, last in re.findall(r"(?<![\w.-])(\d+(?::\d+)?)(?:-(\d+))?(?![\w.])", text):
+        found |= {str(one) for one in range(int(first), int(last) + 1)} if last else {first}
+    return found
+
+
+@on_every_machine
+@given(situations())
+def test_the_reason_names_every_device_and_what_was_passed_over(case: Situation) -> None:
+    result = outcome(case)
+    if not isinstance(result, Decision):
+        return
+    asked, _, rest = result.reason.partition(": ")
+    assert asked == f"asked for {case.request}"
+    assert {one.number for one in result.value} <= numbers(rest)
+    blocked = set(candidates(case.node, case.request, case.environment)) - set(eligible(case))
+    assert {one.number for one in blocked} <= numbers(rest.partition("; ")[2])
+
+
+# The scenarios of the GPU selection guide, as choices.
+
+EIGHT = [gpu(index) for index in range(8)]
+DGX = node(*EIGHT, links=islands(EIGHT, 8, lanes=12))
+
+
+def pick(
+    machine: Node,
+    *,
+    claims: Mapping[str, Claim] | None = None,
+    cuda: str | None = None,
+    **asked: Any,
+) -> Choice:
+    environment = {} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda}
+    return choose(machine, Request(**asked), environment=environment, claims=claims)
+
+
+def indices(choice: Choice) -> list[int]:
+    return [one.index for one in choice.value]
+
+
+def refusal_of(machine: Node, **asked: Any) -> MusterError:
+    with pytest.raises(MusterError) as caught:
+        pick(machine, **asked)
+    return caught.value
+
+
+def test_one_gpu_is_the_least_loaded_one() -> None:
+    shared = node(busy(gpu(0), "alice"), gpu(1, utilisation_percent=30), gpu(2), busy(gpu(3), None))
+    choice = pick(shared, count=1)
+    assert indices(choice) == [2]
+    assert choice.reason == (
+        f"asked for 1 GPU: GPU 2, {A100}, 80.0 GiB free, the least loaded; "
+        "GPU 0 is in use by alice (pid 1000); GPU 3 is in use by an unknown user (pid 4000)"
+    )
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_ddp_takes_so_many_gpus_joined_by_nvlink(count: int) -> None:
+    choice = pick(DGX, count=count)
+    assert indices(choice) == list(range(count))
+    listed = "0, 1" if count == 2 else f"0-{count - 1}"
+    passed = ", the least loaded" if count < 8 else ""
+    assert choice.reason == (
+        f"asked for {count} GPUs: GPUs {listed}, {A100}, 80.0 GiB free on each, "
+        f"joined by NVLink (NV12){passed}"
+    )
+
+
+def test_fsdp_on_the_whole_machine() -> None:
+    choice = pick(DGX, ids=tuple(range(8)), min_free_bytes=70 * GiB)
+    assert indices(choice) == list(range(8))
+    assert choice.reason == (
+        "asked for GPUs 0, 1, 2, 3, 4, 5, 6, 7 with at least 70.0 GiB free: "
+        f"GPUs 0-7, {A100}, 80.0 GiB free on each, joined by NVLink (NV12)"
+    )
+
+
+def test_two_nodes_choose_each_for_itself() -> None:
+    second = node(busy(EIGHT[0], "alice"), *EIGHT[1:])
+    assert indices(pick(DGX, count=8)) == list(range(8))
+    assert str(refusal_of(second, count=8)) == (
+        "asked for 8 GPUs: 7 can be had now\n"
+        "box has 8 GPUs; GPU 0 is in use by alice (pid 1000)\n"
+        "muster gpus pick --num 8 --wait\n"
+        "muster gpus pick --num 8 --share\n"
+        "muster gpus pick --num 7"
+    )
+
+
+def test_a_subset_of_a_shared_server() -> None:
+    choice = pick(DGX, cuda="2,3,5,7")
+    assert indices(choice) == [2, 3, 5, 7]
+    assert choice.reason.startswith(f"asked for all GPUs: GPUs 2, 3, 5, 7, {A100}, ")
+    assert str(refusal_of(DGX, count=5, cuda="2,3,5,7")) == (
+        "asked for 5 GPUs: 4 can be had here\n"
+        "box has 4 GPUs visible (CUDA_VISIBLE_DEVICES=2,3,5,7)\n"
+        "muster gpus pick --num 4"
+    )
+
+
+@pytest.mark.parametrize("asked", [{}, {"count": 1}])
+def test_an_empty_variable_means_the_cpu(asked: dict[str, Any]) -> None:
+    error = refusal_of(DGX, cuda="", **asked)
+    assert isinstance(error, TooFewDevices)
+    assert error.why == 'box has 0 GPUs visible (CUDA_VISIBLE_DEVICES="")'
+    assert error.fix == "run on the CPU: --device cpu"
+
+
+def test_a_machine_without_gpus_says_so() -> None:
+    assert str(refusal_of(node(), count=2)) == (
+        "asked for 2 GPUs: none can be had here\n"
+        "no GPU can be seen on box\n"
+        "run on the CPU: --device cpu"
+    )
+
+
+@pytest.mark.parametrize("asked", [{"count": 0}, {"count": -1}, {"ids": ()}])
+def test_fewer_than_one_gpu_cannot_be_chosen(asked: dict[str, Any]) -> None:
+    error = refusal_of(DGX, **asked)
+    assert isinstance(error, Impossible)
+    assert str(error) == "asked for fewer than one GPU\nrun on the CPU: --device cpu"
+
+
+def test_a_pair_joined_by_nvlink_is_preferred() -> None:
+    four = [gpu(index) for index in range(4)]
+    pairs = [
+        link(four[1], four[3], LinkKind.NVLINK, 4),
+        *(link(four[0], other, LinkKind.PIX) for other in four[1:]),
+        link(four[1], four[2], LinkKind.SYS),
+        link(four[2], four[3], LinkKind.SYS),
+    ]
+    choice = pick(node(*four, links=pairs), count=2)
+    assert indices(choice) == [1, 3]
+    assert "joined by NVLink (NV4)" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (LinkKind.PIX, "joined by one PCIe switch (PIX)"),
+        (LinkKind.PXB, "joined by several PCIe switches (PXB)"),
+        (LinkKind.PHB, "joined by the CPU's PCIe host bridge (PHB)"),
+        (LinkKind.NODE, "joined by PCIe within one NUMA node (NODE)"),
+        (LinkKind.SYS, "joined by PCIe across CPU sockets (SYS)"),
+    ],
+)
+def test_pcie_is_told_in_words(kind: LinkKind, words: str) -> None:
+    a, b = gpu(0), gpu(1)
+    assert words in pick(node(a, b, links=[link(a, b, kind)]), count=2).reason
+
+
+def test_a_link_that_is_not_known_is_not_guessed() -> None:
+    three = [gpu(index) for index in range(3)]
+    partly = node(*three, links=[link(three[0], three[1], LinkKind.PIX)])
+    assert "joined" not in pick(partly, count=3).reason
+    assert indices(pick(partly, count=2)) == [0, 1]
+
+
+def test_more_lanes_beat_fewer_and_any_nvlink_beats_pcie() -> None:
+    three = [gpu(index) for index in range(3)]
+    links = [
+        link(three[0], three[1], LinkKind.PIX),
+        link(three[0], three[2], LinkKind.NVLINK, 1),
+        link(three[1], three[2], LinkKind.NVLINK, 2),
+    ]
+    assert indices(pick(node(*three, links=links), count=2)) == [1, 2]
+    assert indices(pick(node(*three, links=links[:2]), count=2)) == [0, 2]
+
+
+def test_the_weakest_link_counts_before_the_sum() -> None:
+    four = [gpu(index) for index in range(4)]
+    fast_but_apart = {(0, 1): LinkKind.NVLINK, (0, 2): LinkKind.NVLINK, (1, 2): LinkKind.SYS}
+    links = [
+        link(a, b, fast_but_apart.get((a.index, b.index), LinkKind.PHB), 12)
+        for a, b in itertools.combinations(four, 2)
+    ]
+    choice = pick(node(*four, links=links), count=3)
+    assert indices(choice) == [0, 1, 3]
+    assert "joined by the CPU's PCIe host bridge (PHB)" in choice.reason
+
+
+def test_every_set_of_a_usual_machine_is_looked_at() -> None:
+    """Here a set grown link by link from any of its members would not be the best one."""
+    five = [gpu(index) for index in range(5)]
+    kinds = ("NVLINK SYS NVLINK PHB", "PIX SYS PHB", "NVLINK PIX", "PHB")
+    named = [LinkKind[name] for row in kinds for name in row.split()]
+    pairs = itertools.combinations(five, 2)
+    links = [
+        link(a, b, kind, 4 if kind is LinkKind.NVLINK else 0)
+        for (a, b), kind in zip(pairs, named, strict=True)
+    ]
+    assert indices(pick(node(*five, links=links), count=4)) == [0, 1, 2, 3]
+
+
+def test_cards_of_one_name_but_two_sizes_are_not_alike() -> None:
+    sizes = [gpu(0), gpu(1, total_bytes=40 * GiB), gpu(2)]
+    assert indices(pick(node(*sizes), count=2)) == [0, 2]
+
+
+def test_cards_that_are_alike_are_preferred_to_better_links() -> None:
+    small = {"name": RTX_4090, "total_bytes": 24 * GiB, "compute_capability": (8, 9)}
+    mixed = [gpu(0), gpu(1, **small), gpu(2)]
+    links = [link(mixed[0], mixed[1], LinkKind.PIX), link(mixed[0], mixed[2], LinkKind.SYS)]
+    choice = pick(node(*mixed, links=links), count=2)
+    assert indices(choice) == [0, 2]
+    three = pick(node(*mixed, links=links), count=3).reason
+    assert f"GPUs 0-2, {A100} + {RTX_4090}, 24.0 GiB free on each" in three
+
+
+def test_a_busy_nvlink_partner_is_passed_over_for_an_idle_pair() -> None:
+    four = [busy(gpu(0), "alice"), gpu(1), gpu(2), gpu(3)]
+    links = [link(four[0], four[1], LinkKind.NVLINK, 12), link(four[2], four[3], LinkKind.SYS)]
+    assert indices(pick(node(*four, links=links), count=2, share=True)) == [2, 3]
+
+
+def interleaved(devices: Sequence[Device]) -> list[Link]:
+    """Eight islands, the members of each spread over all numbers."""
+    return [
+        link(a, b, LinkKind.NVLINK, 18) if a.index % 8 == b.index % 8 else link(a, b, LinkKind.SYS)
+        for a, b in itertools.combinations(devices, 2)
+    ]
+
+
+@pytest.mark.parametrize(("count", "islands_used"), [(8, 1), (32, 4), (62, 8)])
+def test_a_large_machine_is_chosen_from_quickly_and_by_islands(
+    count: int, islands_used: int
+) -> None:
+    many = [gpu(index) for index in range(64)]
+    machine = node(*many, links=interleaved(many))
+    started = time.process_time()
+    choice = pick(machine, count=count)
+    assert time.process_time() - started < 0.5
+    assert len(choice.value) == count
+    assert len({one.index % 8 for one in choice.value}) == islands_used
+
+
+def test_on_a_large_machine_the_order_does_not_matter_either() -> None:
+    """The two least loaded differ, so that growing a set has to begin with one of them."""
+    many = [gpu(index, name=RTX_4090 if index % 2 else A100) for index in range(24)]
+    many = [replace(one, utilisation_percent=0 if one.index < 2 else 30) for one in many]
+    links = interleaved(many)
+    forwards = pick(node(*many, links=links), count=10)
+    backwards = pick(node(*reversed(many), links=links), count=10)
+    assert forwards == backwards
+    typed = pick(node(*many, links=links), ids=tuple(reversed(range(24))), count=10)
+    assert typed.value == tuple(reversed(forwards.value))
+
+
+def test_a_large_machine_gives_the_island_that_is_free() -> None:
+    work = [gpu(index, utilisation_percent=50) if index < 40 else gpu(index) for index in range(64)]
+    choice = pick(node(*work, links=islands(work, 8)), count=8)
+    assert indices(choice) == list(range(40, 48))
+
+
+def test_beside_nvidia_an_integrated_gpu_is_neither_counted_nor_numbered() -> None:
+    machine = node(integrated(), gpu(0), gpu(1))
+    assert [one.uuid for one in pick(machine).value] == [gpu(0).uuid, gpu(1).uuid]
+    assert [one.uuid for one in pick(machine, ids=(0,)).value] == [gpu(0).uuid]
+    assert str(refusal_of(machine, count=3)) == (
+        "asked for 3 GPUs: 2 can be had here\nbox has 2 GPUs\nmuster gpus pick --num 2"
+    )
+    error = refusal_of(machine, ids=(2,))
+    assert error.why == "the visible GPUs are: 0, 1"
+
+
+def test_an_integrated_gpu_is_taken_when_it_is_named_or_alone() -> None:
+    inside = integrated()
+    assert pick(node(gpu(0), inside), ids=(inside.uuid,)).value == (inside,)
+    assert pick(node(inside), count=1).value == (inside,)
+
+
+def test_gpus_of_two_makers_are_not_taken_together() -> None:
+    error = refusal_of(node(gpu(0), integrated()), ids=(0, integrated().uuid))
+    assert isinstance(error, NoSuchDevice)
+    assert str(error) == (
+        "asked for GPUs 0, XPU-0000:00:02.0: they are of different makers\n"
+        "a torch build drives the GPUs of one maker, so no program can use them together\n"
+        "name GPUs of one maker"
+    )
+
+
+def test_a_claimed_gpu_is_never_shared() -> None:
+    machine = node(gpu(0), gpu(1))
+    claims = {gpu(0).uuid: claim()}
+    choice = pick(machine, share=True, claims=claims)
+    assert indices(choice) == [1]
+    assert choice.reason == (
+        f"asked for all GPUs: GPU 1, {A100}, 80.0 GiB free; "
+        "GPU 0 is claimed by carol (pid 77, python train.py)"
+    )
+
+
+def test_a_long_command_of_a_claim_is_cut() -> None:
+    claims = {gpu(0).uuid: claim(command="python train.py --config " + "x" * 40)}
+    why = refusal_of(node(gpu(0)), count=1, claims=claims).why
+    assert why == (
+        "box has 1 GPU; GPU 0 is claimed by carol (pid 77, python train.py --config xxxxxxxxxxxxxx…)"
+    )
+
+
+def test_many_obstacles_are_told_in_groups() -> None:
+    machine = node(
+        *(busy(gpu(index), "alice") for index in range(3)),
+        busy(gpu(3), "bob", "alice"),
+        gpu(4, trouble="GPU is lost"),
+        gpu(5),
+    )
+    assert refusal_of(machine, count=6).why == (
+        "box has 6 GPUs; GPUs 0-2 are in use by alice; GPU 3 is in use by alice, bob; "
+        "GPU 4 is not answering (GPU is lost)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "words"),
+    [
+        (gpu(0, trouble="GPU is lost"), {}, "not answering (GPU is lost)"),
+        (gpu(0, compute_prohibited=True), {}, "in compute mode 'prohibited'"),
+        (gpu(0), {"min_total_bytes": 90 * GiB}, "too small (80.0 GiB in all)"),
+        (gpu(0), {"min_free_bytes": 90 * GiB}, "too small (80.0 GiB when empty)"),
+        (
+            gpu(0, reserved_bytes=GiB),
+            {"min_free_bytes": 80 * GiB},
+            "too small (79.0 GiB when empty)",
+        ),
+        (gpu(0, total_bytes=None), {"min_total_bytes": 1}, "not saying how much memory it has"),
+        (gpu(0, total_bytes=None), {"min_free_bytes": 1}, "not saying how much memory it has"),
+        (
+            gpu(0, used_bytes=None),
+            {"min_free_bytes": 1},
+            "not saying how much of its memory is free",
+        ),
+    ],
+)
+def test_what_will_not_pass_is_not_waited_for(
+    device: Device, asked: dict[str, Any], words: str
+) -> None:
+    error = refusal_of(node(device), count=1, **asked)
+    assert isinstance(error, TooFewDevices)
+    assert error.exit_code is ExitCode.IMPOSSIBLE
+    assert error.why == f"box has 1 GPU; GPU 0 is {words}"
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (busy(gpu(0), "alice", "bob"), "in use by alice (pid 1000), bob (pid 1001)"),
+        (busy(gpu(0), "alice", idle_s=59.0), "in use by alice (pid 1000)"),
+        (busy(gpu(0), "alice", idle_s=300.0), "in use by alice (pid 1000, idle 5 min)"),
+        (
+            gpu(0, used_bytes=3 * GiB),
+            "in use by a process that cannot be seen from here (3.0 GiB)",
+        ),
+        (replace(busy(gpu(0), "alice"), used_bytes=70 * GiB), "in use by alice (pid 1000)"),
+    ],
+)
+def test_what_may_pass_is_worth_waiting_for(device: Device, words: str) -> None:
+    error = refusal_of(node(device), count=1)
+    assert isinstance(error, DevicesBusy)
+    assert error.exit_code is ExitCode.NOT_NOW
+    assert error.why == f"box has 1 GPU; GPU 0 is {words}"
+
+
+def test_a_desktop_does_not_make_a_gpu_busy() -> None:
+    window = replace(busy(gpu(0), "alice", used=2 * GiB).processes[0], compute=False)
+    desktop = replace(gpu(0), used_bytes=2 * GiB, processes=(window,))
+    assert pick(node(desktop), count=1).value == (desktop,)
+    assert pick(node(desktop, gpu(1)), count=1).value == (gpu(1),)
+
+
+def test_a_gpu_too_full_is_offered_with_less() -> None:
+    machine = node(gpu(0, used_bytes=GiB), gpu(1, used_bytes=59 * GiB + 900 * MiB))
+    error = refusal_of(machine, count=2, min_free_bytes=40 * GiB, share=True)
+    assert str(error) == (
+        "asked for 2 GPUs with at least 40.0 GiB free: 1 can be had now\n"
+        "box has 2 GPUs; GPU 1 is too full (20.1 GiB free)\n"
+        "muster gpus pick --num 2 --min-free 40GiB --share --wait\n"
+        "muster gpus pick --num 2 --min-free 20.1GiB --share\n"
+        "muster gpus pick --num 1 --min-free 40GiB --share"
+    )
+
+
+def test_only_the_memory_condition_that_fails_is_lowered() -> None:
+    roomy = gpu(0, total_bytes=40 * GiB)
+    large = gpu(1, used_bytes=78 * GiB)
+    asked = {"count": 1, "min_free_bytes": 30 * GiB, "min_total_bytes": 60 * GiB, "share": True}
+    assert refusal_of(node(roomy, large), **asked).fix.splitlines() == [
+        "muster gpus pick --num 1 --min-free 30GiB --min-total 60GiB --share --wait",
+        "muster gpus pick --num 1 --min-free 2GiB --min-total 60GiB --share",
+    ]
+    asked["min_free_bytes"] = asked["min_total_bytes"] = 100 * GiB
+    assert offers(refusal_of(node(roomy), **asked)) == [
+        "muster gpus pick --num 1 --min-free 40GiB --min-total 40GiB --share"
+    ]
+
+
+def test_memory_that_is_not_known_is_not_asked_for_in_what_is_offered() -> None:
+    error = refusal_of(node(gpu(0, used_bytes=None)), count=1, min_free_bytes=GiB)
+    assert error.fix == "muster gpus pick --num 1"
+
+
+def test_other_gpus_are_offered_for_named_ones_that_are_taken() -> None:
+    machine = node(busy(gpu(0), "alice"), gpu(1, trouble="GPU is lost"), gpu(2), gpu(3))
+    error = refusal_of(machine, ids=(0, 1))
+    assert isinstance(error, TooFewDevices)
+    assert error.what == "asked for GPUs 0, 1: none can be had here"
+    assert error.fix == "muster gpus pick --num 2"
+
+
+def test_when_no_single_change_is_enough_all_are_made() -> None:
+    machine = node(busy(gpu(0), "alice"), busy(gpu(1), "alice"))
+    error = refusal_of(machine, count=3, min_total_bytes=90 * GiB)
+    assert error.fix == "muster gpus pick --num 2 --share"
+
+
+@pytest.mark.parametrize(
+    ("size", "written"),
+    [
+        (GiB // 2 + 5, "512MiB"),
+        (GiB, "1GiB"),
+        (80 * GiB - 1, "79.9GiB"),
+        (1535 * GiB + 1023 * MiB, "1535.9GiB"),
+    ],
+)
+def test_a_size_is_written_so_that_it_is_still_met(size: int, written: str) -> None:
+    assert list(Request(min_free_bytes=size).as_flags()) == ["--min-free", written]
+    assert parse_bytes(written) <= size
+
+
+def test_slices_are_taken_alone_only() -> None:
+    machine = node(*split(gpu(0), 40 * GiB, 20 * GiB), busy(gpu(1), "alice"))
+    choice = pick(machine, count=1)
+    assert [one.number for one in choice.value] == ["0:0"]
+    assert choice.reason == (
+        f"asked for 1 GPU: GPU 0:0, {A100} MIG, 40.0 GiB free, the least loaded; "
+        "GPU 1 is in use by alice (pid 2000)"
+    )
+    assert str(refusal_of(machine, count=2)) == (
+        "asked for 2 GPUs: none can be had here\n"
+        "box has 1 GPU and 2 MIG slices (one to a process); GPU 1 is in use by alice (pid 2000)\n"
+        "muster gpus pick --num 1"
+    )
+
+
+def test_all_gpus_of_a_machine_that_is_split_altogether() -> None:
+    error = refusal_of(node(*split(gpu(0), 40 * GiB)))
+    assert error.why == "box has 0 GPUs and 1 MIG slice (one to a process)"
+    assert error.fix == "muster gpus pick --num 1"
+
+
+def test_the_words_of_obstacles_join_runs_of_numbers() -> None:
+    devices = [gpu(index, trouble="GPU is lost") for index in (0, 1, 2, 5)]
+    found = {one.uuid: obstacle(one, Request(), {}) for one in devices}
+    obstacles = {uuid: one for uuid, one in found.items() if one is not None}
+    assert refusal.in_words(devices, obstacles) == ("GPUs 0-2, 5 are not answering (GPU is lost)")

@@ -1,0 +1,329 @@
+"""Claims: one owner per GPU, freed by the kernel, in order of arrival, between users."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+from torchmuster.devices import acquire as acquire_module
+from torchmuster.devices import claims as claims_module
+from torchmuster.devices import snapshot, waiting
+from torchmuster.devices.acquire import Held
+from torchmuster.devices.claims import Claims, folder
+from torchmuster.devices.request import Request
+from torchmuster.errors import DevicesBusy, Impossible, NotNow, TooFewDevices
+
+# A separate process that claims, says which GPUs it got, and holds them until its stdin closes.
+HOLDER = """
+import os, sys
+from pathlib import Path
+from torchmuster.devices import snapshot
+from torchmuster.devices.acquire import acquire
+from torchmuster.devices.claims import Claims
+from torchmuster.devices.request import Request
+held = acquire(
+    Claims(Path(sys.argv[1])), snapshot.take, Request(count=int(sys.argv[2])), environment={}, wait_s=float(sys.argv[3]),
+    on_wait=lambda _: print("waiting", flush=True), command=["python", "train.py"])
+print("got", *(device.index for device in held.decision.value), flush=True)
+if len(sys.argv) > 4:  # become a program that keeps the claim
+    held.keep_across_exec()
+    os.execvp(sys.argv[4], sys.argv[4:])
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(machine: Callable[[Scenario], Path], own_machine: Path) -> Path:
+    machine(scenarios.eight_a100_idle())
+    return own_machine / "claims"
+
+
+@contextmanager
+def holder(
+    place: Path, count: int, *, wait_s: float = 0, become: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(place), str(count), str(wait_s), *become],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def acquire(place: Path, request: Request, **options: Any) -> Held:
+    return acquire_module.acquire(Claims(place), snapshot.take, request, environment={}, **options)
+
+
+def indices(held: Held) -> list[int]:
+    return [device.index for device in held.decision.value]
+
+
+def test_two_claims_never_share_a_gpu(place: Path) -> None:
+    with holder(place, 5) as other:
+        assert read_line(other) == "got 0 1 2 3 4"
+        with acquire(place, Request(count=3)) as held:
+            assert indices(held) == [5, 6, 7]
+
+
+def test_a_claimed_gpu_is_refused_with_its_holder_named(place: Path) -> None:
+    with holder(place, 8) as other:
+        read_line(other)
+        with pytest.raises(DevicesBusy) as caught:
+            acquire(place, Request(ids=(3,)))
+    user = f"root (pid {other.pid}, python train.py)" if os.getuid() == 0 else str(other.pid)
+    assert caught.value.what == "asked for GPU 3: none can be had now"
+    assert f"GPU 3 is claimed by {user}" in caught.value.why
+    assert "muster gpus pick --gpu-ids 3 --wait" in caught.value.fix
+
+
+def test_kill_9_frees_the_claim(place: Path) -> None:
+    with holder(place, 8) as other:
+        read_line(other)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        with acquire(place, Request(count=8)) as held:
+            assert len(indices(held)) == 8
+
+
+def test_release_frees_the_claim_and_may_be_called_twice(place: Path) -> None:
+    first = acquire(place, Request(count=8))
+    first.release()
+    first.release()
+    with holder(place, 8) as other:
+        assert read_line(other).startswith("got")
+
+
+def test_the_claim_lives_as_long_as_the_program_it_was_handed_to(place: Path) -> None:
+    # The shell ends at once, its child lives on with the claim: the GPU is still in somebody's hands.
+    script = "sleep 600 & echo $!"
+    with holder(place, 8, become=("sh", "-c", script)) as other:
+        read_line(other)
+        survivor = int(read_line(other))
+        other.wait()
+        try:
+            with pytest.raises(DevicesBusy):
+                acquire(place, Request(count=1))
+        finally:
+            os.kill(survivor, signal.SIGKILL)
+        with acquire(place, Request(count=8), wait_s=5):
+            pass
+
+
+def test_what_this_process_or_an_ancestor_holds_is_not_in_its_own_way(place: Path) -> None:
+    with acquire(place, Request(count=8)):
+        assert len(Claims(place).held(one.uuid for one in snapshot.take().accelerators)) == 8
+        assert Claims(place).held_by_others(one.uuid for one in snapshot.take().accelerators) == {}
+        with acquire(place, Request(count=2)) as again:
+            assert again.locks == []
+        with holder(place, 1) as child:
+            assert read_line(child) == "got 0"
+
+
+def test_a_waiter_is_served_when_the_gpu_comes_free(place: Path) -> None:
+    with holder(place, 8) as first:
+        read_line(first)
+        with holder(place, 2, wait_s=30) as second:
+            assert read_line(second) == "waiting"
+            first.kill()
+            line = read_line(second)
+            while line == "waiting":
+                line = read_line(second)
+            assert line == "got 0 1"
+
+
+def test_waiting_ends_with_the_refusal_when_time_is_up(place: Path) -> None:
+    told: list[str] = []
+    with holder(place, 8) as other:
+        read_line(other)
+        started = time.monotonic()
+        with pytest.raises(DevicesBusy):
+            acquire(
+                place, Request(count=1), wait_s=0.5, on_wait=lambda error: told.append(error.why)
+            )
+        assert 0.5 <= time.monotonic() - started < 5
+    assert told
+    assert "claimed by" in told[0]
+    assert list((place / "queue").iterdir()) == []
+
+
+def test_what_can_never_be_had_is_refused_at_once_even_when_waiting(place: Path) -> None:
+    with pytest.raises(TooFewDevices):
+        acquire(place, Request(count=9), wait_s=600)
+
+
+@pytest.fixture
+def waiter(place: Path) -> Iterator[waiting.Ticket]:
+    """Somebody who came before us and waits for six GPUs."""
+    (place / "queue").mkdir(parents=True)
+    ticket = waiting.Ticket(place / "queue", Request(count=6), {})
+    yield ticket
+    ticket.give_back()
+
+
+def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
+    place: Path, waiter: waiting.Ticket
+) -> None:
+    with acquire(place, Request(count=2)) as held:
+        assert indices(held) == [6, 7]
+    with pytest.raises(DevicesBusy) as caught:
+        acquire(place, Request(count=3))
+    assert "GPUs 0-5 are claimed by" in caught.value.why
+
+
+def test_a_waiter_who_wants_more_than_is_free_leaves_the_rest_to_others(place: Path) -> None:
+    with holder(place, 3) as other:
+        assert read_line(other) == "got 0 1 2"
+        ticket = waiting.Ticket(place / "queue", Request(count=6), {})
+        try:
+            with acquire(place, Request(count=5)) as held:
+                assert indices(held) == [3, 4, 5, 6, 7]
+        finally:
+            ticket.give_back()
+
+
+def test_a_sleeping_waiter_holds_nobody_up(
+    place: Path, waiter: waiting.Ticket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_ago = time.time() - waiting.STALE_WAITER_S - 1
+    os.utime(waiter.path, (long_ago, long_ago))
+    with acquire(place, Request(count=8)) as held:
+        assert len(indices(held)) == 8
+
+
+def test_a_dead_waiter_is_cleared_away(place: Path) -> None:
+    with holder(place, 8) as first:
+        read_line(first)
+        with holder(place, 8, wait_s=60) as second:
+            read_line(second)
+            assert len(list((place / "queue").iterdir())) == 1
+    with acquire(place, Request(count=8)):
+        assert list((place / "queue").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"[1, 2]", b"\xff\xfe", b'{"pid": "x", "user": {}}', b"{" * 9999]
+)
+def test_a_scribbled_lock_file_harms_nobody(place: Path, content: bytes) -> None:
+    with acquire(place, Request(count=8)):
+        for lock in place.glob("GPU-*.lock"):
+            lock.write_bytes(content)
+        claims = Claims(place).held(one.uuid for one in snapshot.take().accelerators)
+        assert len(claims) == 8
+
+
+def test_a_holder_cannot_steer_the_terminal_of_others(place: Path) -> None:
+    with acquire(place, Request(count=8)):
+        lock = next(place.glob("GPU-*.lock"))
+        words = {"pid": 1, "user": "\x1b[2Jmallory", "command": "a\nb --token hunter2"}
+        lock.write_text(json.dumps(words))
+        (claim,) = Claims(place).held([lock.stem]).values()
+    assert claim.user == "\N{REPLACEMENT CHARACTER}[2Jmallory"
+    assert "\n" not in claim.command
+
+
+@pytest.mark.parametrize("wish", ["", "[]", '{"request": {"count": "x"}}', '{"request": 1}'])
+def test_a_scribbled_ticket_harms_nobody(place: Path, waiter: waiting.Ticket, wish: str) -> None:
+    waiter.path.write_text(wish)
+    with acquire(place, Request(count=8)):
+        pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_users_share_claims_whoever_came_first(place: Path) -> None:
+    for parent in (place.parent, place.parent.parent, place.parent.parent.parent):
+        parent.chmod(parent.stat().st_mode | 0o011)  # pytest's folders are root's alone
+    previous = os.umask(0o077)
+    try:
+        acquire(place, Request(count=8)).release()  # root makes all the files
+    finally:
+        os.umask(previous)
+    with holder(place, 6) as other:
+        read_line(other)
+        assert _as_nobody(place, 2) == "got 6 7"
+        assert _as_nobody(place, 3) == "DevicesBusy"
+
+
+def _as_nobody(place: Path, count: int) -> str:
+    """Claim as another user, in a fork: the interpreter itself may be out of that user's reach."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            held = acquire(place, Request(count=count), command=["sh"])
+            answer = "got " + " ".join(map(str, indices(held)))
+        except BaseException as error:
+            answer = type(error).__name__
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_way_out(
+    machine: Callable[[Scenario], Path], tmp_path: Path
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Impossible) as caught:
+        acquire(tmp_path / "file" / "claims", Request(count=1))
+    assert caught.value.what.startswith("GPUs cannot be claimed: ")
+    assert "TORCHMUSTER_CLAIMS_DIR" in caught.value.fix
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
+    acquire(place, Request(count=8)).release()
+    lock = next(place.glob("GPU-*.lock"))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    lock.unlink()
+    lock.symlink_to(victim)
+    with pytest.raises(DevicesBusy, match="a lock that cannot be opened"):
+        acquire(place, Request(count=8))
+    assert victim.read_text() == "precious"
+
+
+def test_a_stuck_gate_is_told_and_not_waited_for_forever(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.2)
+    stuck = Claims(place)
+    with stuck.gate(), pytest.raises(NotNow) as caught:
+        acquire(place, Request(count=1))
+    assert caught.value.what == f"the claims in {place} cannot be looked at"
+
+
+def test_looking_at_claims_makes_nothing(tmp_path: Path) -> None:
+    assert Claims(tmp_path / "none").held(["GPU-1"]) == {}
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_folder_is_the_same_for_everybody_unless_it_is_given() -> None:
+    assert folder({"TORCHMUSTER_CLAIMS_DIR": "/elsewhere"}) == Path("/elsewhere")
+    assert folder({"TMPDIR": "/mine", "HOME": "/home/me"}) == folder({})
+    assert folder({}).name == "torchmuster"

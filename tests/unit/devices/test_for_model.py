@@ -1,0 +1,190 @@
+"""From a model's size to a number of GPUs and a way to split it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_strategies import busy, claim, gpu, integrated, node, split
+from torchmuster.devices.for_model import choose_for_model, shape_for_model
+from torchmuster.devices.model import Node
+from torchmuster.devices.request import Request
+from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevice, TooFewDevices
+from torchmuster.units import GiB
+
+EIGHT = node(*(gpu(index) for index in range(8)))
+STORY = "(weights, gradients, two AdamW moments)"
+
+
+def place(machine: Node, model_gib: float, **asked: Any) -> tuple[list[int], str, str]:
+    """Return the GPUs, the strategy and the reason."""
+    size = round(model_gib * GiB)
+    decision = choose_for_model(machine, size, Request(**asked), environment={})
+    chosen = [one.index for one in decision.value.devices]
+    return chosen, decision.value.strategy, decision.reason
+
+
+def refusal(machine: Node, model_gib: float, cuda: str | None = None, **asked: Any) -> MusterError:
+    environment = {} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda}
+    with pytest.raises(MusterError) as caught:
+        choose_for_model(machine, round(model_gib * GiB), Request(**asked), environment=environment)
+    return caught.value
+
+
+def test_a_model_that_fits_on_one_gpu() -> None:
+    chosen, strategy, reason = place(EIGHT, 14)
+    assert (chosen, strategy) == ([0], "single")
+    assert reason == (
+        f"14.0 GiB of weights need 56.0 GiB in training {STORY}: they fit on one GPU, so single; "
+        "asked for 1 GPU with at least 62.2 GiB free: GPU 0, NVIDIA A100-SXM4-80GB, "
+        "80.0 GiB free, the least loaded"
+    )
+
+
+def test_with_a_count_each_gpu_gets_a_copy() -> None:
+    chosen, strategy, reason = place(EIGHT, 14, count=4)
+    assert (chosen, strategy) == ([0, 1, 2, 3], "ddp")
+    assert ": a copy fits on each GPU, so ddp; " in reason
+
+
+def test_a_model_too_large_for_one_is_sharded_over_as_few_as_hold_it() -> None:
+    chosen, strategy, reason = place(EIGHT, 40)
+    assert (chosen, strategy) == ([0, 1, 2], "fsdp")
+    assert f"40.0 GiB of weights need 160 GiB in training {STORY}: " in reason
+    assert "too much for one GPU but 59.3 GiB on each of 3, so fsdp; " in reason
+
+
+def test_with_a_count_a_large_model_is_sharded_over_that_many() -> None:
+    assert place(EIGHT, 40, count=8)[:2] == (list(range(8)), "fsdp")
+
+
+def test_a_70b_model_takes_the_whole_machine() -> None:
+    assert place(EIGHT, 130)[:2] == (list(range(8)), "fsdp")
+
+
+def test_a_tenth_is_left_to_spare() -> None:
+    assert place(EIGHT, 18)[1] == "single"
+    assert place(EIGHT, 18.01)[1] == "fsdp"
+
+
+def test_only_free_memory_counts() -> None:
+    half_full = node(*(gpu(index, used_bytes=40 * GiB) for index in range(4)))
+    chosen, strategy, _ = place(half_full, 14, share=True)
+    assert (len(chosen), strategy) == (2, "fsdp")
+
+
+def test_more_free_memory_may_be_asked_for_than_the_model_needs() -> None:
+    assert "at least 70.0 GiB free" in place(EIGHT, 1, min_free_bytes=70 * GiB)[2]
+    assert "at least 62.2 GiB free" in place(EIGHT, 14, min_free_bytes=GiB)[2]
+
+
+def test_a_slice_may_hold_a_small_model() -> None:
+    decision = choose_for_model(node(*split(gpu(0), 40 * GiB)), GiB, Request(), environment={})
+    assert [one.number for one in decision.value.devices] == ["0:0"]
+
+
+def test_what_others_hold_now_is_worth_waiting_for() -> None:
+    taken = node(*(busy(gpu(index), "alice") for index in range(2)))
+    error = refusal(taken, 14)
+    assert isinstance(error, DevicesBusy)
+    assert error.what == "asked for 1 GPU with at least 62.2 GiB free: none can be had now"
+    shape = shape_for_model(taken, 14 * GiB, Request(), environment={})
+    assert shape.value.strategy == "single"
+
+
+def test_one_free_gpu_too_few_is_made_up_for_by_sharding() -> None:
+    """A claimed GPU is not waited for while two free ones together will do."""
+    machine = node(*(gpu(index, used_bytes=(30 if index else 0) * GiB) for index in range(3)))
+    free = choose_for_model(machine, 14 * GiB, Request(share=True), environment={})
+    assert free.value.strategy == "single"
+    shared = choose_for_model(
+        machine, 14 * GiB, Request(share=True), environment={}, claims={gpu(0).uuid: claim()}
+    )
+    assert shared.value.strategy == "fsdp"
+    assert [one.index for one in shared.value.devices] == [1, 2]
+
+
+def test_a_model_too_large_for_the_machine() -> None:
+    assert str(refusal(EIGHT, 200)) == (
+        f"200 GiB of weights need 800 GiB in training {STORY}, and that does not fit here\n"
+        "with a tenth to spare 889 GiB are needed in equal parts, and the 8 GPUs that may be used "
+        "have 640 GiB together\n"
+        "use 12 GPUs of 80.0 GiB, a smaller number type, LoRA, or fsdp_cpu_offload: true"
+    )
+
+
+def test_a_model_too_large_for_as_many_as_are_asked_for() -> None:
+    assert refusal(EIGHT, 40, count=2).why == (
+        "with a tenth to spare 178 GiB are needed in equal parts, and the 2 GPUs that may be used "
+        "have 160 GiB together"
+    )
+    one = refusal(EIGHT, 40, count=1)
+    assert one.why == (
+        "with a tenth to spare 178 GiB are needed in equal parts, and the one GPU that may be "
+        "used has 80.0 GiB"
+    )
+    assert one.fix.startswith("use 3 GPUs of 80.0 GiB, ")
+
+
+def test_gpus_in_trouble_or_hidden_do_not_count() -> None:
+    lost = node(gpu(0), gpu(1, trouble="GPU is lost"), gpu(2))
+    assert "the 2 GPUs that may be used have 160 GiB together" in refusal(lost, 100).why
+    assert "the one GPU that may be used has 80.0 GiB" in refusal(lost, 100, cuda="0").why
+
+
+def test_slices_are_not_added_up() -> None:
+    slices = split(gpu(0), 40 * GiB, 20 * GiB)
+    assert "the one GPU that may be used has 40.0 GiB" in refusal(node(*slices), 100).why
+    assert "the one GPU that may be used has 80.0 GiB" in refusal(node(*slices, gpu(1)), 100).why
+
+
+@pytest.mark.parametrize(
+    ("machine", "cuda", "why"),
+    [
+        (node(), None, "no GPU can be used here"),
+        (EIGHT, "", "no GPU can be used here"),
+        (node(gpu(0, trouble="GPU is lost")), None, "no GPU can be used here"),
+        (node(integrated()), None, "no GPU here says how much memory it has"),
+    ],
+)
+def test_without_gpus_of_a_known_size(machine: Node, cuda: str | None, why: str) -> None:
+    error = refusal(machine, 1, cuda=cuda)
+    assert isinstance(error, TooFewDevices)
+    assert (error.why, error.fix) == (why, "run on the CPU: --device cpu")
+
+
+def test_memory_in_use_that_is_not_known_is_told_and_not_guessed() -> None:
+    error = refusal(node(gpu(0, used_bytes=None)), 1)
+    assert isinstance(error, TooFewDevices)
+    assert error.why == "box has 1 GPU; GPU 0 is not saying how much of its memory is free"
+    assert error.fix == "muster gpus pick --num 1"
+
+
+def test_ids_that_name_nothing_are_told_as_such() -> None:
+    assert isinstance(refusal(EIGHT, 14, ids=(9,)), NoSuchDevice)
+    assert refusal(EIGHT, 14, count=0).what == "asked for fewer than one GPU"
+    assert isinstance(refusal(EIGHT, 14, count=0), Impossible)
+
+
+def test_the_model_is_placed_on_the_gpus_that_are_named() -> None:
+    assert place(EIGHT, 40, ids=(5, 6, 7))[:2] == ([5, 6, 7], "fsdp")
+    assert place(EIGHT, 14, ids=(5, 6, 7))[:2] == ([5], "single")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 200), st.lists(st.integers(0, 80), min_size=1, max_size=8))
+def test_the_chosen_gpus_hold_the_model_and_fewer_would_not(gib: int, used: list[int]) -> None:
+    machine = node(*(gpu(index, used_bytes=one * GiB) for index, one in enumerate(used)))
+    free = sorted(((80 - one) * GiB for one in used), reverse=True)
+    needed = gib * GiB * 4 / 0.9
+    enough = [count for count in range(1, len(free) + 1) if free[count - 1] * count >= needed]
+    try:
+        decision = choose_for_model(machine, gib * GiB, Request(share=True), environment={})
+    except MusterError:
+        assert not enough
+        return
+    assert len(decision.value.devices) == enough[0]
+    each = needed / enough[0]
+    assert all((one.free_bytes or 0) >= each for one in decision.value.devices)
+    assert decision.value.strategy == ("single" if enough[0] == 1 else "fsdp")

@@ -1,0 +1,104 @@
+"""Who a process is, asked of the real system about this very process and its children."""
+
+import getpass
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from device_strategies import gpu
+from torchmuster.devices.model import DeviceProcess
+from torchmuster.devices.processes import age_s, command_of_this_process, identify, printable
+
+# Waits until its input is closed, so that the tests need no clock.
+WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    arguments = [sys.executable, "-c", WAITS, "--api-key", "hunter2", "TOKEN=hunter3", "\x1b[31m!"]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "up\n"
+        yield running
+        running.communicate("")
+
+
+def look_up(*pids: int) -> list[DeviceProcess]:
+    listed = tuple(DeviceProcess(pid=pid, compute=True, memory_bytes=7) for pid in pids)
+    (device,) = identify([gpu(0, processes=listed)])
+    return list(device.processes)
+
+
+def test_this_very_process_is_known() -> None:
+    (this,) = look_up(os.getpid())
+    assert this.user == getpass.getuser()
+    assert this.command is not None
+    assert "pytest" in this.command
+    assert this.started_unix_s == psutil.Process().create_time()
+    assert this.cpu_s is not None
+    assert this.cpu_s > 0
+    assert (this.compute, this.memory_bytes, this.idle_s) == (True, 7, None)
+
+
+def test_a_childs_command_is_shown_without_secrets_and_control_characters(
+    child: subprocess.Popen[str],
+) -> None:
+    (seen,) = look_up(child.pid)
+    assert seen.user == getpass.getuser()
+    assert seen.command is not None
+    assert seen.command.startswith(f"{sys.executable} -c import sys; ")
+    assert seen.command.endswith(
+        " --api-key [redacted] TOKEN=[redacted] \N{REPLACEMENT CHARACTER}[31m!"
+    )
+
+
+def test_a_process_that_has_ended_leaves_only_its_pid(child: subprocess.Popen[str]) -> None:
+    child.communicate("")
+    assert look_up(child.pid) == [DeviceProcess(pid=child.pid, compute=True, memory_bytes=7)]
+
+
+def test_a_process_on_several_devices_is_the_same_on_each(child: subprocess.Popen[str]) -> None:
+    listed = DeviceProcess(pid=child.pid, compute=True)
+    gone = DeviceProcess(pid=4_199_999, compute=False)
+    devices = [gpu(0, processes=(listed, gone)), gpu(1), gpu(2, processes=(listed,))]
+    first, idle, third = identify(devices)
+    assert idle is devices[1]
+    assert first.processes[0] == third.processes[0] != listed
+    assert first.processes[1] == gone
+
+
+def test_nothing_to_look_up() -> None:
+    assert identify([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["python", "train.py"], "python train.py"),
+        (["a\nb", "\x07", "ü…✓"], "a\ufffdb \ufffd ü…✓"),
+        (["\u202egnp.exe"], "\ufffdgnp.exe"),
+        (["--hub-token", "hf_abcdefghijklmnopqrstuv"], "--hub-token [redacted]"),
+        ([], ""),
+    ],
+)
+def test_a_command_line_is_made_fit_to_print(arguments: list[str], shown: str) -> None:
+    assert printable(arguments) == shown
+
+
+def test_the_command_of_this_process() -> None:
+    assert "pytest" in command_of_this_process()
+
+
+def test_how_long_a_process_has_been_running() -> None:
+    started = DeviceProcess(pid=1, compute=True, started_unix_s=1000.0)
+    assert age_s(started, now=1060.0) == 60.0
+    assert age_s(started, now=900.0) == 0.0
+    assert age_s(DeviceProcess(pid=1, compute=True)) is None
+    assert age_s(started) == pytest.approx(time.time() - 1000.0, abs=5)

@@ -1,0 +1,168 @@
+"""What a snapshot shows its owner without being asked."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from device_strategies import gpu, node, split
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+from torchmuster.devices import snapshot
+from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind
+from torchmuster.devices.symptoms import symptoms
+from torchmuster.finding import Status
+from torchmuster.units import GiB, MiB
+
+CONTEXT = 500 * MiB
+
+
+def rank(pid: int, memory: int | None, compute: bool = True) -> DeviceProcess:
+    return DeviceProcess(pid=pid, compute=compute, memory_bytes=memory)
+
+
+def ranks_that_touched_gpu_0(count: int) -> list[Device]:
+    """One process at home on each GPU; all but the first also opened a context on GPU 0."""
+    home = [gpu(index, processes=(rank(100 + index, 30 * GiB),)) for index in range(count)]
+    strays = tuple(rank(100 + index, CONTEXT) for index in range(1, count))
+    return [replace(home[0], processes=(*home[0].processes, *strays)), *home[1:]]
+
+
+def test_contexts_that_every_rank_opened_on_the_first_gpu() -> None:
+    (finding,) = symptoms(node(*ranks_that_touched_gpu_0(4)))
+    assert finding.name == "stray-contexts"
+    assert finding.status is Status.WARNING
+    assert finding.what == "3 processes that work on other GPUs also hold 1.5 GiB on GPU 0"
+    assert finding.why == "each opened a CUDA context there before it chose its own device"
+    assert finding.fix == (
+        "call torch.cuda.set_device(local_rank) before anything else touches CUDA and before "
+        "init_process_group"
+    )
+    assert finding.evidence == "pids 101, 102, 103"
+
+
+def test_the_first_gpu_in_use_may_not_be_number_0() -> None:
+    moved = [replace(one, index=one.index + 4) for one in ranks_that_touched_gpu_0(3)]
+    (finding,) = symptoms(node(*moved))
+    assert finding.what == "2 processes that work on other GPUs also hold 1000 MiB on GPU 4"
+
+
+def test_one_process_on_two_gpus_is_no_symptom() -> None:
+    assert symptoms(node(*ranks_that_touched_gpu_0(2))) == ()
+
+
+def test_processes_that_work_on_all_gpus_mean_it() -> None:
+    everywhere = (rank(100, CONTEXT), rank(101, CONTEXT))
+    first = gpu(0, processes=everywhere)
+    others = [
+        gpu(index, processes=tuple(replace(one, memory_bytes=30 * GiB) for one in everywhere))
+        for index in range(1, 8)
+    ]
+    assert symptoms(node(first, *others)) == ()
+
+
+def test_processes_that_use_two_gpus_alike_mean_it() -> None:
+    both = (rank(100, 30 * GiB), rank(101, 30 * GiB))
+    assert symptoms(node(gpu(0, processes=both), gpu(1, processes=both))) == ()
+
+
+def test_processes_whose_memory_is_not_known_are_not_accused() -> None:
+    unknown = (rank(100, None), rank(101, None))
+    assert symptoms(node(gpu(0, processes=unknown), gpu(1, processes=unknown))) == ()
+
+
+def test_windows_are_no_stray_contexts() -> None:
+    windows = (rank(100, CONTEXT, compute=False), rank(101, CONTEXT, compute=False))
+    work = (rank(100, 30 * GiB), rank(101, 30 * GiB))
+    assert symptoms(node(gpu(0, processes=windows), gpu(1, processes=work))) == ()
+
+
+def test_a_split_gpu_repeats_its_slices_processes_and_that_is_no_symptom() -> None:
+    parent, first, second = split(gpu(0), 40 * GiB, 40 * GiB)
+    listed = (rank(100, CONTEXT), rank(101, CONTEXT))
+    work = tuple(replace(one, memory_bytes=30 * GiB) for one in listed)
+    devices = [
+        replace(parent, processes=listed),
+        replace(first, processes=work[:1]),
+        replace(second, processes=work[1:]),
+    ]
+    assert symptoms(node(*devices)) == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(1, "1 uncorrected memory error"), (3, "3 uncorrected memory errors")],
+)
+def test_memory_errors_that_were_not_corrected(count: int, words: str) -> None:
+    failing = gpu(2, ecc=Ecc(enabled=True, corrected=9, uncorrected=count))
+    (finding,) = symptoms(node(failing))
+    assert finding.name == "ecc-uncorrected"
+    assert finding.status is Status.WARNING
+    assert finding.what == f"GPU 2 has had {words}"
+    assert finding.why == (
+        "since the driver was loaded; the programs that met them crashed or went wrong"
+    )
+    assert finding.fix == (
+        "sudo nvidia-smi -r -i 2  # when idle; if they come back, replace the card"
+    )
+
+
+def test_an_amd_gpu_is_reset_with_amds_own_tool() -> None:
+    failing = gpu(2, kind=Kind.ROCM, ecc=Ecc(enabled=True, uncorrected=1))
+    (finding,) = symptoms(node(failing))
+    assert finding.fix.startswith("sudo amd-smi reset --gpureset --gpu 2  # ")
+
+
+@pytest.mark.parametrize(
+    "ecc",
+    [
+        None,
+        Ecc(enabled=False),
+        Ecc(enabled=True, corrected=12, uncorrected=0),
+        Ecc(enabled=True, corrected=None, uncorrected=None),
+    ],
+)
+def test_errors_that_were_corrected_or_are_not_counted(ecc: Ecc | None) -> None:
+    assert symptoms(node(gpu(0, ecc=ecc))) == ()
+
+
+def test_a_gpu_that_is_slowed_down_by_heat() -> None:
+    hot = gpu(
+        1,
+        temperature_c=91,
+        slowdown_temperature_c=89,
+        throttled_by=("power limit", "heat (hardware)"),
+    )
+    (finding,) = symptoms(node(hot))
+    assert finding.name == "gpu-hot"
+    assert finding.status is Status.WARNING
+    assert finding.what == "GPU 1 is slowed down by heat at 91 °C"
+    assert finding.why == (
+        "in a distributed run every other GPU waits for it; it slows down at 89 °C"
+    )
+    assert finding.fix == (
+        "check the fans, the airflow and the room; or lower its power limit: "
+        "sudo nvidia-smi -i 1 -pl <watts>"
+    )
+    assert finding.evidence == "heat (hardware)"
+
+
+def test_heat_without_a_thermometer() -> None:
+    (finding,) = symptoms(node(gpu(1, throttled_by=("heat (driver)",))))
+    assert finding.what == "GPU 1 is slowed down by heat"
+    assert finding.why == "in a distributed run every other GPU waits for it"
+
+
+def test_a_power_limit_is_no_symptom() -> None:
+    assert symptoms(node(gpu(0, temperature_c=95, throttled_by=("power limit",)))) == ()
+
+
+def test_a_look_at_the_machine_tells_its_symptoms(machine: Callable[[Scenario], Path]) -> None:
+    scenario = scenarios.eight_a100_idle()
+    scenario["devices"][5]["ecc"]["uncorrected"] = 2
+    scenario["devices"][6]["throttle_reasons"] = 0x40
+    scenario["devices"][7]["lost"] = True
+    machine(scenario)
+    names = [finding.name for finding in snapshot.take().findings]
+    assert names == ["gpu-unreachable", "ecc-uncorrected", "gpu-hot"]
