@@ -67,8 +67,7 @@ _VALUE = re.compile(
 def is_secret_name(name: str) -> bool:
     """Say whether a setting, flag or variable of this name holds a secret.
 
-    >>> is_secret_name("WANDB_API_KEY"), is_secret_name("--hub-token"), is_secret_name("eos_token")
-    (True, True, False)
+    ``WANDB_API_KEY`` and ``--hub-token`` do, ``eos_token`` does not.
     """
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
     words = ["", *re.sub(r"[^A-Za-z0-9]+", " ", spaced).lower().split(), ""]
@@ -122,9 +121,8 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
 
 def redact_mapping(values: Mapping[str, object]) -> dict[str, object]:
     """Return a copy with secret values hidden, at every depth."""
-    pair = is_secret_name(
-        str(values.get("name", ""))
-    )  # {name: HF_TOKEN, value: …}, as in Kubernetes
+    # {name: HF_TOKEN, value: …}, as Kubernetes writes it
+    pair = is_secret_name(str(values.get("name", "")))
     return {
         name: HIDDEN
         if value and (is_secret_name(str(name)) or (pair and name == "value"))

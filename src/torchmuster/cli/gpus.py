@@ -24,19 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "export CUDA_VISIBLE_DEVICES=$(muster gpus pick --num 2)",
         ],
     )
-    parser.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    parsers.add_json_flag(how)
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default 1)"
     )
     parser.add_argument("--links", action="store_true", help="show how the GPUs are joined")
-    parsers.add_json_flag(parser)
     parser.set_defaults(run=_run)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
     gpus_pick.add_parser(actions)
 
 
 def _run(options: argparse.Namespace) -> ExitCode:
-    if options.watch and not options.json:
+    if options.watch:
         return _watch(options)
     node, held = _look()
     shown = visible(node.accelerators, os.environ)

@@ -41,6 +41,6 @@ def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> N
         parser.epilog = "\n  ".join(["examples:", *examples])
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
+def add_json_flag(parser: argparse._ActionsContainer) -> None:
     """Add ``--json``, which every command that reports has."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

@@ -26,10 +26,11 @@ def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
         return (
             Finding(
                 name="driver-not-loaded",
-                status=Status.FAILURE,
+                # Not a failure: on a login node without GPUs all is as it should be.
+                status=Status.WARNING,
                 what="the NVIDIA driver is installed but not loaded",
-                why="the library is there, the kernel module is not (or this container was "
-                "started without its GPUs)",
+                why="the library is there, the kernel module is not; right on a machine without "
+                "GPUs, wrong on one with them or in a container started without its GPUs",
                 fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
                 evidence=f"{question}: {error}",
             ),
