@@ -121,7 +121,7 @@ def draw() -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text("$ muster gpus", style="bold"))
     shown = visible(node.accelerators, {})
-    console.print(gpus_table.screen(node, shown, claims, links=False, width=WIDTH))
+    console.print(gpus_table.screen(node, shown, claims, links=False, uuids=False, width=WIDTH))
     return console.export_svg(title="", theme=THEME, code_format=FRAME, unique_id="gpus")
 
 

@@ -11,14 +11,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchmuster.devices import claims, snapshot
-from torchmuster.devices.choose import choose
-from torchmuster.devices.for_model import choose_for_model
+from torchmuster.decision import Decision
+from torchmuster.devices import cuda_driver, snapshot
+from torchmuster.devices.choose import choose, load
+from torchmuster.devices.claims import Claims
+from torchmuster.devices.for_model import Strategy, choose_for_model
 from torchmuster.devices.identify import find
 from torchmuster.devices.model import Device, Kind, Node
 from torchmuster.devices.request import Claim, GpuId, Request
 from torchmuster.devices.visibility import variables_for, visible
-from torchmuster.errors import CudaAlreadyInitialised
+from torchmuster.errors import CudaAlreadyInitialised, MusterError
 from torchmuster.units import MiB
 
 if TYPE_CHECKING:
@@ -42,11 +44,17 @@ _log = logging.getLogger(__name__)
 
 
 class GpuIds(list[GpuId]):
-    """A list of GPU ids that also says why these were chosen."""
+    """A list of GPU ids that also says why these were chosen.
 
-    def __init__(self, ids: Iterable[GpuId], reason: str) -> None:
-        super().__init__(ids)
+    ``strategy`` is single, ddp or fsdp where they were chosen for a model, else None.
+    """
+
+    def __init__(
+        self, devices: Iterable[Device], reason: str, strategy: Strategy | None = None
+    ) -> None:
+        super().__init__(_id(device) for device in devices)
         self.reason = reason
+        self.strategy = strategy
 
 
 def get_available_gpus() -> list[GpuId]:
@@ -64,16 +72,8 @@ def select_gpus(
     With a number, the least loaded are taken, and those on which others compute are passed over.
     GPUs that are named, or all of them, are taken as they are.
     """
-    node = snapshot.take()
-    request = Request(
-        ids=None if gpu_ids is None else tuple(gpu_ids),
-        count=num_gpus,
-        min_total_bytes=None if min_memory_mb is None else min_memory_mb * MiB,
-        share=num_gpus is None,
-    )
-    decision = choose(node, request, environment=os.environ, claims=_claims(node))
-    _log.info("%s", decision.reason)
-    return GpuIds((_id(device) for device in decision.value), decision.reason)
+    decision = _select(snapshot.take(), gpu_ids, num_gpus, min_memory_mb)
+    return GpuIds(decision.value, decision.reason)
 
 
 def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None) -> GpuIds:
@@ -90,7 +90,7 @@ def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None
         claims=_claims(node),
     )
     _log.info("%s", decision.reason)
-    return GpuIds((_id(device) for device in decision.value.devices), decision.reason)
+    return GpuIds(decision.value.devices, decision.reason, decision.value.strategy)
 
 
 def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
@@ -98,18 +98,8 @@ def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
 
     Must come before anything uses CUDA; refuses if that is too late.
     """
-    names = ", ".join(str(one) for one in gpu_ids) or "none"
-    _refuse_if_cuda_is_initialised(names)
-    if not gpu_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return
     node = snapshot.take()
-    devices = [find(node, one, os.environ) for one in gpu_ids]
-    for variable, value in variables_for(devices).items():
-        if value is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = value
+    _hide_all_but([find(node, one, os.environ) for one in gpu_ids])
 
 
 def setup_gpu_environment(
@@ -121,11 +111,13 @@ def setup_gpu_environment(
     """
     import torch
 
-    if not _visible(snapshot.take()):
-        _log.warning("using the CPU: %s", _why_no_gpu())
+    node = snapshot.take()
+    if not _visible(node) and gpu_ids is None:
+        _log.warning("using the CPU: %s", _why_no_gpu(node))
         return torch.device("cpu")
-    set_visible_gpus(select_gpus(gpu_ids=gpu_ids, num_gpus=num_gpus))
-    return get_optimal_device()
+    chosen = _select(node, gpu_ids, num_gpus).value
+    _hide_all_but(chosen)
+    return _torch_device(node, min(chosen, key=load))
 
 
 def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
@@ -138,12 +130,47 @@ def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device"
     ids = None if gpu_ids is None else tuple(gpu_ids)
     request = Request(ids=ids, count=1, share=True)
     decision = choose(node, request, environment=os.environ, claims=_claims(node))
-    device = decision.value[0]
+    _log.info("%s", decision.reason)
+    return _torch_device(node, decision.value[0])
+
+
+def _select(
+    node: Node,
+    gpu_ids: Sequence[GpuId] | None,
+    num_gpus: int | None,
+    min_memory_mb: int | None = None,
+) -> Decision[tuple[Device, ...]]:
+    request = Request(
+        ids=None if gpu_ids is None else tuple(gpu_ids),
+        count=num_gpus,
+        min_total_bytes=None if min_memory_mb is None else min_memory_mb * MiB,
+        share=num_gpus is None,
+    )
+    decision = choose(node, request, environment=os.environ, claims=_claims(node))
+    _log.info("%s", decision.reason)
+    return decision
+
+
+def _hide_all_but(devices: Sequence[Device]) -> None:
+    changes = variables_for(devices) or {"CUDA_VISIBLE_DEVICES": ""}
+    if all(os.environ.get(name) == value for name, value in changes.items()):
+        return
+    _refuse_if_cuda_has_started(devices)
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _torch_device(node: Node, device: Device) -> "torch.device":
+    """Return a device as torch names it, or the CPU with the reason if this torch cannot use it."""
+    import torch
+
     usable = torch.accelerator.current_accelerator(check_available=True)
     if usable is None:
         _log.warning("using the CPU: %s", _why_torch_sees_no_gpu(torch))
         return torch.device("cpu")
-    _log.info("%s", decision.reason)
     if device.kind is Kind.MPS:
         return torch.device("mps")
     return torch.device(usable.type, _torch_number(node, device))
@@ -184,7 +211,13 @@ def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
 def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
     """Return (allocated, total, percent) of a GPU's memory, in MB, by all processes on it."""
     device = find(snapshot.take(), gpu_id, os.environ)
-    used, total = _mb(device.used_bytes) or 0, _mb(device.total_bytes) or 0
+    used, total = _mb(device.used_bytes), _mb(device.total_bytes)
+    if used is None or total is None:
+        raise MusterError(
+            f"{device.label} does not say how much of its memory is used",
+            why=f"it does not answer: {device.trouble}" if device.trouble else "",
+            fix="muster gpus  # shows what is known about it",
+        )
     return used, total, _used_percent(device)
 
 
@@ -203,8 +236,8 @@ def _visible(node: Node) -> list[Device]:
 
 
 def _claims(node: Node) -> dict[str, Claim]:
-    folder = claims.folder(os.environ)
-    return claims.Claims(folder).held_by_others(device.uuid for device in node.accelerators)
+    uuids = [device.uuid for device in node.accelerators]
+    return Claims.here(os.environ).glance(uuids).in_the_way
 
 
 def _id(device: Device) -> GpuId:
@@ -232,24 +265,26 @@ def _line(device: Device) -> str:
     return f"GPU {device.number}: {device.name} ({', '.join(parts)})"
 
 
-def _refuse_if_cuda_is_initialised(names: str) -> None:
+def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
     loaded = sys.modules.get("torch")
-    if loaded is None or not loaded.cuda.is_initialized():
+    if not cuda_driver.has_started() and not (loaded and loaded.cuda.is_initialized()):
         return
+    names = ", ".join(device.number for device in devices) or "none"
     raise CudaAlreadyInitialised(
-        f"asked to use GPUs {names}, but CUDA is already initialised in this process",
-        why="CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used; torch goes on seeing "
-        f"{loaded.cuda.device_count()} GPUs whatever is set now",
-        fix="choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…), or "
-        "start the program with: muster gpus pick --gpu-ids … -- python …",
+        f"asked to use GPUs {names}, but CUDA has already started in this process",
+        why="CUDA reads CUDA_VISIBLE_DEVICES once, when it starts; what is set now changes nothing",
+        fix="choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+        "torch.cuda.is_available()), or start the program with: "
+        "muster gpus pick --gpu-ids … -- python …",
     )
 
 
-def _why_no_gpu() -> str:
-    hidden = visible(snapshot.take().accelerators, os.environ).hidden_by
+def _why_no_gpu(node: Node) -> str:
+    hidden = visible(node.accelerators, os.environ).hidden_by
     if hidden:
         return f"all GPUs are hidden by {', '.join(sorted(set(hidden.values())))}"
-    return "this machine has no GPU that can be seen"
+    known = "; ".join(f"{one.what} (fix: {one.fix})" for one in node.findings)
+    return known or "this machine has no GPU that can be seen"
 
 
 def _why_torch_sees_no_gpu(torch: Any) -> str:

@@ -119,6 +119,12 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
     return shown
 
 
+def printable(arguments: Iterable[str]) -> str:
+    """Join a command line for display: secrets out, nothing that could steer the terminal."""
+    text = " ".join(redact_command(arguments))
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def redact_mapping(values: Mapping[str, object]) -> dict[str, object]:
     """Return a copy with secret values hidden, at every depth."""
     # {name: HF_TOKEN, value: …}, as Kubernetes writes it

@@ -150,14 +150,18 @@ def find(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
     )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees either the old content or the new."""
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file so that a reader, or a crash, sees either the old content or the new.
+
+    What may be lost with the machine's power (a cache) need not be ``durable``, which takes time.
+    """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -19,7 +19,13 @@ import torch
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario, gpu_uuid
 from torchmuster import distributed
-from torchmuster.errors import CudaAlreadyInitialised, DevicesBusy, NoSuchDevice, TooFewDevices
+from torchmuster.errors import (
+    CudaAlreadyInitialised,
+    DevicesBusy,
+    MusterError,
+    NoSuchDevice,
+    TooFewDevices,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -131,23 +137,58 @@ def test_set_visible_gpus_to_none_means_cpu(machine: Machine) -> None:
     assert distributed.get_available_gpus() == []
 
 
-def test_set_visible_gpus_refuses_when_cuda_is_already_initialised(
+TOO_LATE = [
+    "asked to use GPUs 0, 2, but CUDA has already started in this process",
+    "CUDA reads CUDA_VISIBLE_DEVICES once, when it starts; what is set now changes nothing",
+    "choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+    "torch.cuda.is_available()), or start the program with: "
+    "muster gpus pick --gpu-ids … -- python …",
+]
+
+
+def test_set_visible_gpus_refuses_when_torch_has_initialised_cuda(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # C1
     machine(scenarios.eight_a100_idle())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(CudaAlreadyInitialised) as caught:
         distributed.set_visible_gpus([0, 2])
-    assert str(caught.value).splitlines() == [
-        "asked to use GPUs 0, 2, but CUDA is already initialised in this process",
-        "CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used; torch goes on seeing 8 GPUs "
-        "whatever is set now",
-        "choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…), or start "
-        "the program with: muster gpus pick --gpu-ids … -- python …",
-    ]
+    assert str(caught.value).splitlines() == TOO_LATE
     assert visible_now() is None
+
+
+@pytest.mark.parametrize(("answer", "too_late"), [(3, False), (0, True), (100, True)])
+def test_set_visible_gpus_asks_the_driver_itself(
+    machine: Machine, own_machine: Path, answer: int, too_late: bool
+) -> None:
+    # torch.cuda.is_available() starts the driver, and torch does not call that initialised.
+    machine(scenarios.eight_a100_idle())
+    source = own_machine / "cuda.c"
+    source.write_text(f"int cuDeviceGetCount(int *count) {{ *count = 8; return {answer}; }}\n")
+    library = own_machine / "libcuda.so.1"
+    build = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
+    subprocess.run([*build, str(source)], check=True)
+    program = (
+        "import ctypes, os, sys; from torchmuster.distributed import set_visible_gpus\n"
+        "ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)\n"
+        "try: set_visible_gpus([0, 2]); print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(library)], capture_output=True, text=True, check=True
+    )
+    expected = TOO_LATE if too_late else [f"{gpu_uuid(0)},{gpu_uuid(2)}"]
+    assert done.stdout.splitlines() == expected
+
+
+def test_what_is_visible_already_can_be_set_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    distributed.set_visible_gpus([0, 2])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    distributed.set_visible_gpus([0, 2])
 
 
 def test_setup_chooses_hides_and_returns_the_device(
@@ -172,6 +213,11 @@ def test_setup_without_gpus_is_the_cpu_with_its_reason(
     machine(scenarios.no_gpus())
     assert distributed.setup_gpu_environment() == torch.device("cpu")
     assert "using the CPU: this machine has no GPU that can be seen" in caplog.text
+    machine(scenarios.driver_mismatch())
+    assert distributed.setup_gpu_environment(num_gpus=1) == torch.device("cpu")
+    assert "using the CPU: the NVIDIA driver was updated" in caplog.text
+    with pytest.raises(NoSuchDevice):
+        distributed.setup_gpu_environment(gpu_ids=[0])
     machine(scenarios.eight_a100_idle())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert distributed.setup_gpu_environment(num_gpus=2) == torch.device("cpu")
@@ -260,6 +306,12 @@ def test_memory_usage_is_used_total_percent(machine: Machine) -> None:
     assert percent == pytest.approx(100 * 12292 / 81920, abs=0.01)
 
 
+def test_memory_that_cannot_be_read_is_not_zero(machine: Machine) -> None:
+    machine(scenarios.one_failing())
+    with pytest.raises(MusterError, match="GPU 2 does not say how much of its memory is used"):
+        distributed.get_gpu_memory_usage(2)
+
+
 def test_gpu_info_has_an_id_to_ask_further_with(machine: Machine) -> None:
     # the source document's example: find the least loaded by hand
     machine(scenarios.eight_a100())
@@ -287,6 +339,7 @@ def test_gpus_for_a_model(
     chosen = distributed.auto_select_gpus_for_model(model_size_gb=size_gb, num_gpus=count)
     assert chosen == expected
     assert words in chosen.reason
+    assert words.endswith(f"so {chosen.strategy}")
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_do(machine: Machine) -> None:
@@ -330,7 +383,7 @@ def test_everything_works_without_any_gpu_or_driver(own_machine: Path) -> None:
     nothing = {"num_gpus": 0, "devices": [], "cuda_available": False}
     assert json.loads(answers) == [[], [], nothing, "cpu", "cpu"]
     assert refusals == [
-        "TooFewDevices | run on the CPU: --device cpu",
-        "TooFewDevices | run on the CPU: --device cpu",
-        "NoSuchDevice | run on the CPU: --device cpu",
+        "TooFewDevices | run on the CPU: start the program without picking GPUs",
+        "TooFewDevices | run on the CPU: start the program without picking GPUs",
+        "NoSuchDevice | run on the CPU: start the program without picking GPUs",
     ]

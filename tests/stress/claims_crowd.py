@@ -113,7 +113,7 @@ def main(members: int, rounds: int, kills: int, folder: Path, seed: int) -> None
         else:
             time.sleep(0.01)
     notes = "".join((folder / f"slot-{slot}").read_text() for slot in range(members))
-    left = Claims(folder / "claims").held(device.uuid for device in nvml.read().devices)
+    left = Claims(folder / "claims").glance(device.uuid for device in nvml.read().devices).claimed
     print(
         json.dumps(
             {

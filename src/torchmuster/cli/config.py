@@ -10,11 +10,12 @@ from torchmuster.config import fields
 from torchmuster.config.layers import Flag, Source, Strength, variable_name
 from torchmuster.config.resolve import Resolved, resolve
 from torchmuster.errors import ExitCode
-from torchmuster.redaction import redact_mapping
+from torchmuster.redaction import printable, redact_mapping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``show``, ``check`` and ``schema``."""
+    parsers.show_examples(parser, ["muster config show", "muster config check config.yaml"])
     parts = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
 
     show = parsers.add_action(
@@ -104,7 +105,7 @@ def _show(options: argparse.Namespace) -> ExitCode:
             }
         )
         return ExitCode.GOOD
-    words = {path: _words(value) for path, value in values.items()}
+    words = {path: printable([_words(value)]) for path, value in values.items()}
     widths = max(map(len, words)), max(map(len, words.values()))
     colour = output.wants_colour(sys.stdout)
     for path, text in words.items():

@@ -5,11 +5,12 @@ import os
 import time
 
 from torchmuster.cli import gpus_pick, output, parsers
-from torchmuster.devices import claims, nvml, snapshot
+from torchmuster.devices import nvml, snapshot
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node
 from torchmuster.devices.request import Claim
 from torchmuster.devices.visibility import visible
-from torchmuster.errors import ExitCode, MusterError
+from torchmuster.errors import ExitCode
 from torchmuster.finding import exit_code
 
 
@@ -21,16 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster gpus              one look",
             "muster gpus --watch      a look every second, until Ctrl-C",
             "muster gpus --links      which GPUs are joined by NVLink, which by PCIe",
-            "export CUDA_VISIBLE_DEVICES=$(muster gpus pick --num 2)",
+            "muster gpus pick --num 2 -- python train.py    run on two free ones",
         ],
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
     parsers.add_json_flag(how)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default 1)"
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between looks (1)"
     )
     parser.add_argument("--links", action="store_true", help="show how the GPUs are joined")
+    parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")
     parser.set_defaults(run=_run)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
     gpus_pick.add_parser(actions)
@@ -48,24 +50,30 @@ def _run(options: argparse.Namespace) -> ExitCode:
     else:
         from torchmuster.cli import gpus_table
 
-        gpus_table.show(node, shown, held, links=options.links)
+        gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids)
     return exit_code((*node.findings, *shown.findings))
 
 
 def _look() -> tuple[Node, dict[str, Claim]]:
     node = snapshot.take_with_history()
-    try:
-        held = claims.Claims(claims.folder(os.environ)).held(one.uuid for one in node.accelerators)
-    except MusterError:
-        held = {}  # looking must work where claiming cannot
-    return node, held
+    return node, Claims.here(os.environ).glance(one.uuid for one in node.accelerators).claimed
 
 
 def _watch(options: argparse.Namespace) -> ExitCode:
     from torchmuster.cli import gpus_table
 
-    with nvml.kept_open(), gpus_table.live() as update:
+    with nvml.kept_open(), gpus_table.live(links=options.links, uuids=options.uuids) as update:
         while True:
             node, held = _look()
-            update(node, visible(node.accelerators, os.environ), held, options.links)
-            time.sleep(max(options.interval, 0.1))
+            update(node, visible(node.accelerators, os.environ), held)
+            time.sleep(options.interval)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and 3600 seconds")
+    return seconds

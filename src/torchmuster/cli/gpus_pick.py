@@ -4,20 +4,22 @@ import argparse
 import dataclasses
 import math
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchmuster.cli import output, parsers
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
-from torchmuster.devices.claims import Claims, folder
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device
 from torchmuster.devices.request import Request
 from torchmuster.devices.visibility import variables_for
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.units import format_seconds, parse_bytes, parse_seconds
+from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import Held
@@ -39,7 +41,7 @@ def add_parser(actions: Any) -> None:
             "muster gpus pick --num 2 --min-free 30GiB -- torchrun --nproc-per-node 2 train.py",
             "muster gpus pick --num 4 --wait 2h -- python train.py    wait two hours at most",
             "muster gpus pick --for-model 14GB        as many as training a 7B model in bf16 takes",
-            "export CUDA_VISIBLE_DEVICES=$(muster gpus pick --num 2)",
+            "gpus=$(muster gpus pick --num 2) && export CUDA_VISIBLE_DEVICES=$gpus",
         ],
     )
     parser.add_argument(
@@ -63,80 +65,117 @@ def add_parser(actions: Any) -> None:
         metavar="TIME",
         help="wait until they are free, for at most 10m, 2h, … if given",
     )
-    parsers.add_json_flag(parser)
+    # Left alone where it is not given: ``muster gpus --json pick`` has said it already.
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, for programs"
+    )
     parser.set_defaults(run=_run, command=None)
 
 
-def _run(options: argparse.Namespace) -> ExitCode:
+def _run(options: argparse.Namespace) -> int:
     # Imported on use: plain ``muster gpus`` needs none of it.
     from torchmuster.devices.acquire import acquire
-    from torchmuster.devices.for_model import shape_for_model
+    from torchmuster.devices.choose import choose
 
     if options.command == []:
         raise Impossible("there is nothing to run after --", fix="give a command, or leave -- out")
-    request = Request(
-        ids=None if options.gpu_ids is None else tuple(options.gpu_ids),
-        count=options.num,
-        min_free_bytes=options.min_free,
-        min_total_bytes=options.min_total,
-        share=options.share,
-    )
-    claims = Claims(folder(os.environ))
-    why = ""
-    if options.for_model is not None:
-        node = snapshot.take()
-        shape = shape_for_model(
-            node,
-            options.for_model,
-            request,
-            environment=os.environ,
-            claims=claims.held_by_others(one.uuid for one in node.accelerators),
-        )
-        request, why = shape.value.request, f"{shape.reason}; "
-    elif request.ids is None and request.count is None:
-        request = dataclasses.replace(request, count=1)
+    if options.watch:
+        raise Impossible("--watch shows GPUs and picks none", fix="leave out --watch, or pick")
+    claims = Claims.here(os.environ)
+    request, story = _request(options, claims)
+    if not options.command and not options.wait:  # nothing is taken, so nothing needs to be locked
+        node = snapshot.take_with_history()
+        taken = claims.glance(one.uuid for one in node.accelerators).in_the_way
+        decision = choose(node, request, environment=os.environ, claims=taken)
+        return _print(decision, story, options.json)
     held = acquire(
         claims,
-        snapshot.take,
+        snapshot.take_with_history,
         request,
         environment=os.environ,
         wait_s=options.wait,
         on_wait=_reporter(request),
         command=options.command or None,
     )
-    decision = Decision(value=held.decision.value, reason=why + held.decision.reason)
     if options.command:
-        return _become(options.command, held, decision)
+        return _become(options.command, held, story)
     held.release()
-    return _print(decision, options.json)
+    return _print(held.decision, story, options.json)
 
 
-def _print(decision: Decision[tuple[Device, ...]], as_json: bool) -> ExitCode:
+@dataclass(frozen=True, kw_only=True)
+class _Story:
+    """Why a request is what it is, where it was made from a model's size."""
+
+    strategy: str | None = None
+    words: str = ""
+
+
+def _request(options: argparse.Namespace, claims: Claims) -> tuple[Request, _Story]:
+    request = Request(
+        ids=None if options.gpu_ids is None else _ids(options.gpu_ids),
+        count=options.num,
+        min_free_bytes=options.min_free,
+        min_total_bytes=options.min_total,
+        share=options.share,
+    )
+    if options.for_model is not None:
+        from torchmuster.devices.for_model import shape_for_model
+
+        node = snapshot.take_with_history()
+        shape = shape_for_model(
+            node,
+            options.for_model,
+            request,
+            environment=os.environ,
+            claims=claims.glance(one.uuid for one in node.accelerators).in_the_way,
+        )
+        story = _Story(strategy=shape.value.strategy, words=f"{shape.reason}; ")
+        return shape.value.request, story
+    if request.ids is None and request.count is None:
+        request = dataclasses.replace(request, count=1)
+    return request, _Story()
+
+
+def _ids(words: Sequence[str]) -> tuple[str, ...]:
+    """Take ``0 2`` and ``0,2`` alike."""
+    return tuple(one for word in words for one in word.split(",") if one)
+
+
+def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool) -> int:
     variables = variables_for(decision.value)
+    reason = story.words + decision.reason
     if as_json:
         devices = [
             {"number": one.number, "uuid": one.uuid, "name": one.name} for one in decision.value
         ]
-        output.print_json({"devices": devices, "environment": variables, "reason": decision.reason})
+        answer = {"devices": devices, "environment": variables, "reason": reason}
+        output.print_json({**answer, "strategy": story.strategy} if story.strategy else answer)
         return ExitCode.GOOD
-    output.say(decision.reason)
+    output.say(reason)
     output.say("not claimed: to hold them for a run, put the command after --")
-    print(",".join(one.uuid for one in decision.value))
+    # Where the vendor's variable takes no UUIDs, what it does take.
+    print(next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value))
     return ExitCode.GOOD
 
 
-def _become(command: list[str], held: "Held", decision: Decision[tuple[Device, ...]]) -> ExitCode:
+def _become(command: list[str], held: "Held", story: _Story) -> int:
     """Turn into the command: its signals and exit code are its own, and the claim lives with it."""
-    environment = _changed(os.environ, variables_for(decision.value))
-    output.say(decision.reason)
-    held.keep_across_exec()
+    environment = _changed(os.environ, variables_for(held.decision.value))
+    output.say(story.words + held.decision.reason)
+    held.hand_over(environment)
     sys.stdout.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and programs inherit that
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
         held.release()
         raise Impossible(
-            f"cannot run {command[0]!r}", why=str(error), fix="check the command after --"
+            f"cannot run {command[0]!r}",
+            why=error.strerror or str(error),
+            fix="check the command after --",
         ) from error
 
 
@@ -162,7 +201,7 @@ def _reporter(request: Request) -> Callable[[MusterError], None]:
 
 
 def _count(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; write 1, 2, 3, …")
     return number
@@ -170,9 +209,12 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if size < MiB:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1 MiB; write the unit: {text}GiB")
+    return size
 
 
 def _duration(text: str) -> float:

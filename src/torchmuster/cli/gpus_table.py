@@ -21,38 +21,60 @@ from torchmuster.devices.visibility import Visible
 from torchmuster.finding import render
 from torchmuster.units import GiB, format_bytes, format_seconds
 
-Update = Callable[[Node, Visible, Mapping[str, Claim], bool], None]
+Update = Callable[[Node, Visible, Mapping[str, Claim]], None]
+# Without a terminal there is no width to fit into; this is wide enough for what a table has to say.
+_PIPE_WIDTH = 160
 
 
-def show(node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool) -> None:
+def show(
+    node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool, uuids: bool
+) -> None:
     """Print the table once."""
     console = _console()
-    console.print(screen(node, shown, claims, links=links, width=console.width))
+    console.print(screen(node, shown, claims, links=links, uuids=uuids, width=console.width))
 
 
 @contextmanager
-def live() -> Iterator[Update]:
-    """Show a table that is redrawn in place."""
+def live(*, links: bool, uuids: bool) -> Iterator[Update]:
+    """Show a table that is redrawn in place; where that cannot be, one below the other."""
     console = _console()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as view:
 
-        def update(node: Node, shown: Visible, claims: Mapping[str, Claim], links: bool) -> None:
-            view.update(screen(node, shown, claims, links=links, width=console.width), refresh=True)
+    def draw(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> RenderableType:
+        width = console.width
+        return screen(
+            node, shown, claims, links=links, uuids=uuids, width=width, findings_first=True
+        )
 
-        yield update
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda node, shown, claims: console.print(draw(node, shown, claims), "")
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as view:
+        yield lambda node, shown, claims: view.update(draw(node, shown, claims), refresh=True)
 
 
 def _console() -> Console:
-    return Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")))
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(
+        highlight=False,
+        no_color=bool(os.environ.get("NO_COLOR")),
+        width=_PIPE_WIDTH if piped else None,
+    )
 
 
 def screen(
-    node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool, width: int
+    node: Node,
+    shown: Visible,
+    claims: Mapping[str, Claim],
+    *,
+    links: bool,
+    uuids: bool,
+    width: int,
+    findings_first: bool = False,
 ) -> RenderableType:
     """Return everything that ``muster gpus`` shows, to be printed by rich."""
-    parts: list[RenderableType] = [_headline(node, shown, claims)]
+    parts: list[RenderableType] = []
     if node.accelerators:
-        parts += [Text(), _table(node, shown, claims, width)]
+        parts += [Text(), _table(node, shown, claims, uuids, width)]
         if links:
             parts += [Text(), _link_matrix(node)]
         parts += [Text(), _hint(node, shown, claims)]
@@ -61,15 +83,18 @@ def screen(
     findings = [*node.findings, *shown.findings]
     if findings:
         colour = output.wants_colour(sys.stdout)
-        parts += [Text(), Text.from_ansi(render(findings, width=width, colour=colour))]
-    return Group(*parts)
+        text = Text.from_ansi(render(findings, width=width, colour=colour))
+        # It is wrapped already, and a command must survive being copied.
+        text.no_wrap, text.overflow = True, "ignore"
+        parts = [Text(), text, *parts] if findings_first else [*parts, Text(), text]
+    return Group(_headline(node, shown, claims), *parts)
 
 
 def _headline(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
     text = Text(node.hostname, style="bold")
     facts = []
     if node.accelerators:
-        free = len(_free(node, shown, claims))
+        free = len(_free(shown, claims))
         usable = [
             one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled
         ]
@@ -81,7 +106,7 @@ def _headline(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
     return text.append("".join(f"  ·  {fact}" for fact in facts), style="not bold")
 
 
-def _free(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> list[Device]:
+def _free(shown: Visible, claims: Mapping[str, Claim]) -> list[Device]:
     return [
         one
         for one in shown.devices
@@ -89,31 +114,34 @@ def _free(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> list[Devic
     ]
 
 
-def _table(node: Node, shown: Visible, claims: Mapping[str, Claim], width: int) -> Table:
+def _table(
+    node: Node, shown: Visible, claims: Mapping[str, Claim], uuids: bool, width: int
+) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=30)
-    table.add_column("memory", no_wrap=True)
-    table.add_column("", no_wrap=True, justify="right")
-    table.add_column("busy", no_wrap=True, justify="right")
+    # The narrower the terminal, the fewer columns: who uses what is kept longest.
+    if width >= 70:
+        table.add_column("memory", no_wrap=True)
+    table.add_column("" if width >= 70 else "memory", no_wrap=True, justify="right")
+    if width >= 70:
+        table.add_column("busy", no_wrap=True, justify="right")
     if width >= 90:
         table.add_column("temp", no_wrap=True, justify="right")
         table.add_column("power", no_wrap=True, justify="right")
+    if uuids:
+        table.add_column("uuid", no_wrap=True, overflow="fold")
     table.add_column("used by", no_wrap=True, overflow="ellipsis", ratio=1, min_width=12)
     table.expand = True
     for device in node.accelerators:
-        hidden = device.uuid in shown.hidden_by
-        cells = [
-            Text(device.number, style="bold"),
-            Text(_short_name(device)),
-            _bar(device),
-            Text(_memory(device)),
-            _percent(device.utilisation_percent),
-        ]
-        if width >= 90:
-            cells += [_temperature(device), Text(_power(device))]
-        cells.append(_used_by(device, shown, claims.get(device.uuid), node.taken_unix_s))
-        table.add_row(*cells, style="dim" if hidden else "")
+        cells = [Text(device.number, style="bold"), Text(_short_name(device))]
+        cells += [_bar(device)] if width >= 70 else []
+        cells += [Text(_memory(device))]
+        cells += [_percent(device.utilisation_percent)] if width >= 70 else []
+        cells += [_temperature(device), Text(_power(device))] if width >= 90 else []
+        cells += [Text(device.uuid)] if uuids else []
+        cells += [_used_by(device, shown, claims.get(device.uuid), node.taken_unix_s)]
+        table.add_row(*cells, style="dim" if device.uuid in shown.hidden_by else "")
     return table
 
 
@@ -218,7 +246,10 @@ def _link(node: Node, a: Device, b: Device) -> Text:
 
 
 def _hint(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
-    free = _free(node, shown, claims)
+    free = _free(shown, claims)
+    if not shown.devices:
+        hidden = ", ".join(sorted(set(shown.hidden_by.values())))
+        return Text(f"all GPUs are hidden by {hidden}", "dim")
     if not free:
         return Text("none free; wait for one: muster gpus pick --wait -- python train.py", "dim")
     together = len([one for one in free if one.mig_index is None]) or 1
@@ -232,7 +263,4 @@ def _without_gpus(node: Node) -> Text:
     memory = format_bytes(node.cpu.total_bytes) if node.cpu.total_bytes else "unknown memory"
     limited = cores.value < (os.cpu_count() or 1)
     words = cores.reason if limited else f"{cores.value} cores"
-    return Text(
-        f"no GPU here; the CPU is {node.cpu.name}, {memory}, {words}\n"
-        "everything runs on the CPU as well: --device cpu"
-    )
+    return Text(f"no GPU here; programs run on the CPU: {node.cpu.name}, {memory}, {words}")

@@ -35,6 +35,7 @@ _EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    output.replace_what_cannot_be_shown()
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, command = _split_off_command(words)
     parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
@@ -44,16 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not None:
         options.command = command
     try:
-        return int(options.run(options))
-    except MusterError as error:
-        output.show_error(error, as_json=getattr(options, "json", False))
-        return error.exit_code
+        try:
+            code = int(options.run(options))
+        except MusterError as error:
+            output.show_error(error, as_json=getattr(options, "json", False))
+            code = error.exit_code
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to complain to
+        _forget_output()
         return ExitCode.GOOD
+    except OSError as error:  # a full disk, most likely
+        _forget_output()
+        output.say(f"failure  the answer could not be written: {error.strerror or error}")
+        return ExitCode.FAILED
+    return code
+
+
+def _forget_output() -> None:
+    """Keep Python from trying once more, while it closes stdout, what has just failed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def root_parser(only: str | None = None) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """How commands talk: JSON for programs on stdout, words for people, errors as findings on stderr."""
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,13 @@ def print_json(value: object) -> None:
     """Print one JSON document."""
     json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
     sys.stdout.write("\n")
+
+
+def replace_what_cannot_be_shown() -> None:
+    """Let a terminal that is not UTF-8 show a question mark instead of ending in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def wants_colour(stream: TextIO) -> bool:

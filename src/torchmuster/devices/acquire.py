@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.decision import Decision
-from torchmuster.devices import waiting
+from torchmuster.devices import locks, waiting
 from torchmuster.devices.choose import choose
-from torchmuster.devices.claims import Claims, lineage
+from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.processes import command_of_this_process, printable
+from torchmuster.devices.processes import command_of_this_process
 from torchmuster.devices.request import Request
 from torchmuster.errors import MusterError, NotNow
+from torchmuster.redaction import printable
 
 # A waiter looks at the machine this often, and at the claims in between.
 POLL_S = 1.0
@@ -31,14 +32,18 @@ class Held:
 
     decision: Decision[tuple[Device, ...]]
     locks: list[int]
+    tokens: tuple[str, ...]
 
     def release(self) -> None:
         """Give the devices back; safe to call twice."""
         while self.locks:
-            os.close(self.locks.pop())
+            lock = self.locks.pop()
+            locks.drop(lock)
+            os.close(lock)
 
-    def keep_across_exec(self) -> None:
-        """Let the claim pass to the program that this process becomes, and to its children."""
+    def hand_over(self, environment: dict[str, str]) -> None:
+        """Let the claim pass to the program that this process becomes with this environment."""
+        environment[TOKEN_VARIABLE] = ",".join(self.tokens)
         for lock in self.locks:
             os.set_inheritable(lock, True)
 
@@ -65,7 +70,6 @@ def acquire(
     stands in the way. ``command`` is what others are shown; this process's own if left out.
     """
     shown = command_of_this_process() if command is None else printable(command)
-    ours = lineage()
     deadline = time.monotonic() + wait_s
     ticket: waiting.Ticket | None = None
     try:
@@ -76,12 +80,12 @@ def acquire(
                 if ticket is not None:
                     ticket.still_here()
                 table = claims.look(uuids)
-                own = {uuid for uuid, claim in table.held.items() if claim.pid in ours}
-                taken = {uuid: one for uuid, one in table.held.items() if uuid not in own}
-                taken |= waiting.promised(claims.queue, node, taken, ahead_of=ticket)
+                # What is claimed is promised to nobody, also where the claim is our own.
+                promised = waiting.promised(claims.queue, node, table.claimed, ahead_of=ticket)
+                taken = promised | table.in_the_way
                 try:
                     decision = choose(node, request, environment=environment, claims=taken)
-                    return _lock(claims, decision, own, shown)
+                    return _lock(claims, decision, shown)
                 except NotNow as error:
                     if time.monotonic() >= deadline:
                         raise
@@ -118,15 +122,13 @@ def _await_release(
             return
 
 
-def _lock(
-    claims: Claims, decision: Decision[tuple[Device, ...]], own: set[str], command: str
-) -> Held:
-    """Lock what was chosen, all or nothing; what an ancestor holds is ours already."""
-    held = Held(decision=decision, locks=[])
+def _lock(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> Held:
+    """Lock what was chosen, all or nothing."""
+    token = os.urandom(8).hex()
+    held = Held(decision=decision, locks=[], tokens=(*claims.tokens, token))
     try:
         for device in decision.value:
-            if device.uuid not in own:
-                held.locks.append(claims.take(device.uuid, command))
+            held.locks.append(claims.take(device.uuid, command, token))
     except BaseException:
         held.release()
         raise

@@ -84,11 +84,15 @@ def _busy_alone(device: Device, process: DeviceProcess) -> bool:
     return bool(device.utilisation_percent) and device.compute_processes == (process,)
 
 
-def record_path(environment: Mapping[str, str]) -> Path:
-    """Return where the record is kept: the user's state folder."""
+def record_path(environment: Mapping[str, str], hostname: str) -> Path | None:
+    """Return where the record is kept: the user's state folder, if there is one."""
     given = environment.get("XDG_STATE_HOME")
-    state = Path(given) if given else Path.home() / ".local" / "state"
-    return state / "torchmuster" / "gpu-activity.json"
+    try:
+        state = Path(given) if given else Path.home() / ".local" / "state"
+    except RuntimeError:  # a user without a home, as in containers
+        return None
+    # One for each host: clusters share home folders.
+    return state / "torchmuster" / f"gpu-activity-{hostname}.json"
 
 
 def load(path: Path) -> Record:
@@ -115,6 +119,6 @@ def save(path: Path, record: Mapping[str, Sighting]) -> None:
     stored = {key: dataclasses.asdict(value) for key, value in record.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(stored))
+        write_atomically(path, json.dumps(stored), durable=False)
     except OSError:
         return

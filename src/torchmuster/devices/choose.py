@@ -32,7 +32,10 @@ def choose(
 ) -> Decision[tuple[Device, ...]]:
     """Choose devices for a request, or raise with the condition that failed and what would work."""
     if request.ids == () or (request.count is not None and request.count < 1):
-        raise Impossible("asked for fewer than one GPU", fix="run on the CPU: --device cpu")
+        raise Impossible(
+            "asked for fewer than one GPU",
+            fix="run on the CPU: start the program without picking GPUs",
+        )
     claims = claims or {}
     offered = candidates(node, request, environment)
     obstacles = {

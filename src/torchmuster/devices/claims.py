@@ -5,28 +5,33 @@ has the device. The kernel drops the lock when the last process that inherited i
 ends. Taking devices and looking who holds what happen under one more lock, the gate, held for a
 moment only.
 
+A claim has a token, which is handed to the program that runs under it. Inside, the claimed devices
+can be had again, each by a further file of that token, so picks within a claim do not collide.
+
 Claims bind those who use them. GPUs that others use without a claim show as in use.
 """
 
-import getpass
+import math
 import os
 import random
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from torchmuster.devices import locks
-from torchmuster.devices.processes import printable
+from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.request import Claim
-from torchmuster.errors import Impossible, NotNow
+from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.redaction import printable
 
+# Holds the tokens of the claims that a program runs under, outermost first.
+TOKEN_VARIABLE = "TORCHMUSTER_CLAIM"  # noqa: S105
 _GATE_PATIENCE_S = 10.0
+_GLANCE_PATIENCE_S = 1.0
 
 
 def folder(environment: Mapping[str, str]) -> Path:
@@ -47,106 +52,146 @@ def folder(environment: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Who holds which device; and for the free ones when they were last taken, 0 if never."""
+    """Who holds which device, what of that is in this process's way, and what it could take.
 
-    held: dict[str, Claim]
+    ``free`` has the time each was last taken (0: never), so that a change can be told.
+    """
+
+    claimed: dict[str, Claim]
+    in_the_way: dict[str, Claim]
     free: dict[str, int]
 
 
-class Claims:
-    """The claims of one machine, kept in one folder."""
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """The lock that decides about a device for us, and the claim on the device as others see it."""
 
-    def __init__(self, folder: Path) -> None:
+    path: Path
+    outermost: Claim | None
+    claim: Claim | None
+    last_taken: int
+
+
+class Claims:
+    """The claims of one machine, kept in one folder, as seen under these tokens."""
+
+    def __init__(self, folder: Path, tokens: Sequence[str] = ()) -> None:
         self._folder = folder
+        self.tokens = tuple(tokens)
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str]) -> "Claims":
+        """Return the claims of this machine, under the tokens that this process was handed."""
+        tokens = environment.get(TOKEN_VARIABLE, "").split(",")
+        return cls(folder(environment), [one for one in tokens if one])
 
     @property
     def queue(self) -> Path:
         """The folder in which those who wait stand in line."""
         return self._folder / "queue"
 
-    def held(self, uuids: Iterable[str]) -> dict[str, Claim]:
-        """Return who holds which of these devices now."""
+    def glance(self, uuids: Iterable[str]) -> Table:
+        """Look without wanting to take anything: makes nothing, never waits long."""
+        uuids = list(uuids)
         if not locks.AVAILABLE or not self._folder.is_dir():
-            return {}
-        with self.gate():
-            return self.look(uuids).held
-
-    def held_by_others(self, uuids: Iterable[str]) -> dict[str, Claim]:
-        """Return the claims that stand in this process's way: not its own or its ancestors'."""
-        ours = lineage()
-        return {uuid: one for uuid, one in self.held(uuids).items() if one.pid not in ours}
+            return Table(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
+        try:
+            with self.gate(_GLANCE_PATIENCE_S):
+                return self.look(uuids)
+        except (
+            MusterError
+        ):  # the folder is read-only, or the gate is stuck: locks can still be seen
+            return self.look(uuids)
 
     def look(self, uuids: Iterable[str]) -> Table:
         """Look, under the gate. A lock that can be had is held by nobody."""
-        held: dict[str, Claim] = {}
-        free: dict[str, int] = {}
+        table = Table(claimed={}, in_the_way={}, free={})
         for uuid in uuids:
-            try:
-                lock = locks.open_to_look(self._path(uuid))
-            except FileNotFoundError:
-                free[uuid] = 0
-                continue
-            except OSError as error:
-                held[uuid] = _unreadable(error)
-                continue
-            try:
-                if locks.try_lock(lock):
-                    free[uuid] = os.fstat(lock).st_mtime_ns
-                else:
-                    held[uuid] = _read_claim(lock)
-            finally:
-                os.close(lock)
-        return Table(held=held, free=free)
+            place = self._place(uuid)
+            if place.outermost is not None:
+                table.claimed[uuid] = place.outermost
+            if place.claim is not None:
+                table.in_the_way[uuid] = place.claim
+            else:
+                table.free[uuid] = place.last_taken
+        return table
 
-    def take(self, uuid: str, command: str) -> int:
+    def take(self, uuid: str, command: str, token: str) -> int:
         """Lock a device that is free, under the gate, and write down who we are for others to read.
 
         The claim is the file descriptor that is returned: it ends when all copies are closed.
         """
-        lock = locks.open_shared(self._path(uuid))
+        place = self._place(uuid)
+        lock = locks.open_shared(place.path)
         if not locks.try_lock(lock):
             os.close(lock)
             raise NotNow(
                 f"the lock of {uuid} was taken without the gate",
-                why=f"something other than muster holds {self._path(uuid)}",
-                fix=f"lslocks | grep {uuid}  # shows who",
+                why=f"something other than muster holds {place.path}",
+                fix=f"sudo lslocks | grep {uuid}  # shows who",
             )
+        if place.outermost is None:
+            self._clear_inner(uuid)
         claim: dict[str, object] = {
             "pid": os.getpid(),
-            "user": getpass.getuser(),
+            "user": user_of_this_process(),
             "command": command,
             "since_unix_s": time.time(),
+            "token": token,
         }
         locks.write_json(lock, claim)
         return lock
 
-    def _path(self, uuid: str) -> Path:
-        return self._folder / (re.sub(r"[^A-Za-z0-9-]", "_", uuid) + ".lock")
+    def _place(self, uuid: str) -> _Place:
+        """Follow our tokens inwards to the lock that decides for us."""
+        path = self._path(uuid)
+        claim, last_taken = _look_at(path)
+        outermost = claim
+        for _ in self.tokens:
+            if claim is None or claim.token not in self.tokens:
+                break
+            path = self._path(uuid, claim.token)
+            claim, last_taken = _look_at(path)
+        return _Place(path=path, outermost=outermost, claim=claim, last_taken=last_taken)
+
+    def _path(self, uuid: str, token: str = "") -> Path:
+        name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
+        return self._folder / (f"{name}.{token}.lock" if token else f"{name}.lock")
+
+    def _clear_inner(self, uuid: str) -> None:
+        """Remove the files that picks within earlier claims left behind, unless they are held."""
+        for path in self._folder.glob(self._path(uuid, "*").name):
+            if _look_at(path)[0] is None:
+                with suppress(OSError):  # somebody else's in a sticky folder; it does no harm
+                    path.unlink()
 
     @contextmanager
-    def gate(self) -> Iterator[None]:
+    def gate(self, patience_s: float | None = None) -> Iterator[None]:
         """Hold the lock under which claims are looked at and changed."""
+        patience_s = _GATE_PATIENCE_S if patience_s is None else patience_s
         if not locks.AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
                 why="claims rest on flock, which Windows does not have",
-                fix="pick without a command; nobody else should then start on these GPUs",
+                fix="pick without a command and without --wait; nothing is claimed then",
             )
         self._make_folders()
         gate = locks.open_shared(self._folder / "gate.lock")
+        deadline = time.monotonic() + patience_s
+        while not locks.try_lock(gate):
+            if time.monotonic() > deadline:
+                os.close(gate)
+                raise NotNow(
+                    f"the claims in {self._folder} cannot be looked at",
+                    why=f"another process has held its gate for {patience_s:.0f} s; it may be "
+                    "stopped",
+                    fix=f"sudo lslocks | grep {self._folder}  # shows who",
+                )
+            time.sleep(random.uniform(0.001, 0.005))
         try:
-            deadline = time.monotonic() + _GATE_PATIENCE_S
-            while not locks.try_lock(gate):
-                if time.monotonic() > deadline:
-                    raise NotNow(
-                        f"the claims in {self._folder} cannot be looked at",
-                        why=f"another process has held its gate for {_GATE_PATIENCE_S:.0f} s; "
-                        "it may be stopped",
-                        fix=f"lslocks | grep {self._folder}  # shows who",
-                    )
-                time.sleep(random.uniform(0.001, 0.005))
             yield
         finally:
+            locks.drop(gate)
             os.close(gate)
 
     def _make_folders(self) -> None:
@@ -159,30 +204,45 @@ class Claims:
             except OSError as error:
                 raise Impossible(
                     f"GPUs cannot be claimed: {path} cannot be made",
-                    why=str(error),
-                    fix="export TORCHMUSTER_CLAIMS_DIR=<a local folder that all users can write>",
+                    why=error.strerror or str(error),
+                    fix="let every user of this machine set TORCHMUSTER_CLAIMS_DIR to the same "
+                    "local folder, one that all of them can write",
                 ) from error
+
+
+def _look_at(path: Path) -> tuple[Claim | None, int]:
+    """Return who holds a lock; or nobody, and when it was last taken."""
+    try:
+        lock = locks.open_to_look(path)
+    except FileNotFoundError:
+        return None, 0
+    except OSError as error:
+        return _unreadable(error), 0
+    if locks.try_lock(lock):
+        last_taken = os.fstat(lock).st_mtime_ns
+        locks.drop(lock)
+        os.close(lock)
+        return None, last_taken
+    claim = _read_claim(lock)
+    os.close(lock)
+    return claim, 0
 
 
 def _read_claim(lock: int) -> Claim:
     """Read who holds a lock. The file is writable by all, so its words are checked and cleaned."""
     stored = locks.read_json(lock)
     pid, since = stored.get("pid"), stored.get("since_unix_s")
+    known = isinstance(since, int | float) and math.isfinite(since)
     return Claim(
         pid=pid if isinstance(pid, int) else 0,
         user=printable([str(stored.get("user", "an unknown user"))]),
         command=printable([str(stored.get("command", "unknown command"))]),
-        since_unix_s=float(since) if isinstance(since, int | float) else 0.0,
+        since_unix_s=float(since) if known else 0.0,  # type: ignore[arg-type]
+        token=re.sub(r"[^0-9a-f]", "", str(stored.get("token", ""))),
     )
 
 
 def _unreadable(error: OSError) -> Claim:
     """A lock that cannot even be looked at (a link, another's permissions) must count as held."""
-    words = f"a lock that cannot be opened: {error.strerror}"
+    words = f"a lock that cannot be opened: {error.strerror or error}"
     return Claim(pid=0, user="an unknown user", command=words, since_unix_s=0.0)
-
-
-def lineage() -> set[int]:
-    """This process and its ancestors: what they claimed, this one may use."""
-    this = psutil.Process()
-    return {this.pid, *(parent.pid for parent in this.parents())}

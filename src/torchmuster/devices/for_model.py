@@ -16,7 +16,7 @@ from torchmuster.devices.choose import choose
 from torchmuster.devices.identify import candidates
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.request import Claim, Request, counted
-from torchmuster.errors import DevicesBusy, MusterError, TooFewDevices
+from torchmuster.errors import DevicesBusy, Impossible, MusterError, TooFewDevices
 from torchmuster.units import format_bytes
 
 TRAINING_STATES_PER_WEIGHT = 4
@@ -69,11 +69,16 @@ def shape_for_model(
     One device if it fits (single); with a count, a copy on each if it fits (ddp); else the model is
     sharded over as few devices as hold it (fsdp).
     """
+    if model_bytes <= 0:
+        raise Impossible(
+            "asked for GPUs for a model of no size", fix="give its weights' size: 14GB"
+        )
     needed = model_bytes * TRAINING_STATES_PER_WEIGHT
     whole = math.ceil(needed / USABLE_SHARE)
     story = (
         f"{format_bytes(model_bytes)} of weights need {format_bytes(needed)} in training "
-        "(weights, gradients, two AdamW moments)"
+        "(weights, gradients, two AdamW moments, all in the weights' type; twice that with fp32 "
+        "master weights)"
     )
     for state, holders in ((node, claims), (_emptied(node), None)):
         for shape, how in _shapes(node, whole, request):
@@ -129,7 +134,9 @@ def _too_large(
     if not sizes:
         unknown = "no GPU here says how much memory it has"
         why = unknown if usable else "no GPU can be used here"
-        return TooFewDevices(what, why=why, fix="run on the CPU: --device cpu")
+        return TooFewDevices(
+            what, why=why, fix="run on the CPU: start the program without picking GPUs"
+        )
     allowed = sizes[: request.count if together else 1]
     have = f"{counted(len(allowed))} that may be used have {format_bytes(sum(allowed))} together"
     if len(allowed) == 1:

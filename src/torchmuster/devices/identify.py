@@ -7,7 +7,7 @@ from torchmuster.devices.request import GpuId, Request
 from torchmuster.devices.visibility import Visible, visible
 from torchmuster.errors import NoSuchDevice
 
-SHOW_IDS = "muster gpus  # shows the numbers and UUIDs to use"
+SHOW_IDS = "muster gpus --uuids  # shows the numbers and UUIDs to use"
 
 
 def find(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
@@ -35,7 +35,7 @@ def find(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
     raise NoSuchDevice(
         f"there is no GPU {text} on {node.hostname}",
         why=f"the visible GPUs are: {have}" if have else "no GPU is visible here",
-        fix=SHOW_IDS if have else "run on the CPU: --device cpu",
+        fix=SHOW_IDS if have else "run on the CPU: start the program without picking GPUs",
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 from torchmuster.errors import Impossible
@@ -12,8 +13,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 AVAILABLE = fcntl is not None
-_READ_ONLY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_READ_WRITE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# Others may have put anything there: links are not followed, a pipe is not waited for.
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_ONLY = os.O_RDONLY | _SAFELY
+_READ_WRITE = os.O_RDWR | _SAFELY
 
 
 def try_lock(file: int) -> bool:
@@ -25,14 +28,25 @@ def try_lock(file: int) -> bool:
     return True
 
 
+def drop(file: int) -> None:
+    """Drop the lock. Closing the file alone would leave it with a child forked in the meantime."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def open_to_look(path: Path) -> int:
     """Open a file only to see whether it is locked and what it says."""
-    return os.open(path, _READ_ONLY)
+    file = os.open(path, _READ_ONLY)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a file")
+    return file
 
 
 def open_own(path: Path) -> int:
     """Make a new file that only this user writes and everybody may read."""
-    return os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+    made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+    os.fchmod(made, 0o644)  # whatever the umask says
+    return made
 
 
 def open_shared(path: Path) -> int:
@@ -54,8 +68,9 @@ def open_shared(path: Path) -> int:
         except OSError as error:
             raise Impossible(
                 f"GPUs cannot be claimed: {path} cannot be opened",
-                why=str(error),
-                fix=f"sudo rm {path}  # it is made anew with the right permissions",
+                why=error.strerror or str(error),
+                fix="make it a plain file that all users may write, or let every user of this "
+                "machine set TORCHMUSTER_CLAIMS_DIR to a local folder where that is so",
             ) from error
 
 
@@ -63,7 +78,7 @@ def read_json(file: int) -> dict[str, object]:
     """Read what a file says. Anybody may have written it: anything but an object is nothing."""
     try:
         stored = json.loads(os.pread(file, 64 * 1024, 0))
-    except ValueError:
+    except (ValueError, RecursionError, OSError):
         return {}
     return stored if isinstance(stored, dict) else {}
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from torchmuster.devices.model import Device, DeviceProcess
-from torchmuster.redaction import redact_command
+from torchmuster.redaction import printable
 
 
 def identify(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -44,10 +44,9 @@ def _look_up(pid: int) -> dict[str, Any]:
         return {}
 
 
-def printable(arguments: Sequence[str]) -> str:
-    """Join a command line for display: secrets out, nothing that could steer the terminal."""
-    text = " ".join(redact_command(arguments))
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+def user_of_this_process() -> str:
+    """Return who runs this process; the number of a user that has no name, as in containers."""
+    return psutil.Process().username()
 
 
 def command_of_this_process() -> str:

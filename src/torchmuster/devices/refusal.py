@@ -10,6 +10,7 @@ from torchmuster.devices.model import Device, Node, label_all
 from torchmuster.devices.request import Claim, Request, counted
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import DevicesBusy, MusterError, TooFewDevices
+from torchmuster.finding import Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,11 @@ class Refused:
                 why=self._why(),
                 fix="\n".join([waiting, *ways]),
             )
+        if not ways:  # what mends the driver, if that is what is wrong, comes first
+            ways = [one.fix for one in self.node.findings if one.status is Status.FAILURE]
+            ways.append("run on the CPU: start the program without picking GPUs")
         return TooFewDevices(
-            f"asked for {self.request}: {have} here",
-            why=self._why(),
-            fix="\n".join(ways) or "run on the CPU: --device cpu",
+            f"asked for {self.request}: {have} here", why=self._why(), fix="\n".join(ways)
         )
 
     def nearest(self) -> list[Request]:
@@ -99,7 +101,8 @@ class Refused:
     def _why(self) -> str:
         node = self.node
         if not node.accelerators:
-            return f"no GPU can be seen on {node.hostname}"
+            known = "".join(f"; {one.what}" for one in node.findings)
+            return f"no GPU can be seen on {node.hostname}{known}"
         shown = visible(node.accelerators, self.environment)
         ours = [one for one in node.accelerators if one.kind is node.main_kind]
         seen = [one for one in ours if one in shown.devices]

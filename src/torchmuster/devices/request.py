@@ -1,7 +1,7 @@
 """What is asked for, and who has claimed what: the inputs of a choice besides the snapshot."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchmuster.units import GiB, MiB, format_bytes
 
@@ -16,6 +16,7 @@ class Claim:
     user: str
     command: str
     since_unix_s: float
+    token: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         command = self.command if len(self.command) <= 40 else self.command[:39] + "…"

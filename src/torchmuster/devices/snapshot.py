@@ -36,9 +36,12 @@ def take() -> Node:
 
 def take_with_history(environment: Mapping[str, str] | None = None) -> Node:
     """Look, and remember what was seen, so that the next look knows who has been idle since."""
-    path = activity.record_path(os.environ if environment is None else environment)
+    node = take()
+    path = activity.record_path(os.environ if environment is None else environment, node.hostname)
+    if path is None:
+        return node
     record = activity.load(path)
-    node, fresh = activity.update(record, take())
+    node, fresh = activity.update(record, node)
     if record or fresh:
         activity.save(path, fresh)
     return node

@@ -182,7 +182,7 @@ def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Findin
         status=Status.WARNING,
         what=f"{restriction} leaves {left} visible",
         why=problem,
-        fix="muster gpus  # shows the numbers and UUIDs to use",
+        fix="muster gpus --uuids  # shows the numbers and UUIDs to use",
     )
 
 

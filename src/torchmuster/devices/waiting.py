@@ -4,7 +4,6 @@ A place in the queue is a file named by the time it was made, locked while its o
 what its owner wants. All of it happens under the gate of ``claims.py``.
 """
 
-import getpass
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,11 @@ from typing import Any
 from torchmuster.devices import locks
 from torchmuster.devices.choose import choose
 from torchmuster.devices.model import Node
-from torchmuster.devices.processes import printable
+from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.request import Claim, Request
 from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import MusterError
+from torchmuster.redaction import printable
 
 # A waiter that has not looked for this long (stopped by Ctrl-Z, say) holds nobody up.
 STALE_WAITER_S = 10.0
@@ -34,7 +34,7 @@ class Ticket:
         variables = {name for stages in STAGES.values() for stage in stages for name in stage}
         wish: dict[str, object] = {
             "pid": os.getpid(),
-            "user": getpass.getuser(),
+            "user": user_of_this_process(),
             "request": {key: value for key, value in vars(request).items() if value is not None},
             "environment": {key: environment[key] for key in variables & environment.keys()},
         }
@@ -78,6 +78,7 @@ def _read_living(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         if locks.try_lock(file):
             _unlink_if_allowed(path)
+            locks.drop(file)
         elif time.time() - os.fstat(file).st_mtime < STALE_WAITER_S:
             yield locks.read_json(file)
     finally:

@@ -149,10 +149,19 @@ def test_the_devices_are_otherwise_unchanged() -> None:
 
 
 def test_the_record_is_kept_in_the_users_state_folder() -> None:
-    tail = Path("torchmuster/gpu-activity.json")
-    assert activity.record_path({"XDG_STATE_HOME": "/x"}) == Path("/x") / tail
-    assert activity.record_path({}) == Path.home() / ".local/state" / tail
-    assert activity.record_path({"XDG_STATE_HOME": ""}) == Path.home() / ".local/state" / tail
+    tail = Path("torchmuster/gpu-activity-box.json")
+    home = Path.home() / ".local/state" / tail
+    assert activity.record_path({"XDG_STATE_HOME": "/x"}, "box") == Path("/x") / tail
+    assert activity.record_path({}, "box") == home
+    assert activity.record_path({"XDG_STATE_HOME": ""}, "box") == home
+
+
+def test_a_user_without_a_home_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert activity.record_path({}, "box") is None
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -230,7 +239,7 @@ def test_the_second_look_at_a_machine_knows_who_was_idle(machine: Machine) -> No
 def test_a_machine_on_which_nobody_computes_leaves_no_file(machine: Machine) -> None:
     machine(scenarios.eight_a100_idle())
     snapshot.take_with_history()
-    assert not activity.record_path(os.environ).exists()
+    assert not (Path(os.environ["XDG_STATE_HOME"]) / "torchmuster").exists()
 
 
 def test_a_look_without_history_keeps_nothing(machine: Machine) -> None:
@@ -238,4 +247,4 @@ def test_a_look_without_history_keeps_nothing(machine: Machine) -> None:
     scenario["devices"][3]["processes"] = [{"pid": os.getpid(), "memory": 1}]
     machine(scenario)
     assert snapshot.take().accelerators[3].processes[0].pid == os.getpid()
-    assert not activity.record_path(os.environ).exists()
+    assert not (Path(os.environ["XDG_STATE_HOME"]) / "torchmuster").exists()

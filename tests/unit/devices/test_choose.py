@@ -376,14 +376,14 @@ def test_an_empty_variable_means_the_cpu(asked: dict[str, Any]) -> None:
     error = refusal_of(DGX, cuda="", **asked)
     assert isinstance(error, TooFewDevices)
     assert error.why == 'box has 0 GPUs visible (CUDA_VISIBLE_DEVICES="")'
-    assert error.fix == "run on the CPU: --device cpu"
+    assert error.fix == "run on the CPU: start the program without picking GPUs"
 
 
 def test_a_machine_without_gpus_says_so() -> None:
     assert str(refusal_of(node(), count=2)) == (
         "asked for 2 GPUs: none can be had here\n"
         "no GPU can be seen on box\n"
-        "run on the CPU: --device cpu"
+        "run on the CPU: start the program without picking GPUs"
     )
 
 
@@ -391,7 +391,10 @@ def test_a_machine_without_gpus_says_so() -> None:
 def test_fewer_than_one_gpu_cannot_be_chosen(asked: dict[str, Any]) -> None:
     error = refusal_of(DGX, **asked)
     assert isinstance(error, Impossible)
-    assert str(error) == "asked for fewer than one GPU\nrun on the CPU: --device cpu"
+    assert (
+        str(error)
+        == "asked for fewer than one GPU\nrun on the CPU: start the program without picking GPUs"
+    )
 
 
 def test_a_pair_joined_by_nvlink_is_preferred() -> None:

@@ -36,7 +36,7 @@ held = acquire(
     on_wait=lambda _: print("waiting", flush=True), command=["python", "train.py"])
 print("got", *(device.index for device in held.decision.value), flush=True)
 if len(sys.argv) > 4:  # become a program that keeps the claim
-    held.keep_across_exec()
+    held.hand_over(os.environ)
     os.execvp(sys.argv[4], sys.argv[4:])
 sys.stdin.read()
 """
@@ -129,14 +129,87 @@ def test_the_claim_lives_as_long_as_the_program_it_was_handed_to(place: Path) ->
             pass
 
 
-def test_what_this_process_or_an_ancestor_holds_is_not_in_its_own_way(place: Path) -> None:
+def inside(place: Path, held: Held) -> Claims:
+    """The claims as a program sees them that runs under a claim."""
+    environment = {"TORCHMUSTER_CLAIMS_DIR": str(place)}
+    held.hand_over(environment)
+    return Claims.here(environment)
+
+
+def within(claims: Claims, request: Request) -> Held:
+    return acquire_module.acquire(claims, snapshot.take, request, environment={})
+
+
+def test_a_program_under_a_claim_can_pick_from_what_it_has(place: Path) -> None:
+    with acquire(place, Request(ids=(2, 3))) as outer:
+        claims = inside(place, outer)
+        uuids = [one.uuid for one in outer.decision.value]
+        assert claims.glance(uuids).in_the_way == {}
+        assert set(claims.glance(uuids).claimed) == set(uuids)
+        with within(claims, Request(ids=(3,))) as inner:
+            assert indices(inner) == [3]
+    with pytest.raises(DevicesBusy), acquire(place, Request(ids=(2, 3))):
+        acquire(place, Request(ids=(3,)))  # without its token the same process is a stranger
+
+
+def test_picks_within_one_claim_do_not_collide(place: Path) -> None:
+    with acquire(place, Request(ids=(0, 1))) as outer:
+        claims = inside(place, outer)
+        with within(claims, Request(ids=(0,))) as first:
+            with pytest.raises(DevicesBusy):
+                within(claims, Request(ids=(0,)))
+            with within(Claims(place, first.tokens), Request(ids=(0,))) as deeper:
+                assert indices(deeper) == [0]
+        with within(claims, Request(ids=(0,))) as again:
+            assert indices(again) == [0]
+
+
+def test_files_of_inner_picks_are_cleared_away(place: Path) -> None:
+    with (
+        acquire(place, Request(ids=(0,))) as outer,
+        within(inside(place, outer), Request(ids=(0,))),
+    ):
+        assert len(list(place.glob("GPU-*.lock"))) == 2
+    with acquire(place, Request(ids=(0,))):
+        assert len(list(place.glob("GPU-*.lock"))) == 1
+
+
+def test_a_waiter_outside_is_not_promised_what_a_claim_has(place: Path) -> None:
+    with acquire(place, Request(count=8)) as outer:
+        ticket = waiting.Ticket(place / "queue", Request(count=8), {})
+        try:
+            with within(inside(place, outer), Request(count=1)) as inner:
+                assert len(indices(inner)) == 1
+        finally:
+            ticket.give_back()
+
+
+def test_the_same_pid_in_another_container_is_a_stranger(place: Path) -> None:
     with acquire(place, Request(count=8)):
-        assert len(Claims(place).held(one.uuid for one in snapshot.take().accelerators)) == 8
-        assert Claims(place).held_by_others(one.uuid for one in snapshot.take().accelerators) == {}
-        with acquire(place, Request(count=2)) as again:
-            assert again.locks == []
-        with holder(place, 1) as child:
-            assert read_line(child) == "got 0"
+        for lock in place.glob("GPU-*.lock"):
+            stored = json.loads(lock.read_text())
+            lock.write_text(json.dumps({**stored, "pid": 1}))
+        with pytest.raises(DevicesBusy):
+            acquire(place, Request(count=1))
+
+
+def test_a_child_forked_during_a_look_keeps_no_lock(place: Path) -> None:
+    acquire(place, Request(count=8)).release()
+    claims = Claims(place)
+    reader, writer = os.pipe()
+    with claims.gate():
+        child = os.fork()
+        if child == 0:  # holds copies of all that is open now, until the parent lets it go
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    try:
+        with claims.gate(patience_s=0.0):
+            pass
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+        os.close(reader)
 
 
 def test_a_waiter_is_served_when_the_gpu_comes_free(place: Path) -> None:
@@ -221,13 +294,24 @@ def test_a_dead_waiter_is_cleared_away(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"garbage", b"[1, 2]", b"\xff\xfe", b'{"pid": "x", "user": {}}', b"{" * 9999]
+    "content",
+    [
+        b"",
+        b"garbage",
+        b"[1, 2]",
+        b"\xff\xfe",
+        b'{"pid": "x", "user": {}}',
+        b"[" * 30000,
+        b'{"since_unix_s": NaN}',
+        b'{"since_unix_s": -Infinity}',
+        b'{"token": 3}',
+    ],
 )
 def test_a_scribbled_lock_file_harms_nobody(place: Path, content: bytes) -> None:
     with acquire(place, Request(count=8)):
         for lock in place.glob("GPU-*.lock"):
             lock.write_bytes(content)
-        claims = Claims(place).held(one.uuid for one in snapshot.take().accelerators)
+        claims = Claims(place).glance(one.uuid for one in snapshot.take().accelerators).claimed
         assert len(claims) == 8
 
 
@@ -236,7 +320,7 @@ def test_a_holder_cannot_steer_the_terminal_of_others(place: Path) -> None:
         lock = next(place.glob("GPU-*.lock"))
         words = {"pid": 1, "user": "\x1b[2Jmallory", "command": "a\nb --token hunter2"}
         lock.write_text(json.dumps(words))
-        (claim,) = Claims(place).held([lock.stem]).values()
+        (claim,) = Claims(place).glance([lock.stem]).claimed.values()
     assert claim.user == "\N{REPLACEMENT CHARACTER}[2Jmallory"
     assert "\n" not in claim.command
 
@@ -318,8 +402,34 @@ def test_a_stuck_gate_is_told_and_not_waited_for_forever(
     assert caught.value.what == f"the claims in {place} cannot be looked at"
 
 
+def test_a_stuck_gate_or_a_pipe_hides_no_claim(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "_GLANCE_PATIENCE_S", 0.1)
+    uuids = [one.uuid for one in snapshot.take().accelerators]
+    with acquire(place, Request(count=2)):
+        os.mkfifo(place / "queue" / "0000")
+        with Claims(place).gate():
+            assert len(Claims(place).glance(uuids).claimed) == 2
+        os.mkfifo(place / f"{uuids[7]}.lock")
+        assert "is not a file" in Claims(place).glance(uuids).claimed[uuids[7]].command
+    with acquire(place, Request(count=2)):
+        pass
+
+
+def test_a_strict_umask_does_not_cost_the_place_in_the_queue(place: Path) -> None:
+    (place / "queue").mkdir(parents=True)
+    before = os.umask(0o077)
+    try:
+        ticket = waiting.Ticket(place / "queue", Request(count=1), {})
+    finally:
+        os.umask(before)
+    assert ticket.path.stat().st_mode & 0o777 == 0o644
+    ticket.give_back()
+
+
 def test_looking_at_claims_makes_nothing(tmp_path: Path) -> None:
-    assert Claims(tmp_path / "none").held(["GPU-1"]) == {}
+    assert Claims(tmp_path / "none").glance(["GPU-1"]).claimed == {}
     assert not (tmp_path / "none").exists()
 
 

@@ -14,7 +14,7 @@ from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevic
 from torchmuster.units import GiB
 
 EIGHT = node(*(gpu(index) for index in range(8)))
-STORY = "(weights, gradients, two AdamW moments)"
+STORY = "(weights, gradients, two AdamW moments, all in the weights' type; twice that with fp32 master weights)"
 
 
 def place(machine: Node, model_gib: float, **asked: Any) -> tuple[list[int], str, str]:
@@ -151,7 +151,7 @@ def test_slices_are_not_added_up() -> None:
 def test_without_gpus_of_a_known_size(machine: Node, cuda: str | None, why: str) -> None:
     error = refusal(machine, 1, cuda=cuda)
     assert isinstance(error, TooFewDevices)
-    assert (error.why, error.fix) == (why, "run on the CPU: --device cpu")
+    assert (error.why, error.fix) == (why, "run on the CPU: start the program without picking GPUs")
 
 
 def test_memory_in_use_that_is_not_known_is_told_and_not_guessed() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from device_strategies import gpu
 from torchmuster.devices.model import DeviceProcess
-from torchmuster.devices.processes import age_s, command_of_this_process, identify, printable
+from torchmuster.devices.processes import age_s, command_of_this_process, identify
+from torchmuster.redaction import printable
 
 # Waits until its input is closed, so that the tests need no clock.
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"

@@ -141,13 +141,13 @@ def test_an_unknown_id_lists_the_numbers_there_are(unknown: str) -> None:
     assert str(error) == (
         f"there is no GPU {unknown} on box\n"
         "the visible GPUs are: 0, 1, 2, 3\n"
-        "muster gpus  # shows the numbers and UUIDs to use"
+        "muster gpus --uuids  # shows the numbers and UUIDs to use"
     )
 
 
 def test_an_unknown_id_where_no_gpu_is_visible() -> None:
     assert str(refusal(FOUR, "", ids=(9,))) == (
-        "there is no GPU 9 on box\nno GPU is visible here\nrun on the CPU: --device cpu"
+        "there is no GPU 9 on box\nno GPU is visible here\nrun on the CPU: start the program without picking GPUs"
     )
 
 

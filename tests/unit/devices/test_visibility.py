@@ -98,7 +98,7 @@ def test_values_that_mislead_are_told(text: str, expected: list[int], left: str,
     assert finding.status is Status.WARNING
     assert finding.what == f"CUDA_VISIBLE_DEVICES={text} leaves {left} visible"
     assert finding.why == why
-    assert finding.fix == "muster gpus  # shows the numbers and UUIDs to use"
+    assert finding.fix == "muster gpus --uuids  # shows the numbers and UUIDs to use"
 
 
 def test_what_hides_a_gpu_is_named_as_it_was_set() -> None:
