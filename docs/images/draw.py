@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 import nvml_stub  # noqa: E402
 from nvml_stub import scenarios  # noqa: E402
 from torchmuster.cli import gpus_table  # noqa: E402
-from torchmuster.devices import nvml  # noqa: E402
 from torchmuster.devices.model import Device, DeviceProcess, Kind, Node  # noqa: E402
+from torchmuster.devices.readers import nvml  # noqa: E402
 from torchmuster.devices.request import Claim  # noqa: E402
 from torchmuster.devices.visibility import visible  # noqa: E402
 

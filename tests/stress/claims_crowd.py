@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from torchmuster.devices import cpu, nvml
 from torchmuster.devices.acquire import acquire
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node
+from torchmuster.devices.readers import cpu, nvml
 from torchmuster.devices.request import Request
 
 CPU = cpu.read()

@@ -5,9 +5,10 @@ import os
 import time
 
 from torchmuster.cli import gpus_pick, output, parsers
-from torchmuster.devices import nvml, snapshot
+from torchmuster.devices import snapshot
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node
+from torchmuster.devices.readers import nvml
 from torchmuster.devices.request import Claim
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import ExitCode

@@ -13,9 +13,9 @@ from rich.text import Text
 from torchmuster.cli import output
 from torchmuster.devices import topology
 from torchmuster.devices.conditions import WORTH_MENTIONING_IDLE_S, in_use_by
-from torchmuster.devices.cpu import usable_cores
 from torchmuster.devices.model import Device, DeviceProcess, Node
 from torchmuster.devices.processes import age_s
+from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import Claim, counted
 from torchmuster.devices.visibility import Visible
 from torchmuster.finding import render

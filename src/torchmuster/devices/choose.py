@@ -94,28 +94,24 @@ def _sets(
             yield _grow(node, [*sure, seed], [one for one in equal if one is not seed], count)
 
 
-def _grow(node: Node, members: list[Device], pool: list[Device], count: int) -> list[Device]:
+def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int) -> list[Device]:
     """Grow a set, each time by the device that is most like it and best connected to it."""
+    model = members[0].name
+    left = {one.uuid: one for one in pool}
     weakest = {one.uuid: min(topology.strength(node, one, m) for m in members) for one in pool}
     total = {one.uuid: sum(topology.strength(node, one, m) for m in members) for one in pool}
-    model = members[0].name
+    constant = {one.uuid: (-(one.free_bytes or 0), _number(one)) for one in pool}
+    unlike = {one.uuid: one.name != model for one in pool}
     while len(members) < count:
         best = min(
-            pool,
-            key=lambda one: (
-                one.name != model,
-                -weakest[one.uuid],
-                -total[one.uuid],
-                -(one.free_bytes or 0),
-                _number(one),
-            ),
+            left, key=lambda uuid: (unlike[uuid], -weakest[uuid], -total[uuid], constant[uuid])
         )
-        pool.remove(best)
-        members.append(best)
-        for one in pool:
-            added = topology.strength(node, one, best)
-            weakest[one.uuid] = min(weakest[one.uuid], added)
-            total[one.uuid] += added
+        newest = left.pop(best)
+        members.append(newest)
+        for uuid, one in left.items():
+            added = topology.strength(node, one, newest)
+            weakest[uuid] = min(weakest[uuid], added)
+            total[uuid] += added
     return members
 
 

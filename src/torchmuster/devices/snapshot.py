@@ -6,8 +6,9 @@ import platform
 import time
 from collections.abc import Mapping
 
-from torchmuster.devices import activity, amd, apple, cpu, intel, nvml, processes
+from torchmuster.devices import activity, processes
 from torchmuster.devices.model import Node
+from torchmuster.devices.readers import amd, apple, cpu, intel, nvml
 from torchmuster.devices.symptoms import symptoms
 
 

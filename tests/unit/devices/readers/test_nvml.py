@@ -16,8 +16,8 @@ import nvml_stub
 from muster_command import Stubs
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
-from torchmuster.devices import nvml
 from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link, LinkKind
+from torchmuster.devices.readers import nvml
 from torchmuster.finding import Status
 
 Machine = Callable[[Scenario], Path]
@@ -600,7 +600,7 @@ def test_a_driver_that_goes_away_between_readings(machine: Machine) -> None:
 
 SUMMARY = """
 import json
-from torchmuster.devices import nvml
+from torchmuster.devices.readers import nvml
 reading = nvml.read()
 print(json.dumps({
     "devices": [[one.number, one.used_bytes, one.temperature_c, one.trouble,

@@ -11,8 +11,8 @@ drivers tell only to root; and the memory of an integrated GPU, which is the sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.devices import drm, sysfs
 from torchmuster.devices.model import Device, DeviceProcess, Kind
+from torchmuster.devices.readers import drm, sysfs
 from torchmuster.finding import Finding, Status
 
 # PCI device ids and names from Intel's compute runtime (shared/source/dll/devices).

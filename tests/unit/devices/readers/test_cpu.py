@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmuster.devices import cpu
 from torchmuster.devices.model import Kind
+from torchmuster.devices.readers import cpu
 from torchmuster.units import GiB, MiB
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev - cgroup2 cgroup2 rw,nsdelegate"

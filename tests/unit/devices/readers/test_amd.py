@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmuster.devices import amd
 from torchmuster.devices.model import Device, Ecc, Kind
+from torchmuster.devices.readers import amd
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 

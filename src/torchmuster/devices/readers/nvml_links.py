@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 
 from torchmuster.devices.model import Device, Link, LinkKind
-from torchmuster.devices.nvml_ask import Unreachable, ask
+from torchmuster.devices.readers.nvml_ask import Unreachable, ask
 
 _PCIE_LEVELS = {
     pynvml.NVML_TOPOLOGY_INTERNAL: LinkKind.PIX,

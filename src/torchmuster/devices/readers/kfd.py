@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.devices import sysfs
 from torchmuster.devices.model import DeviceProcess
+from torchmuster.devices.readers import sysfs
 
 _LOCAL_HEAPS = (1, 2)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmuster.devices import drm, intel
 from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.readers import drm, intel
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 

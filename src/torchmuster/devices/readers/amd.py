@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.devices import drm, kfd, sysfs
 from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind
+from torchmuster.devices.readers import drm, kfd, sysfs
 from torchmuster.finding import Finding, Status
 from torchmuster.units import MiB
 

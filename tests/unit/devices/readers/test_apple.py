@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from torchmuster.devices import apple
 from torchmuster.devices.model import Kind
+from torchmuster.devices.readers import apple
 
 ANSWERS = {"machdep.cpu.brand_string": "Apple M3 Max\n", "hw.memsize": "68719476736\n"}
 

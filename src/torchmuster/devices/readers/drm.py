@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from torchmuster.devices import sysfs
 from torchmuster.devices.model import DeviceProcess
+from torchmuster.devices.readers import sysfs
 from torchmuster.units import parse_bytes
 
 # Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).

@@ -13,9 +13,9 @@ from typing import Any
 import pynvml
 
 from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link
-from torchmuster.devices.nvml_ask import Unreachable, ask, measure
-from torchmuster.devices.nvml_findings import lost, why_unusable
-from torchmuster.devices.nvml_links import read_links
+from torchmuster.devices.readers.nvml_ask import Unreachable, ask, measure
+from torchmuster.devices.readers.nvml_findings import lost, why_unusable
+from torchmuster.devices.readers.nvml_links import read_links
 from torchmuster.finding import Finding
 
 # Slow-downs worth telling; running at a set clock or being idle is not one of them.

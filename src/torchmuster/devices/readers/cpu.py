@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from torchmuster.decision import Decision
-from torchmuster.devices import sysfs
-from torchmuster.devices.apple import sysctl
 from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.readers import sysfs
+from torchmuster.devices.readers.apple import sysctl
 
 PROC, SYS = Path("/proc"), Path("/sys")
 
