@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -114,34 +116,44 @@ def _free(shown: Visible, claims: Mapping[str, Claim]) -> list[Device]:
     ]
 
 
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    justify: Literal["left", "right"]
+    cell: Callable[[Device], Text]
+
+
+def _columns(uuids: bool, width: int) -> Iterator[_Column]:
+    """Yield the columns; the narrower the terminal, the fewer: who uses what is kept longest."""
+    roomy, wide = width >= 70, width >= 90
+    yield _Column("GPU", "right", lambda one: Text(one.number, style="bold"))
+    yield _Column("name", "left", lambda one: Text(_short_name(one)))
+    if roomy:
+        yield _Column("memory", "left", _bar)
+    yield _Column("" if roomy else "memory", "right", lambda one: Text(_memory(one)))
+    if roomy:
+        yield _Column("busy", "right", lambda one: _percent(one.utilisation_percent))
+    if wide:
+        yield _Column("temp", "right", _temperature)
+        yield _Column("power", "right", lambda one: Text(_power(one)))
+    if uuids:
+        yield _Column("uuid", "left", lambda one: Text(one.uuid, overflow="fold"))
+
+
 def _table(
     node: Node, shown: Visible, claims: Mapping[str, Claim], uuids: bool, width: int
 ) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-    table.add_column("GPU", justify="right", no_wrap=True)
-    table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=30)
-    # The narrower the terminal, the fewer columns: who uses what is kept longest.
-    if width >= 70:
-        table.add_column("memory", no_wrap=True)
-    table.add_column("" if width >= 70 else "memory", no_wrap=True, justify="right")
-    if width >= 70:
-        table.add_column("busy", no_wrap=True, justify="right")
-    if width >= 90:
-        table.add_column("temp", no_wrap=True, justify="right")
-        table.add_column("power", no_wrap=True, justify="right")
-    if uuids:
-        table.add_column("uuid", no_wrap=True, overflow="fold")
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False, expand=True)
+    columns = list(_columns(uuids, width))
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, no_wrap=True)
     table.add_column("used by", no_wrap=True, overflow="ellipsis", ratio=1, min_width=12)
-    table.expand = True
     for device in node.accelerators:
-        cells = [Text(device.number, style="bold"), Text(_short_name(device))]
-        cells += [_bar(device)] if width >= 70 else []
-        cells += [Text(_memory(device))]
-        cells += [_percent(device.utilisation_percent)] if width >= 70 else []
-        cells += [_temperature(device), Text(_power(device))] if width >= 90 else []
-        cells += [Text(device.uuid)] if uuids else []
-        cells += [_used_by(device, shown, claims.get(device.uuid), node.taken_unix_s)]
-        table.add_row(*cells, style="dim" if device.uuid in shown.hidden_by else "")
+        table.add_row(
+            *(column.cell(device) for column in columns),
+            _used_by(device, shown, claims.get(device.uuid), node.taken_unix_s),
+            style="dim" if device.uuid in shown.hidden_by else "",
+        )
     return table
 
 
