@@ -11,7 +11,6 @@ can be had again, each by a further file of that token, so picks within a claim 
 Claims bind those who use them. GPUs that others use without a claim show as in use.
 """
 
-import math
 import os
 import random
 import re
@@ -232,12 +231,11 @@ def _read_claim(lock: int) -> Claim:
     """Read who holds a lock. The file is writable by all, so its words are checked and cleaned."""
     stored = locks.read_json(lock)
     pid, since = stored.get("pid"), stored.get("since_unix_s")
-    known = isinstance(since, int | float) and math.isfinite(since)
     return Claim(
         pid=pid if isinstance(pid, int) else 0,
         user=printable([str(stored.get("user", "an unknown user"))]),
         command=printable([str(stored.get("command", "unknown command"))]),
-        since_unix_s=float(since) if known else 0.0,  # type: ignore[arg-type]
+        since_unix_s=since if isinstance(since, int | float) and 0 <= since < 1e12 else 0.0,
         token=re.sub(r"[^0-9a-f]", "", str(stored.get("token", ""))),
     )
 

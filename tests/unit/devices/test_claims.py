@@ -304,6 +304,7 @@ def test_a_dead_waiter_is_cleared_away(place: Path) -> None:
         b"[" * 30000,
         b'{"since_unix_s": NaN}',
         b'{"since_unix_s": -Infinity}',
+        b'{"since_unix_s": 1' + b"0" * 400 + b"}",
         b'{"token": 3}',
     ],
 )
