@@ -149,8 +149,8 @@ def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool)
         devices = [
             {"number": one.number, "uuid": one.uuid, "name": one.name} for one in decision.value
         ]
-        answer = {"devices": devices, "environment": variables, "reason": reason}
-        output.print_json({**answer, "strategy": story.strategy} if story.strategy else answer)
+        answer = {"devices": devices, "environment": variables, "strategy": story.strategy}
+        output.print_json({**answer, "reason": reason})
         return ExitCode.GOOD
     output.say(reason)
     output.say("not claimed: to hold them for a run, put the command after --")

@@ -1,6 +1,7 @@
 """The entry point: finds the subcommand, imports its module, runs it, turns errors into exit codes."""
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -33,6 +34,9 @@ _EXAMPLES = (
 )
 
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output.replace_what_cannot_be_shown()
@@ -44,19 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("this command does not run another one after --")
     if command is not None:
         options.command = command
+    code = int(ExitCode.GOOD)
     try:
         try:
             code = int(options.run(options))
         except MusterError as error:
-            output.show_error(error, as_json=getattr(options, "json", False))
             code = error.exit_code
+            output.show_error(error, as_json=getattr(options, "json", False))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to complain to
         _forget_output()
-        return ExitCode.GOOD
-    except OSError as error:  # a full disk, most likely
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise  # of our own making: its traceback belongs in a report
         _forget_output()
         output.say(f"failure  the answer could not be written: {error.strerror or error}")
         return ExitCode.FAILED

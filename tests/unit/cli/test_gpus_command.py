@@ -16,6 +16,8 @@ import pytest
 from muster_command import Muster, Stubs, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from torchmuster.cli import gpus
+from torchmuster.cli.main import main
 
 Machine = Callable[[Scenario], Path]
 
@@ -145,6 +147,7 @@ def test_pick_json(machine: Machine, muster: Muster) -> None:
     answer = json.loads(muster("gpus", "pick", "--for-model", "14GB", "--json").out)
     assert [one["number"] for one in answer["devices"]] == ["0"]
     assert answer["environment"] == {"CUDA_VISIBLE_DEVICES": scenarios.gpu_uuid(0)}
+    assert answer["strategy"] == "single"
     assert "they fit on one GPU, so single" in answer["reason"]
 
 
@@ -300,6 +303,15 @@ def test_a_full_disk_is_told_in_a_sentence(machine: Machine) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "failure  the answer could not be written: No space left on device\n"
+
+
+def test_an_error_of_our_own_is_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(gpus, "_look", forbidden)
+    with pytest.raises(PermissionError):
+        main(["gpus"])
 
 
 def test_a_narrow_terminal_still_says_who(machine: Machine, muster: Muster) -> None:
