@@ -1,8 +1,8 @@
-"""The classic functions for seeing and choosing GPUs from Python.
+"""The classic functions from Python: seeing and choosing GPUs, and the ranks' process group.
 
 GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
 by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
-Torch is imported only by the functions that return a ``torch.device`` or speak of torch.
+Torch is imported only by the functions that return a ``torch.device`` or need a process group.
 """
 
 import logging
@@ -29,15 +29,20 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuIds",
     "auto_select_gpus_for_model",
+    "cleanup_distributed",
     "get_available_gpus",
     "get_device_info",
     "get_gpu_info",
     "get_gpu_memory_usage",
+    "get_group_info",
+    "get_local_rank",
     "get_optimal_device",
     "print_gpu_info",
     "select_gpus",
     "set_visible_gpus",
+    "setup_distributed",
     "setup_gpu_environment",
+    "verify_gpu_communication",
 ]
 
 _log = logging.getLogger(__name__)
@@ -132,6 +137,64 @@ def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device"
     decision = choose(node, request, environment=os.environ, claims=_claims(node))
     _log.info("%s", decision.reason)
     return _torch_device(node, decision.value[0])
+
+
+def setup_distributed(
+    rank: int, world_size: int, backend: str = "nccl", *, timeout_s: float = 600.0
+) -> "torch.device":
+    """Form the group of ranks and return this rank's device, which is set before the group is made.
+
+    Honours what torchrun sets (``RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT``) and refuses
+    arguments that contradict it. One process without a launcher is a group of 1; several without one
+    meet at 127.0.0.1, port 29500. Where nccl is impossible on any rank, all use gloo and a warning
+    says why. ``timeout_s`` limits the forming of the group and each wait for other ranks afterwards.
+    """
+    from torchmuster.launch.probes import process_group
+
+    return process_group.setup(rank, world_size, backend, timeout_s).device
+
+
+def cleanup_distributed() -> None:
+    """End the process group; does nothing without one, so it may be called twice and in finally."""
+    from torchmuster.launch.probes import process_group
+
+    process_group.cleanup()
+
+
+def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 60.0) -> bool:
+    """Let all ranks add up their numbers on their devices; True if the sum is right here.
+
+    A wrong sum, an error, or no answer in time is False, and the log says which. After a False the
+    group is of no more use: end it.
+    """
+    from torchmuster.launch.probes import process_group
+
+    return process_group.verify(rank, world_size, timeout_s)
+
+
+def get_local_rank() -> int:
+    """Return this process's number on its machine: ``LOCAL_RANK`` as torchrun sets it, else 0."""
+    from torchmuster.launch.probes import membership
+
+    return membership.local_rank(os.environ)
+
+
+def get_group_info() -> dict[str, Any]:
+    """Return the group as ``setup_distributed`` made it, with ``reasons`` for all it chose; or {}."""
+    from torchmuster.launch.probes import process_group
+
+    group = process_group.current()
+    if group is None:
+        return {}
+    return {
+        "rank": group.member.rank,
+        "world_size": group.member.world_size,
+        "local_rank": group.member.local_rank,
+        "backend": group.choice.backend,
+        "device": group.device,
+        "simulated": group.member.alone,
+        "reasons": list(group.reasons),
+    }
 
 
 def _select(

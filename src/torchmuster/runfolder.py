@@ -4,7 +4,9 @@
 
     run.json       id, name, when it was made, layout version
     config.yaml    the resolved settings, secrets redacted
-    job.json       what was launched, where
+    job.json       what was launched, where, by which process
+    state.json     how it is going, or how it ended
+    console.log    what the launcher showed
     logs/          rank-<n>.log
     metrics/  checkpoints/  hang/
     report.html
@@ -49,6 +51,16 @@ class RunFolder:
     def job(self) -> Path:
         """What was launched."""
         return self.path / "job.json"
+
+    @property
+    def state(self) -> Path:
+        """How the run is going, or how it ended."""
+        return self.path / "state.json"
+
+    @property
+    def console(self) -> Path:
+        """Everything the launcher showed."""
+        return self.path / "console.log"
 
     @property
     def logs(self) -> Path:

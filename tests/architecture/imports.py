@@ -33,6 +33,9 @@ LEVELS = {
 TORCH_ROOMS = {"train", "worker"}
 TORCH_FOLDERS = {"probes"}
 TORCH_INSIDE_FUNCTIONS = {"distributed"}
+# The one place in launching that runs inside torchrun's agent.
+TORCH_FILES = {"launch/settled_rendezvous.py"}
+TORCH_FILES_INSIDE_FUNCTIONS = {"launch/agent.py"}
 VOCABULARY_MAY_IMPORT = "the standard library"
 
 
@@ -100,8 +103,13 @@ def _broken(one: Import, room: str) -> str:
     if not top:
         return f"{where}: relative import; write torchmuster.… so that the level can be seen"
     if top == "torch":
-        in_torch_room = room in TORCH_ROOMS or TORCH_FOLDERS & set(one.path.parts)
-        inside_function = room in TORCH_INSIDE_FUNCTIONS and not one.at_top
+        file = "/".join(one.path.parts[-2:])
+        in_torch_room = (
+            room in TORCH_ROOMS or TORCH_FOLDERS & set(one.path.parts) or file in TORCH_FILES
+        )
+        inside_function = not one.at_top and (
+            room in TORCH_INSIDE_FUNCTIONS or file in TORCH_FILES_INSIDE_FUNCTIONS
+        )
         return (
             "" if in_torch_room or inside_function else f"{where}: torch must not be imported here"
         )

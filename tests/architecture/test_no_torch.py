@@ -45,6 +45,16 @@ LINES = [
     ["config", "check", "config.yaml"],
     ["config", "schema"],
     ["completion", "bash"],
+    ["run", "--dry-run", "train.py"],
+    ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],
+    ["run", "--slurm", "--gpus-per-node", "8", "--dry-run", "train.py"],
+    ["kubernetes", "--image", "image", "train.py"],
+    ["host", "--help"],
+    ["join", "--help"],
+    ["smoke", "--help"],
+    ["runs"],
+    ["attach", "--help"],
+    ["stop", "--help"],
 ]
 
 
@@ -65,6 +75,7 @@ def test_no_command_imports_torch(
 ) -> None:
     machine(scenarios.eight_a100_idle())
     (tmp_path / "config.yaml").write_text("experiment_name: x\n")
+    (tmp_path / "train.py").touch()
     done = spy(words, tmp_path)
     assert "EXIT 0" in done.stderr, done.stderr
     assert "IMPORTED" not in done.stderr

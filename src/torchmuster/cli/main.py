@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmuster import __version__
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output, parsers, scripts
 from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
 
 
@@ -23,13 +23,25 @@ class Command:
 
 COMMANDS = {
     "gpus": Command("torchmuster.cli.gpus", "see the GPUs of this machine; pick free ones"),
+    "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
+    "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),
+    "join": Command("torchmuster.cli.join", "take part in a run that another machine hosts"),
+    "smoke": Command("torchmuster.cli.smoke", "prove that ranks can work together"),
+    "kubernetes": Command("torchmuster.cli.kubernetes", "write manifests that run a script"),
+    "runs": Command("torchmuster.cli.runs", "list the runs and how they went"),
+    "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
+    "stop": Command("torchmuster.cli.stop", "end a run, on all its machines"),
     "config": Command("torchmuster.cli.config", "show, check and describe settings"),
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }
 
+# In these everything from the script on belongs to the script.
+_TAKE_SCRIPT = frozenset({"run", "host", "kubernetes"})
+
 _EXAMPLES = (
     "muster gpus                                   who uses which GPU",
-    "muster gpus pick --num 2 -- python train.py   run on two free GPUs, claimed for the run",
+    "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
+    "muster run --hosts a,b:4 train.py             on two machines, over ssh",
     "muster config check config.yaml               every mistake in a settings file, with its line",
 )
 
@@ -41,13 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output.replace_what_cannot_be_shown()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    words, command = _split_off_command(words)
+    words, command = scripts.split_off(words) if _takes_script(words) else _split_off_command(words)
     parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
     options = parser.parse_args(words)
     if command is not None and not hasattr(options, "command"):
         parser.error("this command does not run another one after --")
     if command is not None:
         options.command = command
+    options.words = words
     code = int(ExitCode.GOOD)
     try:
         try:
@@ -91,6 +104,10 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
         if only is None or name == only:
             importlib.import_module(command.module).add_arguments(sub)
     return parser
+
+
+def _takes_script(words: Sequence[str]) -> bool:
+    return next((word in _TAKE_SCRIPT for word in words if word in COMMANDS), False)
 
 
 def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:

@@ -62,6 +62,24 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """On which machines the run is started, and what happens when it fails."""
+
+    hosts: Annotated[
+        Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)] | None,
+        Meta(description="Machines by the names ssh knows, first one first: a, b:4 (4 ranks), c."),
+    ] = None
+    max_restarts: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Meta(description="How often the whole run is started again after a failure."),
+    ] = 0
+    remote_python: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Python on the other machines; the same path as here if left out."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings of a run."""
 
@@ -69,4 +87,5 @@ class Settings:
         str, Meta(min_length=1, description="Names the run folder and the tracker's run.")
     ] = "experiment"
     distributed: Distributed = field(default_factory=Distributed)
+    launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)

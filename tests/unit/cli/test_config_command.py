@@ -54,6 +54,9 @@ distributed.strategy                fsdp            --set distributed.strategy
 distributed.fsdp_sharding_strategy  full_shard      default ($TORCHMUSTER_DISTRIBUTED_FSDP_SHARDING_STRATEGY)
 distributed.fsdp_cpu_offload        false           default ($TORCHMUSTER_DISTRIBUTED_FSDP_CPU_OFFLOAD)
 distributed.master_port             -               default ($TORCHMUSTER_DISTRIBUTED_MASTER_PORT)
+launch.hosts                        -               default ($TORCHMUSTER_LAUNCH_HOSTS)
+launch.max_restarts                 0               default ($TORCHMUSTER_LAUNCH_MAX_RESTARTS)
+launch.remote_python                -               default ($TORCHMUSTER_LAUNCH_REMOTE_PYTHON)
 model.model_name_or_path            -               default ($TORCHMUSTER_MODEL_MODEL_NAME_OR_PATH)
 model.device_map                    auto            default ($TORCHMUSTER_MODEL_DEVICE_MAP)
 model.torch_dtype                   bfloat16        $TORCHMUSTER_MODEL_TORCH_DTYPE
@@ -271,7 +274,7 @@ def test_schema_is_one_json_document(muster: Muster) -> None:
     assert (done.code, done.err) == (0, "")
     schema = json.loads(done.out)
     assert schema["title"] == "torchmuster settings"
-    assert set(schema["$defs"]) == {"Settings", "Distributed", "Model"}
+    assert set(schema["$defs"]) == {"Settings", "Distributed", "Launch", "Model"}
 
 
 @pytest.mark.parametrize(

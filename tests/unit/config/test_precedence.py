@@ -32,6 +32,8 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
         case inspect.LiteralType(values=values):
             others = [str(one) for one in values if one != fields.leaves()[path].default]
             return (others[0], others[0]), (others[1], others[1])
+        case inspect.VarTupleType(item_type=inspect.StrType()):
+            return ("[a, b:4]", ("a", "b:4")), ("[c]", ("c",))
         case inspect.VarTupleType():
             return ("[0, 2]", (0, 2)), ("[1, 3]", (1, 3))
     raise AssertionError(f"no samples for {path}: {info}")

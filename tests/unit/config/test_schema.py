@@ -22,6 +22,10 @@ distributed:
   fsdp_sharding_strategy: full_shard
   fsdp_cpu_offload: false
   master_port: 29500
+launch:
+  hosts: [a, "b:4"]
+  max_restarts: 3
+  remote_python: /opt/venv/bin/python
 model:
   model_name_or_path: Qwen/Qwen2.5-7B
   device_map: auto

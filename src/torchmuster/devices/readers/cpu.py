@@ -94,7 +94,7 @@ def _memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
     except (OSError, ValueError, psutil.Error):
         return None, None
     totals, frees = [int(machine.total)], [int(machine.available)]
-    for folder in _cgroups("memory", proc_root, sys_root):
+    for folder in cgroup_folders("memory", proc_root, sys_root):
         limit = _first(folder, "memory.max", "memory.limit_in_bytes")
         used = _first(folder, "memory.current", "memory.usage_in_bytes")
         # Version 1 states "no limit" as a number beyond any machine, which then limits nothing.
@@ -117,7 +117,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
-    for folder in _cgroups("cpu", proc_root, sys_root):
+    for folder in cgroup_folders("cpu", proc_root, sys_root):
         quota, _, period = (sysfs.text(folder / "cpu.max") or "").partition(" ")
         if quota.isdecimal() and period.isdecimal() and int(period):
             yield _Quota(cores=int(quota) / int(period), file="cpu.max")
@@ -127,7 +127,7 @@ def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
             yield _Quota(cores=allowance / length, file="cpu.cfs_quota_us")
 
 
-def _cgroups(controller: str, proc_root: Path, sys_root: Path) -> Iterator[Path]:
+def cgroup_folders(controller: str, proc_root: Path, sys_root: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those above it, for one controller."""
     paths = dict(_memberships(proc_root))
     for line in (sysfs.text(proc_root / "self/mountinfo") or "").splitlines():

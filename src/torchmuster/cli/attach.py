@@ -1,0 +1,84 @@
+"""``muster attach``: follow a run that was started elsewhere, or read how it went."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.errors import ExitCode
+from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, find
+
+_LOOK_EVERY_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster attach``."""
+    parser.description = (
+        f"{parser.description}\nEverything it has shown so far comes first. Ctrl-C ends the following, "
+        "not the run;\nthe exit code is the run's."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster attach last                 the newest run in ./runs",
+            "muster attach 20260131-1200        part of its id is enough",
+        ],
+    )
+    parser.add_argument("which", metavar="RUN", help="a run's id, part of it, its folder, or: last")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="where run folders are (runs)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    run = find(options.which, options.runs)
+    try:
+        return follow(run)
+    except KeyboardInterrupt:
+        output.say(f"\nmuster: {run.id} goes on; to end it: muster stop {run.id}")
+        return ExitCode.GOOD
+
+
+def follow(run: RunFolder) -> int:
+    """Show what a run showed and shows; return its exit code once it is over."""
+    from torchmuster.launch import ledger
+
+    place = 0
+    job = ledger.await_job(run)
+    if job is not None and not job.launcher.is_of_this_machine:
+        output.say(
+            f"muster: launched on {job.launcher.host}; should it end without a word there, "
+            "that cannot be seen from here"
+        )
+    while True:
+        state = ledger.read_state(run)  # before the last look, so that nothing is missed
+        place = _show_more(run.console, place)
+        starting = state is None and job is not None and job.launcher.process() is not None
+        if not starting and (state is None or not state.active):
+            break
+        time.sleep(_LOOK_EVERY_S)
+    if state is None:
+        output.say(f"muster: {run.id} never began, and its launcher is gone")
+        return ExitCode.FAILED
+    if state.phase == "died":
+        output.say(f"muster: {state.headline}; muster stop {run.id} ends what may be left of it")
+        return ExitCode.FAILED
+    return ExitCode.FAILED if state.exit_code is None else state.exit_code
+
+
+def _show_more(path: Path, place: int) -> int:
+    if not path.exists():
+        return place
+    with path.open("rb") as stream:
+        stream.seek(place)
+        while data := stream.read(1 << 16):
+            sys.stdout.buffer.write(data)
+            place += len(data)
+    sys.stdout.flush()
+    return place

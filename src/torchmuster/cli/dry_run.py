@@ -1,0 +1,272 @@
+"""``muster run --dry-run``: what would be started, word for word, without starting or claiming it."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmuster.cli import output
+from torchmuster.errors import ExitCode
+from torchmuster.launch import wire
+from torchmuster.launch.keeper import agent_command, holding
+from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+from torchmuster.launch.local import KEEPER
+from torchmuster.launch.network import interfaces
+from torchmuster.launch.spec import Host, JobSpec
+from torchmuster.launch.ssh import keeper_command
+from torchmuster.redaction import redact_command, redact_mapping
+
+# What is only settled when the machines have answered stands in capitals. Where the code that makes
+# the commands wants a number, one that nobody would give stands for the word until then.
+_RANKS, _WORLD, _SOCKET = 999_999_001, 999_999_002, 999_999_003
+_NUMBERS = {_RANKS: "RANKS", _WORLD: "WORLD_SIZE", _SOCKET: "SOCKET"}
+_MEANINGS = {
+    "ADDRESS": "of the first machine, as all others reach it",
+    "LOCAL_ADDRESS": "of the machine itself",
+    "INTERFACE": "that leads to the others",
+    "PORT": "that is free when it starts",
+    "RANKS": "one for each GPU that the machine gives",
+    "WORLD_SIZE": "the ranks of all machines",
+    "SOCKET": "of the store: opened beforehand, and handed over",
+    "RUN": "the run's id",
+    "RECORDS": "a temporary folder of the machine's",
+    "TOKEN": "by which everything that belongs to the run is found",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one machine would start."""
+
+    host: str
+    ranks: int | None  # None: it is not known before the machine answers
+    folder: str
+    reasons: tuple[str, ...]
+    reached_by: tuple[str, ...]
+    command: tuple[str, ...]
+    environment: dict[str, object]
+    without: tuple[str, ...]  # variables that are taken away
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as plain JSON types."""
+        return {
+            "host": self.host,
+            "ranks": self.ranks,
+            "folder": self.folder,
+            "reasons": list(self.reasons),
+            "reached_by": list(self.reached_by),
+            "command": list(self.command),
+            "environment": self.environment,
+            "without": list(self.without),
+        }
+
+
+def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int:
+    """Show what ``muster run`` would start with the same flags."""
+    machines = _over_ssh(spec, remote_python) if spec.hosts else [_alone(spec, runs)]
+    words = _words_in(machines)
+    if as_json:
+        settled_later = {word: _MEANINGS[word] for word in words}
+        plan = {"machines": [one.as_json() for one in machines], "settled_later": settled_later}
+        output.print_json({**plan, "max_restarts": spec.max_restarts})
+        return ExitCode.GOOD
+    for machine in machines:
+        _print(machine)
+    if spec.max_restarts:
+        times = "once" if spec.max_restarts == 1 else f"up to {spec.max_restarts} times"
+        print(f"after a failure everything is started again, {times}")
+    print("settled when it starts:")
+    for word in words:
+        print(f"  {word:<14} {_MEANINGS[word]}")
+    print("nothing was started, and nothing is claimed")
+    return ExitCode.GOOD
+
+
+def _print(machine: Machine) -> None:
+    told = "a rank for each GPU" if machine.ranks is None else _counted(machine.ranks)
+    print(f"{machine.host}: {told}")
+    for reason in machine.reasons:
+        print(f"  {reason}")
+    print(f"  reached by:\n    {shlex.join(machine.reached_by)}")
+    print(f"  which starts, in {machine.folder}:")
+    print("    " + " \\\n      ".join(map(shlex.join, _lines(machine.command))))
+    print("  with, in the environment:")
+    for name, value in machine.environment.items():
+        print(f"    {name}={shlex.quote(str(value))}")
+    if machine.without:
+        print(f"  and without: {', '.join(machine.without)}")
+
+
+def _counted(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _lines(command: Sequence[str]) -> list[list[str]]:
+    """Divide the agent's command so that it can be read: a flag on each line, then the rank's own."""
+    lines: list[list[str]] = [[]]
+    ranks_own = len(command)
+    for place, word in enumerate(command):
+        if place == ranks_own or (place < ranks_own and word.startswith("--")):
+            lines.append([])
+        if word == "--no-python" and place < ranks_own:
+            ranks_own = place + 1
+        lines[-1].append(word)
+    return lines
+
+
+def _words_in(machines: Sequence[Machine]) -> list[str]:
+    texts = [
+        text for one in machines for text in (*one.command, *map(str, one.environment.values()))
+    ]
+    return [word for word in _MEANINGS if any(_stands_in(word, text) for text in texts)]
+
+
+def _stands_in(word: str, text: str) -> bool:
+    marked = "".join(letter if letter.isalnum() or letter == "_" else " " for letter in text)
+    return word in marked.split()
+
+
+def _alone(spec: JobSpec, runs: Path) -> Machine:
+    prepare = _prepare(spec, None)
+    held = holding.take(prepare, lambda _: None)
+    held.release()
+    keeper = (sys.executable, *KEEPER)
+    return _machine(
+        spec,
+        "this machine",
+        prepare,
+        held,
+        place=0,
+        sizes=[held.ranks],
+        logs=runs.resolve() / "RUN" / "logs",
+        python=sys.executable,
+        reached_by=keeper,
+    )
+
+
+def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
+    prepares = [_prepare(spec, host) for host in spec.hosts]
+    sizes = [prepare.ranks for prepare in prepares]
+    machines = []
+    for place, (host, prepare) in enumerate(zip(spec.hosts, prepares, strict=True)):
+        held = holding.Holding(
+            ranks=prepare.ranks or _RANKS,
+            devices=(),
+            variables={},
+            threads=0,
+            reasons=("its devices and threads are chosen when it answers the roll-call",),
+        )
+        machine = _machine(
+            spec,
+            host.name,
+            prepare,
+            held,
+            place=place,
+            sizes=sizes,
+            logs=Path("RECORDS", "logs"),
+            python=remote_python,
+            reached_by=keeper_command(host.name, remote_python),
+        )
+        machines.append(machine)
+    return machines
+
+
+def _prepare(spec: JobSpec, host: Host | None) -> wire.Prepare:
+    ranks = host.ranks if host else None
+    return wire.Prepare(
+        run_id="RUN",
+        token="TOKEN",  # noqa: S106  # a word that stands for it
+        command=spec.command,
+        module=spec.module,
+        folder=spec.folder,
+        device=spec.device,
+        ranks=ranks or spec.ranks or (1 if spec.device == "cpu" else None),
+        gpu_ids=spec.gpu_ids,
+        share=spec.share,
+        environment=spec.environment,
+        alone=host is None,
+    )
+
+
+def _machine(
+    spec: JobSpec,
+    name: str,
+    prepare: wire.Prepare,
+    held: holding.Holding,
+    *,
+    place: int,
+    sizes: Sequence[int | None],
+    logs: Path,
+    python: str,
+    reached_by: Sequence[str],
+) -> Machine:
+    share = _share(spec, prepare, held, place, sizes, logs)
+    added = agent_command.environment(share, {}, held.variables, held.threads)
+    if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
+        del added["OMP_NUM_THREADS"]  # not known before the machine answers
+    if len(sizes) > 1:
+        added |= interfaces.socket_variables("INTERFACE", added)
+    shown = redact_mapping(added)
+    shown[TOKEN_VARIABLE] = "TOKEN"
+    direct = sys.platform == "win32" and not spec.hosts
+    command = agent_command.rank_command(share) if direct else agent_command.agent_command(share)
+    return Machine(
+        host=name,
+        ranks=None if held.ranks == _RANKS else held.ranks,
+        folder=spec.folder,
+        reasons=held.reasons,
+        reached_by=tuple(redact_command(reached_by)),
+        command=tuple(
+            python if word == sys.executable else _in_words(word)
+            for word in redact_command(command)
+        ),
+        environment=shown,
+        without=tuple(
+            key for key, value in held.variables.items() if value is None and key in os.environ
+        ),
+    )
+
+
+def _share(
+    spec: JobSpec,
+    prepare: wire.Prepare,
+    held: holding.Holding,
+    place: int,
+    sizes: Sequence[int | None],
+    logs: Path,
+) -> agent_command.Share:
+    known = [size for size in sizes if size is not None]
+    all_known = len(known) == len(sizes)
+    address, local = ("127.0.0.1",) * 2 if len(sizes) == 1 else ("ADDRESS", "LOCAL_ADDRESS")
+    ours = spec.backend == "muster"
+    start = wire.Start(
+        attempt=0,
+        node_rank=place,
+        nodes=len(sizes),
+        first_rank=0,
+        world_size=sum(known) if all_known else _WORLD,
+        backend=spec.backend,
+        endpoint=spec.endpoint or f"{address}:{spec.port or 'PORT'}",
+        address=address,
+        port=spec.port or 0,
+        local_address=local,
+        interface=None,
+        timeout_s=spec.limits.rendezvous_s,
+        max_restarts=spec.max_restarts,
+    )
+    return agent_command.Share(
+        prepare=prepare,
+        start=start,
+        ranks=held.ranks,
+        logs=logs,
+        records=Path("RECORDS"),
+        socket=_SOCKET if ours and place == 0 else None,
+    )
+
+
+def _in_words(text: str) -> str:
+    for number, word in _NUMBERS.items():
+        text = text.replace(str(number), word)
+    return text

@@ -1,0 +1,95 @@
+"""``muster host``: start a script here and let other machines join by a code, without ssh."""
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchmuster.cli import job_flags, output, parsers
+from torchmuster.cli.launching import stay
+from torchmuster.cli.scripts import script_from
+from torchmuster.errors import Impossible
+from torchmuster.runfolder import create
+
+if TYPE_CHECKING:
+    from torchmuster.launch.join.code import Code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster host``."""
+    parser.usage = "muster host --nnodes N [options] script.py [the script's own arguments]"
+    parser.description = (
+        f"{parser.description}\nPrints a line to paste on each other machine. Each line works once, for "
+        "one machine, and only\nwith this host: the code in it carries a token and the fingerprint of "
+        "this host's certificate."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster host --nnodes 2 train.py",
+            "muster host --nnodes 3 --device cpu --ranks 2 train.py --lr 1e-4",
+        ],
+    )
+    parser.add_argument(
+        "--nnodes", type=job_flags.count, required=True, metavar="N", help="machines, this one too"
+    )
+    job_flags.add_machine_flags(parser)
+    many = job_flags.add_meeting_flags(parser)
+    many.add_argument(
+        "--join-port", type=job_flags.port, metavar="N", help="at which others join (any free one)"
+    )
+    found = many.add_mutually_exclusive_group()
+    found.add_argument(
+        "--short-codes",
+        action="store_true",
+        help="codes without addresses: the host is found on the local network",
+    )
+    found.add_argument(
+        "--no-announce", action="store_true", help="do not announce this host on the local network"
+    )
+    job_flags.add_run_flags(parser)
+    # People walk from one machine to the next.
+    parser.set_defaults(run=_run, command=None, join_timeout=1800.0)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from torchmuster.launch.hosting import HostTransport
+    from torchmuster.launch.network import interfaces
+
+    script = script_from(options, Path.cwd())
+    resolved = job_flags.settings_of(options)
+    spec = job_flags.job_from(options, resolved, script)
+    if spec.hosts:
+        raise Impossible(
+            "muster host lets machines join; launch.hosts calls them over ssh",
+            fix="muster run for ssh, or leave launch.hosts out",
+        )
+    if options.nnodes < 2:
+        raise Impossible("a host without guests", fix="muster run, or --nnodes 2 and more")
+    addresses = [one.address for one in interfaces.candidates()]
+    if not addresses:
+        raise Impossible(
+            "this machine has no network address",
+            why="others cannot join over loopback",
+            fix="connect it to a network; ip address  # shows what it has",
+        )
+    # Spoken on the terminal only: what is written down must not let anybody in.
+    transport = HostTransport(
+        socket.gethostname(),
+        nodes=options.nnodes,
+        addresses=addresses,
+        port=options.join_port,
+        announce=not options.no_announce,
+        on_event=lambda words: output.say(f"muster: {words}"),
+        on_code=lambda place, code: _show(place, code.short() if options.short_codes else code),
+    )
+    return stay(spec, transport, create(options.runs, spec.name))
+
+
+def _show(place: int, code: "Code") -> None:
+    from torchmuster.launch.join.code import encode
+
+    print(f"on machine {place + 1}, in a folder with the same code, paste:")
+    print(f"  muster join {encode(code)}")
+    sys.stdout.flush()

@@ -1,0 +1,267 @@
+"""The flags that describe a job, for every command that launches one, and the job they make."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchmuster.cli import output
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.scripts import Script
+from torchmuster.config.layers import Flag, Source, Strength
+from torchmuster.config.resolve import Resolved
+from torchmuster.errors import Impossible
+from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
+from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
+from torchmuster.units import parse_seconds
+
+# Set by people to steer the libraries; everything else of an environment belongs to its machine.
+# --wait without a time: longer than anybody waits, and still a number that can be sent.
+_FOREVER_S = 10 * 365 * 86400.0
+_LIBRARY_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS")
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what each machine gives to the run."""
+    add_setting_flags(parser)
+    give = parser.add_argument_group("what each machine gives")
+    give.add_argument(
+        "--device",
+        choices=("auto", "gpu", "cpu"),
+        default="auto",
+        help="auto (default): GPUs if there are any, else the CPU",
+    )
+    give.add_argument(
+        "--ranks", type=count, metavar="N", help="processes on each machine (one per GPU; CPU: 1)"
+    )
+    give.add_argument("--share", action="store_true", help="also GPUs on which others compute")
+    give.add_argument(
+        "--wait",
+        nargs="?",
+        type=duration,
+        const=_FOREVER_S,
+        default=0.0,
+        metavar="TIME",
+        help="if GPUs are in use, wait for them: for ever, or 10m, 2h, …",
+    )
+    give.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the ranks on every machine; NAME alone: as it is here",
+    )
+
+
+def add_meeting_flags(parser: argparse.ArgumentParser) -> Any:
+    """Add how the machines of a run meet."""
+    many = parser.add_argument_group("many machines")
+    many.add_argument(
+        "--address", metavar="ADDR", help="meet at this address or interface of the first machine"
+    )
+    many.add_argument(
+        "--port",
+        type=port,
+        metavar="N",
+        help="meet at this port (default: 29400 or the next that is free)",
+    )
+    many.add_argument(
+        "--join-timeout",
+        type=duration,
+        default=120.0,
+        metavar="TIME",
+        help="give up if not all machines have answered by then (2m)",
+    )
+    many.add_argument(
+        "--lost-after",
+        type=duration,
+        default=10.0,
+        metavar="TIME",
+        help="a machine without a sign of life for so long is lost (10s)",
+    )
+    return many
+
+
+def add_host_flags(many: Any) -> None:
+    """Add the machines that are called over ssh."""
+    many.add_argument(
+        "--hosts",
+        nargs="+",
+        metavar="HOST",
+        help="machines that ssh knows, first one first: a,b:4,c (4 ranks on b)",
+    )
+    many.add_argument(
+        "--remote-python",
+        metavar="PATH",
+        help="Python on the other machines (the same path as here)",
+    )
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> Any:
+    """Add what holds while a run goes on."""
+    when = parser.add_argument_group("while it runs")
+    when.add_argument(
+        "--max-restarts", metavar="N", help="start all ranks again after a failure (0 times)"
+    )
+    when.add_argument(
+        "--grace",
+        type=duration,
+        default=5.0,
+        metavar="TIME",
+        help="ranks that are asked to end are killed after this (5s)",
+    )
+    when.add_argument("--name", help="name the run (default: as the script)")
+    when.add_argument(
+        "--runs", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where run folders go (runs)"
+    )
+    return when
+
+
+def settings_of(options: argparse.Namespace) -> Resolved:
+    """Resolve the settings, those of launching included."""
+    for name, path in (
+        ("hosts", "launch.hosts"),
+        ("max_restarts", "launch.max_restarts"),
+        ("remote_python", "launch.remote_python"),
+    ):
+        given = getattr(options, name, None)
+        if given is not None:
+            # As JSON, which YAML reads as it is: an address in brackets would be a list to it.
+            text = json.dumps(_items(given)) if isinstance(given, list) else given
+            flag = f"--{name.replace('_', '-')}"
+            options.set.append(Flag(flag=flag, path=path, text=text))
+    return settings_from(options)
+
+
+def _items(words: list[str]) -> list[str]:
+    """Take ``a b`` and ``a,b`` alike."""
+    return [item.strip() for word in words for item in word.split(",") if item.strip()]
+
+
+def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) -> JobSpec:
+    """Translate flags and settings into a job."""
+    settings = resolved.settings
+    ids = settings.distributed.gpu_ids
+    hosts = parse_hosts(settings.launch.hosts) if settings.launch.hosts else ()
+    return JobSpec(
+        name=_name(options, resolved, script),
+        command=script.command,
+        module=script.module,
+        folder=str(Path.cwd()),
+        device=_device(options, resolved),
+        ranks=_ranks(options, resolved),
+        gpu_ids=None if ids is None else tuple(map(str, ids)),
+        share=options.share,
+        wait_s=options.wait,
+        hosts=hosts,
+        port=options.port or settings.distributed.master_port,
+        address=options.address,
+        backend=getattr(options, "rdzv_backend", "muster"),
+        endpoint=getattr(options, "rdzv_endpoint", None),
+        max_restarts=settings.launch.max_restarts,
+        environment=_environment(options.env),
+        limits=Limits(
+            join_s=options.join_timeout, lost_after_s=options.lost_after, grace_s=options.grace
+        ),
+    )
+
+
+def voice_for(run: RunFolder) -> "Any":
+    """Return the voice of a command that launches."""
+    from torchmuster.launch.voice import TerminalVoice
+
+    return TerminalVoice(
+        run,
+        colour=output.wants_colour(sys.stdout),
+        own_colour=output.wants_colour(sys.stderr),
+        width=shutil.get_terminal_size().columns,
+    )
+
+
+def _name(options: argparse.Namespace, resolved: Resolved, script: Script) -> str:
+    source = resolved.sources["experiment_name"]
+    if options.name:
+        return str(options.name)
+    given = source.strength is not Strength.DEFAULT
+    return resolved.settings.experiment_name if given else script.name
+
+
+def _device(options: argparse.Namespace, resolved: Resolved) -> Any:
+    """Return the device; asking for GPUs by number or name means GPUs."""
+    asked = resolved.settings.distributed.num_gpus or resolved.settings.distributed.gpu_ids
+    if options.device != "cpu":
+        return "gpu" if asked else options.device
+    sources = [resolved.sources[f"distributed.{name}"] for name in ("num_gpus", "gpu_ids")]
+    if any(source.strength is Strength.FLAG for source in sources):
+        raise Impossible(
+            "--device cpu uses no GPUs, but GPUs were asked for",
+            why=f"by {next(one.where for one in sources if one.strength is Strength.FLAG)}",
+            fix="leave out one of the two; processes on the CPU are counted by --ranks 2",
+        )
+    return "cpu"
+
+
+def _ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
+    """Return how many processes each machine starts; one for each GPU where there are GPUs."""
+    gpus = resolved.settings.distributed.num_gpus
+    if options.ranks is None:
+        return None if options.device == "cpu" else gpus
+    if options.device != "cpu" and gpus is not None and gpus != options.ranks:
+        source = _where(resolved.sources["distributed.num_gpus"])
+        raise Impossible(
+            f"--ranks {options.ranks} and {gpus} GPUs ({source}) do not fit",
+            why="each GPU gets one rank",
+            fix="give one of the two",
+        )
+    return int(options.ranks)
+
+
+def _where(source: Source) -> str:
+    return source.where
+
+
+def _environment(names: list[str]) -> dict[str, str]:
+    chosen = {
+        name: value for name, value in os.environ.items() if name.startswith(_LIBRARY_VARIABLES)
+    }
+    return chosen | named_variables(names)
+
+
+def named_variables(words: list[str]) -> dict[str, str]:
+    """Read ``NAME=VALUE``, and ``NAME`` for one that is set here."""
+    chosen = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals and name not in os.environ:
+            raise Impossible(
+                f"--env {name} is not set here", fix=f"--env {name}=VALUE, or export it first"
+            )
+        chosen[name] = value if equals else os.environ[name]
+    return chosen
+
+
+def count(text: str) -> int:
+    """Read a number of processes."""
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 4096")
+    return number
+
+
+def duration(text: str) -> float:
+    """Read a time such as 10s, 5m or 2h."""
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def port(text: str) -> int:
+    """Read a port."""
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 1 to 65535")
+    return number

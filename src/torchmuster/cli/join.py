@@ -1,0 +1,67 @@
+"""``muster join``: take part in a run that another machine hosts, by the code it printed."""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.job_flags import duration
+
+if TYPE_CHECKING:
+    from torchmuster.launch.join.code import Code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster join``."""
+    parser.description = (
+        f"{parser.description}\nThe script runs in this folder, with this machine's Python. Nothing is "
+        "sent to a host\nwhose certificate is not the one in the code."
+    )
+    parsers.show_examples(parser, ["muster join CODE    the line that muster host printed"])
+    parser.add_argument("code", nargs="+", metavar="CODE", help="as the host printed it")
+    parser.add_argument(
+        "--patience",
+        type=duration,
+        default=120.0,
+        metavar="TIME",
+        help="how long to try to reach the host (2m)",
+    )
+    parser.add_argument(
+        "--no-discovery", action="store_true", help="do not look for the host on the local network"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from torchmuster.launch.join.code import decode
+
+    code = decode(" ".join(options.code))
+    return asyncio.run(_join(code, options))
+
+
+async def _join(code: "Code", options: argparse.Namespace) -> int:
+    from torchmuster.launch.join.client import connect
+    from torchmuster.launch.keeper.keeper import Keeper
+    from torchmuster.launch.network import firewall
+
+    channel = await connect(
+        code,
+        on_event=_say,
+        open_firewall=lambda port: firewall.open_command("linux", port),
+        discover=not options.no_discovery,
+        patience_s=options.patience,
+    )
+    _say("joined; the host says when it begins, and Ctrl-C leaves")
+    keeper = Keeper(channel, folder=Path.cwd(), tell=_say)
+    exit_code = await keeper.run()
+    _say(keeper.words or "the host has ended the run")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread may still be waiting for GPUs
+
+
+def _say(words: str) -> None:
+    output.say(f"muster: {words}")

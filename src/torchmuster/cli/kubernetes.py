@@ -1,0 +1,125 @@
+"""``muster kubernetes``: the manifests with which a cluster runs a script, for ``kubectl apply -f -``."""
+
+import argparse
+import re
+
+from torchmuster.cli import job_flags, parsers
+from torchmuster.cli.scripts import Script
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.units import parse_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster kubernetes``."""
+    parser.usage = (
+        "muster kubernetes --image IMAGE [options] script.py [the script's own arguments]"
+    )
+    parser.description = (
+        f"{parser.description}\nThe script is a path inside the image, which needs torch and not "
+        "torchmuster. Nothing is sent\nto a cluster: pass it on to kubectl."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster kubernetes --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
+            "muster kubernetes --kind trainjob --image IMAGE --nodes 2 train.py --lr 1e-4",
+        ],
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("job", "jobset", "trainjob"),
+        default="job",
+        help="an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob (job)",
+    )
+    parser.add_argument("--image", required=True, help="the container image")
+    parser.add_argument("--name", help="of the job (default: the script's)")
+    parser.add_argument("--namespace", help="(default: the one kubectl is set to)")
+    pods = parser.add_argument_group("each machine (pod)")
+    pods.add_argument("--nodes", type=job_flags.count, default=1, metavar="N", help="pods (1)")
+    pods.add_argument("--gpus-per-node", type=job_flags.count, default=0, metavar="N", help="GPUs")
+    pods.add_argument(
+        "--gpu-resource",
+        choices=("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe"),
+        default="nvidia.com/gpu",
+        help="what the cluster calls them",
+    )
+    pods.add_argument("--ranks", type=job_flags.count, metavar="N", help="processes (one per GPU)")
+    pods.add_argument("--cpu", type=job_flags.count, metavar="N", help="cores")
+    pods.add_argument("--memory", type=_size, metavar="SIZE", help="memory: 64GiB")
+    pods.add_argument(
+        "--shm", type=_size, metavar="SIZE", help="shared memory (half of the memory)"
+    )
+    pods.add_argument("--secret", metavar="NAME", help="the Secret that has the secret variables")
+    pods.add_argument("--run-as-non-root", action="store_true", help="refuse an image that is root")
+    pods.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the ranks",
+    )
+    parser.add_argument("--port", type=job_flags.port, metavar="N", help="to meet at (29400)")
+    parser.add_argument(
+        "--max-restarts", type=_restarts, default=0, metavar="N", help="of the whole group (jobset)"
+    )
+    parser.set_defaults(run=_run, command=None)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from torchmuster.launch.kubernetes.manifests import render, to_yaml
+    from torchmuster.launch.kubernetes.request import KubernetesRequest
+    from torchmuster.launch.spec import JobSpec
+
+    script = _script(options)
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", script.name.lower()).strip("-")
+    spec = JobSpec(
+        name=name,
+        command=script.command,
+        module=script.module,
+        folder="",
+        ranks=options.ranks,
+        port=options.port,
+        max_restarts=options.max_restarts,
+        environment=job_flags.named_variables(options.env),
+    )
+    request = KubernetesRequest(
+        name=name,
+        image=options.image,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        gpu_resource=options.gpu_resource,
+        cpu=options.cpu,
+        memory_bytes=options.memory,
+        shm_bytes=options.shm,
+        namespace=options.namespace,
+        secret=options.secret,
+        run_as_non_root=options.run_as_non_root,
+    )
+    print(to_yaml(render(spec, request, options.kind)), end="")
+    return ExitCode.GOOD
+
+
+def _script(options: argparse.Namespace) -> Script:
+    words = list(options.command or [])
+    module = words[:1] == ["-m"]
+    words = words[1:] if module else words
+    if not words:
+        raise Impossible(
+            "there is no script to run",
+            why="it is a path inside the image that ends in .py, or a module after -m",
+            fix="muster kubernetes --image IMAGE train.py",
+        )
+    return Script(command=tuple(words), module=module)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+    return int(text)

@@ -1,0 +1,29 @@
+"""Launching a job from a command, and staying with it."""
+
+import socket
+
+from torchmuster.cli import job_flags
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.spec import JobSpec
+from torchmuster.runfolder import RunFolder
+
+
+def stay(
+    spec: JobSpec, transport: Transport, run: RunFolder, *, survives_hangup: bool = False
+) -> int:
+    """Launch a job and show how it goes until it is over."""
+    from torchmuster.launch.launcher import launch
+
+    voice = job_flags.voice_for(run)
+    return launch(spec, transport, run, voice, survives_hangup=survives_hangup)
+
+
+def transport_for(spec: JobSpec, python: str) -> Transport:
+    """Return the way to the machines of a job: ssh, or none but this one."""
+    if spec.hosts:
+        from torchmuster.launch.ssh import SshTransport
+
+        return SshTransport(spec.hosts, python)
+    from torchmuster.launch.local import LocalTransport
+
+    return LocalTransport(socket.gethostname())

@@ -1,0 +1,81 @@
+"""``muster run``: start a torchrun script on this machine or on many, and stay with it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchmuster.cli import job_flags, parsers, slurm_run
+from torchmuster.cli.launching import stay, transport_for
+from torchmuster.cli.scripts import script_from
+from torchmuster.errors import Impossible
+from torchmuster.runfolder import create
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster run``."""
+    parser.usage = "muster run [options] script.py [the script's own arguments]"
+    parser.description = (
+        f"{parser.description}\nThe script is one for torchrun and needs no change. It gets its RANK, "
+        "its log and its devices;\nthe first rank that fails ends all others, and its error is shown."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster run --num-gpus 2 train.py --lr 1e-4    two free GPUs of this machine, claimed",
+            "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
+            "muster run --hosts a,b:4,c train.py           three machines over ssh",
+            "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
+            "muster run --detach train.py                  goes on without this terminal",
+            "muster run --dry-run train.py                 shows what would be started",
+        ],
+    )
+    job_flags.add_machine_flags(parser)
+    many = job_flags.add_meeting_flags(parser)
+    job_flags.add_host_flags(many)
+    many.add_argument(
+        "--rdzv-backend",
+        choices=("muster", "c10d", "etcd-v2"),
+        default="muster",
+        help="how torchrun's agents meet (muster: everything is settled beforehand)",
+    )
+    many.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of your etcd server")
+    slurm_run.add_flags(parser)
+    when = job_flags.add_run_flags(parser)
+    when.add_argument("--detach", action="store_true", help="go on without this terminal")
+    when.add_argument("--dry-run", action="store_true", help="show what would be started, and end")
+    when.add_argument("--json", action="store_true", help="with --dry-run: as JSON, for programs")
+    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run, command=None)
+
+
+def _run(options: argparse.Namespace) -> int:
+    script = script_from(options, Path.cwd())
+    if options.json and not options.dry_run:
+        raise Impossible(
+            "--json is for --dry-run",
+            why="a run shows what its ranks write",
+            fix="leave out --json; how runs went as JSON: muster runs --json",
+        )
+    resolved = job_flags.settings_of(options)
+    spec = job_flags.job_from(options, resolved, script)
+    if (spec.backend == "etcd-v2") != (spec.endpoint is not None):
+        raise Impossible(
+            "--rdzv-backend etcd-v2 and --rdzv-endpoint belong together",
+            why="only an etcd server has an endpoint of its own; all others meet on the first machine",
+            fix="--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
+        )
+    if options.slurm:
+        return slurm_run.submit_and_follow(options, spec)
+    slurm_run.refuse_flags_without_slurm(options)
+    python = resolved.settings.launch.remote_python or sys.executable
+    if options.dry_run:
+        from torchmuster.cli import dry_run
+
+        return dry_run.show(spec, python, options.runs, as_json=options.json)
+    transport = slurm_run.transport_inside(spec) or transport_for(spec, python)
+    run = create(options.runs, spec.name)
+    if options.detach:
+        from torchmuster.cli import detaching
+
+        return detaching.detach(run, lambda: stay(spec, transport, run, survives_hangup=True))
+    return stay(spec, transport, run)

@@ -1,0 +1,76 @@
+"""``muster runs``: the runs in a folder, how they go or went."""
+
+import argparse
+import time
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.errors import ExitCode
+from torchmuster.launch import ledger
+from torchmuster.redaction import printable
+from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, list_runs
+from torchmuster.units import format_seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster runs``."""
+    parsers.show_examples(parser, ["muster runs", "muster runs --json"])
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="where run folders are (runs)",
+    )
+    parser.add_argument("--all", action="store_true", help="not only the newest 20")
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    runs = list_runs(options.runs)
+    shown = runs if options.all else runs[:20]
+    rows = [(run, ledger.read_job(run), ledger.read_state(run)) for run in shown]
+    if options.json:
+        output.print_json([_as_json(*row) for row in rows])
+        return ExitCode.GOOD
+    if not rows:
+        print(f"no runs in {options.runs}; muster run script.py makes the first")
+        return ExitCode.GOOD
+    table = [_cells(*row) for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[3]]).rstrip())
+    if len(runs) > len(shown):
+        print(f"… {len(runs) - len(shown)} older ones: muster runs --all")
+    return ExitCode.GOOD
+
+
+def _cells(
+    run: RunFolder, job: ledger.Job | None, state: ledger.State | None
+) -> tuple[str, str, str, str]:
+    words = printable(job.command) if job else ""
+    if state is None:
+        return run.id, "unknown", "-", words
+    end = time.time() if state.active else state.since_unix_s
+    took = format_seconds(max(0.0, end - state.started_unix_s))
+    failed = state.phase in ("failed", "died")
+    return run.id, state.phase, took, state.headline.partition("\n")[0] if failed else words
+
+
+def _as_json(
+    run: RunFolder, job: ledger.Job | None, state: ledger.State | None
+) -> dict[str, object]:
+    return {
+        "id": run.id,
+        "folder": str(run.path.resolve()),
+        "phase": state.phase if state else None,
+        "exit_code": state.exit_code if state else None,
+        "headline": state.headline if state else None,
+        "started_unix_s": state.started_unix_s if state else None,
+        "since_unix_s": state.since_unix_s if state else None,
+        "command": job.command if job else None,
+        "hosts": job.hosts if job else None,
+        "launched_on": job.launcher.host if job else None,
+    }

@@ -1,0 +1,102 @@
+"""Command lines that end in a script: everything from the script on is the script's own."""
+
+import argparse
+import importlib.machinery
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmuster.errors import Impossible
+
+# Flags whose value can be any text, also one that ends like a script's name.
+_TAKE_A_TEXT = frozenset(
+    {
+        *("--account", "--address", "--config", "--env", "--image", "--mem", "--name"),
+        *("--namespace", "--partition", "--qos", "--rdzv-endpoint", "--remote-python"),
+        *("--runs", "--secret", "--set", "--time"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is to be run: a file or a module, and its arguments."""
+
+    command: tuple[str, ...]
+    module: bool
+
+    @property
+    def name(self) -> str:
+        """What to call a run of it."""
+        word = self.command[0]
+        return word.rpartition(".")[2] if self.module else Path(word).stem
+
+
+def split_off(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Divide a command line where the script begins: after ``--``, at ``-m``, or at a ``.py`` file."""
+    for place, word in enumerate(words):
+        if word == "--":
+            return words[:place], words[place + 1 :]
+        if place and words[place - 1] in _TAKE_A_TEXT:
+            continue
+        if word == "-m" or (word.endswith(".py") and not word.startswith("-")):
+            return words[:place], words[place:]
+    return words, None
+
+
+def script_from(options: argparse.Namespace, folder: Path) -> Script:
+    """Return the script of a command line, checked as far as this machine can tell."""
+    words = list(options.command or [])
+    if stray := getattr(options, "stray", []):
+        raise _not_a_script(stray[0], folder)
+    if words[:1] == ["-m"]:
+        return Script(command=_module(words[1:], folder), module=True)
+    if not words:
+        raise Impossible(
+            "there is no script to run",
+            why="a script is a file whose name ends in .py, or a module after -m",
+            fix="muster run train.py  # a script with another name follows --",
+        )
+    if (folder / words[0]).is_dir():
+        raise Impossible(
+            f"{words[0]!r} is a folder, not a script",
+            why="one script is run, as python would run it",
+            fix=f"name the file in it: muster run {Path(words[0]) / 'train.py'}",
+        )
+    if not (folder / words[0]).is_file():
+        raise Impossible(
+            f"there is no script {words[0]!r}",
+            why=f"looked for it in {folder}",
+            fix="check the name; flags of muster come before the script, its own after it",
+        )
+    return Script(command=tuple(words), module=False)
+
+
+def _not_a_script(word: str, folder: Path) -> Impossible:
+    if (folder / f"{word}.py").is_file():
+        fix = f"muster run {word}.py"
+    elif (folder / word).is_file():
+        fix = f"muster run -- {word}"
+    else:
+        fix = "muster run train.py  # flags of muster come before the script, its own after it"
+    return Impossible(
+        f"{word!r} is not taken for a script",
+        why="a script is a file whose name ends in .py, a module after -m, or whatever follows --",
+        fix=fix,
+    )
+
+
+def _module(words: Sequence[str], folder: Path) -> tuple[str, ...]:
+    if not words:
+        raise Impossible("there is no module after -m", fix="muster run -m package.module")
+    # Only the first part: to look further, Python would have to run the package's own code.
+    package = words[0].partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(package, [str(folder)])
+    if here is None and (not package or importlib.util.find_spec(package) is None):
+        raise Impossible(
+            f"there is no module {words[0]!r}",
+            why=f"{package!r} is neither in {folder} nor installed for this Python",
+            fix="check the name; a module is written with dots and without .py: -m package.module",
+        )
+    return tuple(words)

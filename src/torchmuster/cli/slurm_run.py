@@ -1,0 +1,128 @@
+"""``muster run --slurm``: submit a job that runs the same command, and follow it."""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from torchmuster.cli import job_flags, output
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.spec import JobSpec
+
+# The flags that are for submitting: inside the job they are left out. Each takes one value.
+_VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
+    "--nodes": ("nodes", job_flags.count, "N", "nodes (1)"),
+    "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs of each node"),
+    "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores of each node"),
+    "--partition": ("partition", str, "NAME", "the partition to wait in"),
+    "--account": ("account", str, "NAME", "the account that pays"),
+    "--qos": ("qos", str, "NAME", "the quality of service"),
+    "--time": ("time", str, "LIMIT", "the time limit, as Slurm writes it: 2-12:00:00"),
+    "--mem": ("mem", str, "SIZE", "the memory of each node, as Slurm writes it: 64G"),
+    "--warn": (
+        "warn",
+        job_flags.duration,
+        "TIME",
+        "send SIGUSR1 to the ranks so long before the end",
+    ),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what is asked of Slurm."""
+    group = parser.add_argument_group("Slurm")
+    group.add_argument(
+        "--slurm", action="store_true", help="submit it as a job, and follow the job"
+    )
+    for flag, (name, kind, metavar, text) in _VALUES.items():
+        group.add_argument(flag, dest=name, type=kind, metavar=metavar, help=text)
+
+
+def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
+    """Submit the job, show how it goes; Ctrl-C leaves it to itself."""
+    from torchmuster.launch.slurm.follow import LogLine, follow, left_running
+    from torchmuster.launch.slurm.script import SlurmRequest, render
+    from torchmuster.launch.slurm.submit import submit
+
+    request = SlurmRequest(
+        nodes=options.nodes or 1,
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_node=options.cpus_per_node,
+        partition=options.partition,
+        account=options.account,
+        qos=options.qos,
+        time=options.time,
+        mem=options.mem,
+        warn_s=None if options.warn is None else round(options.warn),
+    )
+    script = render(spec, request, _inside(options), options.runs)
+    if options.dry_run:
+        print(script, end="")
+        return ExitCode.GOOD
+    job = submit(script, run_root=options.runs)
+    print(job, flush=True)
+    output.say(f"muster: submitted as job {job}; to end it: scancel {job}")
+    if options.detach:
+        return ExitCode.GOOD
+    try:
+        for news in follow(job):
+            if isinstance(news, LogLine):
+                print(news.text, flush=True)
+            else:
+                output.say(f"muster: {news.words}")
+                state = news
+    except KeyboardInterrupt:
+        output.say(f"\nmuster: {left_running(job)}")
+        return ExitCode.GOOD
+    return ExitCode.GOOD if state.kind == "done" else ExitCode.FAILED
+
+
+def transport_inside(spec: JobSpec) -> Transport | None:
+    """Return the way to the nodes of the Slurm job in which this runs; None outside of one."""
+    from torchmuster.launch.slurm import allocation
+
+    given = allocation.here(os.environ)
+    if given is None:
+        return None
+    allocation.check_counts(given, spec)
+    if warning := allocation.few_cores(given, spec):
+        output.show_findings([warning], sys.stderr)
+    if given.nodes == (socket.gethostname(),):
+        return None  # the whole of the job is here
+    from torchmuster.launch.slurm.srun import SrunTransport
+
+    again = f", started again {given.restarts} times" if given.restarts else ""
+    output.say(f"muster: in Slurm job {given.job} with {len(given.nodes)} nodes{again}")
+    return SrunTransport(given)
+
+
+def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
+    """Refuse what only Slurm understands where Slurm is not asked for."""
+    for flag, (name, *_) in _VALUES.items():
+        if getattr(options, name) is not None:
+            raise Impossible(
+                f"{flag} is for Slurm or Kubernetes",
+                fix=f"muster run --slurm {flag} …, or leave {flag} out",
+            )
+
+
+def _inside(options: argparse.Namespace) -> list[str]:
+    """Return the command line for the job: this one, without what was for submitting."""
+    return [sys.executable, "-m", "torchmuster", *_without(options.words), *options.command]
+
+
+def _without(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        flag, equals, _ = word.partition("=")
+        if flag in ("--slurm", "--detach", "--dry-run"):
+            continue
+        if flag in _VALUES:
+            if not equals:
+                next(left, None)
+            continue
+        kept.append(word)
+    return kept

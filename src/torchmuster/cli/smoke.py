@@ -1,0 +1,38 @@
+"""``muster smoke``: the smallest program that proves that ranks can work together."""
+
+import argparse
+import sys
+
+from torchmuster.cli import job_flags, parsers
+from torchmuster.cli.launching import stay, transport_for
+from torchmuster.cli.scripts import Script
+from torchmuster.runfolder import create
+
+PROGRAM = "torchmuster.launch.probes.smoke"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster smoke``."""
+    parser.description = (
+        f"{parser.description}\nEach rank says who it is, gets a number from every other one, and passes "
+        f"a barrier.\nThe same under torchrun: torchrun --nproc-per-node 2 -m {PROGRAM}"
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster smoke --ranks 2            two ranks on this machine",
+            "muster smoke --hosts a,b:2        three ranks on two machines",
+        ],
+    )
+    job_flags.add_machine_flags(parser)
+    job_flags.add_host_flags(job_flags.add_meeting_flags(parser))
+    job_flags.add_run_flags(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    resolved = job_flags.settings_of(options)
+    script = Script(command=(PROGRAM,), module=True)
+    spec = job_flags.job_from(options, resolved, script)
+    python = resolved.settings.launch.remote_python or sys.executable
+    return stay(spec, transport_for(spec, python), create(options.runs, spec.name))

@@ -1,0 +1,198 @@
+"""What would run on a machine: a fingerprint of the script, the code beside it, and the packages.
+
+Machines that run different code fail late and strangely, so this is compared before anything starts.
+The code is every Python file below the script's folder. A folder that is too large for that (somebody's
+home) is left uncompared rather than waited for.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmuster.launch import wire
+
+# Installers do not take part in a run, and differ between machines that are otherwise alike.
+_INSTALLERS = {"pip", "wheel", "uv"}
+_FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
+# A folder that has one of these is a virtual environment or a run, not code.
+_MARKS = {"pyvenv.cfg", "conda-meta", "run.json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much is looked at before a folder is given up as too large."""
+
+    files: int = 2_000
+    size_bytes: int = 50 * 2**20
+    entries: int = 50_000
+    seconds: float = 2.0
+
+
+def take(
+    command: Sequence[str],
+    module: bool,
+    folder: str,
+    *,
+    python_path: str = "",
+    bounds: Bounds | None = None,
+) -> wire.Fingerprint:
+    """Return the fingerprint of what a command would run in a folder, without running any of it.
+
+    ``python_path`` is the PYTHONPATH that the command will have.
+    """
+    script: Path | None = Path(folder, command[0])
+    if module:
+        script = module_file(command[0], folder, python_path)
+    code_sha256, code_files = "", 0
+    if script is not None:
+        code_sha256, code_files = _code(
+            code_folder(script, module, folder), bounds if bounds is not None else Bounds()
+        )
+    return wire.Fingerprint(
+        script_sha256=_file_sha256(script) if script is not None else "",
+        code_sha256=code_sha256,
+        code_files=code_files,
+        packages_sha256=packages_sha256(packages()),
+    )
+
+
+def code_folder(script: Path, module: bool, folder: str) -> Path:
+    """Return the folder from which a script's own imports come.
+
+    That is the script's own folder; for a module it is the working directory, or its package where
+    that is installed elsewhere.
+    """
+    if module and script.is_relative_to(folder):
+        return Path(folder)
+    return script.parent
+
+
+def module_file(name: str, folder: str, python_path: str = "") -> Path | None:
+    """Return the file that ``python -m name`` would run in a folder, importing nothing."""
+    roots = [folder, *python_path.split(os.pathsep), *sys.path]
+    top, *rest = name.split(".")
+    found = _module_below([Path(root) for root in roots if root], [top, *rest])
+    return found or _module_below(_hooked(top), rest)
+
+
+def _module_below(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
+    for root in roots:
+        inside = root.joinpath(*parts)
+        files = [inside / "__main__.py"] + (
+            [inside.with_name(f"{inside.name}.py")] if parts else []
+        )
+        for file in files:
+            if file.is_file():
+                return file
+    return None
+
+
+def _hooked(top: str) -> list[Path]:
+    """Return where a package is that an editable installation points to from elsewhere."""
+    try:
+        found = importlib.util.find_spec(top)  # of a name without a dot, this imports nothing
+        return [Path(place) for place in (found and found.submodule_search_locations) or ()]
+    except (ImportError, ValueError):
+        return []
+
+
+def packages() -> dict[str, str]:
+    """Return the normalised name and the version of every installed package."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        try:
+            name, version = distribution.name, distribution.version
+        except Exception:  # noqa: S112 - a package without readable metadata cannot be named
+            continue
+        if not name:
+            continue
+        # Of two that share a name, Python imports the one it finds first.
+        found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version or "")
+    return {name: found[name] for name in sorted(found) if name not in _INSTALLERS}
+
+
+def packages_sha256(installed: Mapping[str, str]) -> str:
+    """Return one value that is the same where names and versions are."""
+    lines = [f"{name}=={version}\n" for name, version in sorted(installed.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    """Return the hash of a file, "" if there is none to be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+class _TooMuch(Exception):
+    """A folder is larger than its bounds."""
+
+
+def _code(folder: Path, bounds: Bounds) -> tuple[str, int]:
+    """Return the hash of all Python files below a folder, "" if they are too many, and their number."""
+    files: list[tuple[str, Path]] = []
+    size_bytes = 0
+    whole = hashlib.sha256()
+    try:
+        for entry in _walk(folder, bounds):
+            if not entry.name.endswith(".py"):
+                continue
+            files.append((Path(entry.path).relative_to(folder).as_posix(), Path(entry.path)))
+            size_bytes += _size_bytes(entry)
+            if len(files) > bounds.files or size_bytes > bounds.size_bytes:
+                raise _TooMuch
+    except _TooMuch:
+        return "", len(files)
+    for name, path in sorted(files):
+        whole.update(f"{name}\0{_file_sha256(path)}\n".encode(errors="surrogateescape"))
+    return whole.hexdigest(), len(files)
+
+
+def _size_bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return 0
+
+
+def _walk(folder: Path, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
+    """Yield the files below a folder, near ones first, leaving out what is not the user's code."""
+    until = time.monotonic() + bounds.seconds
+    waiting, seen = deque([str(folder)]), 0
+    while waiting:
+        entries = []
+        try:
+            with os.scandir(waiting.popleft()) as listing:
+                for entry in listing:
+                    entries.append(entry)
+                    seen += 1
+                    if seen > bounds.entries or time.monotonic() > until:
+                        raise _TooMuch
+        except OSError:
+            continue
+        if seen > len(entries) and any(entry.name in _MARKS for entry in entries):
+            continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _FOREIGN_FOLDERS:
+                continue
+            if _is_folder(entry):
+                waiting.append(entry.path)
+            else:
+                yield entry
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False

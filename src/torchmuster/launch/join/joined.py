@@ -1,0 +1,43 @@
+"""The launcher's end of the connection to a machine that has joined."""
+
+from collections.abc import Callable
+
+from torchmuster.launch import wire
+from torchmuster.launch.join.stream import Stream
+
+
+class JoinedChannel:
+    """A channel (channel.py) over TLS.
+
+    ``on_lost`` is called when the connection has ended; it is told whether the machine's ranks had
+    been started by then.
+    """
+
+    def __init__(self, stream: Stream, name: str, on_lost: Callable[[bool], None]) -> None:
+        self._stream = stream
+        self._name = name
+        self._started = False
+        self._on_lost = on_lost
+        stream.on_lost = self._lost
+
+    def _lost(self) -> None:
+        self._on_lost(self._started)
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        """Send a message; on a closed channel this does nothing."""
+        if isinstance(message, wire.Start):
+            self._started = True
+        await self._stream.send(wire.encode(message))
+
+    async def receive(self) -> wire.FromKeeper | None:
+        """Return the next message, or None when the machine has gone. Raises ``wire.Garbled``."""
+        data = await self._stream.receive(wire.MESSAGE_LIMIT)
+        return None if data is None else wire.decode_from_keeper(data)
+
+    def why_closed(self) -> str:
+        """Say what is known of the cause."""
+        return f"{self._name}: {self._stream.why_closed}" if self._stream.why_closed else ""
+
+    async def close(self) -> None:
+        """Let go of the machine."""
+        await self._stream.close()

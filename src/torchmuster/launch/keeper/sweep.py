@@ -1,0 +1,50 @@
+"""Finding and ending every process of a run, however it was started.
+
+Each process of a run inherits a token in its environment: the agent, the ranks, their data loaders, and
+what a script starts by itself, also in a session of its own. Only one that clears its environment
+cannot be found this way.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+
+TOKEN_VARIABLE = "TORCHMUSTER_RUN_TOKEN"  # noqa: S105  # a variable's name
+_LOOK_AGAIN_S = 0.02
+
+
+def processes_of(token: str) -> list[psutil.Process]:
+    """Return the living processes on this machine that belong to a run, or to one keeper's part of it.
+
+    A part's token is the run's, a dot and the place: two keepers on one machine leave each other alone.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            theirs = process.environ().get(TOKEN_VARIABLE, "")
+            ours = theirs == token or theirs.startswith(f"{token}.")
+            if ours and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that are still alive."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            process.send_signal(number)
+
+
+def kill(token: str, *, within_s: float) -> list[psutil.Process]:
+    """Kill every process of a run until none is left; return those that are still there in time."""
+    deadline = time.monotonic() + within_s
+    while True:
+        left = processes_of(token)
+        send(left, signal.SIGKILL)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(_LOOK_AGAIN_S)  # one that was about to start another is looked for again

@@ -1,0 +1,1 @@
+"""A job as manifests for Kubernetes. See README.md in this folder."""

@@ -1,0 +1,119 @@
+"""Launching a job from beginning to end: the run folder, the signals, the supervisor, the last word."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmuster.errors import ExitCode, MusterError
+from torchmuster.finding import from_error
+from torchmuster.launch import ledger
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.supervisor import Outcome, Supervisor
+from torchmuster.launch.voice import TerminalVoice
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
+
+
+def launch(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    voice: TerminalVoice,
+    *,
+    survives_hangup: bool = False,
+) -> int:
+    """Launch a job and stay with it until it is over; return the exit code of the command."""
+    return asyncio.run(_launch(spec, transport, run, voice, survives_hangup))
+
+
+async def _launch(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    voice: TerminalVoice,
+    survives_hangup: bool,
+) -> int:
+    began = time.monotonic()
+    diary = ledger.Diary(run)
+    logs = str(run.logs.resolve())
+    supervisor = Supervisor(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
+    ledger.write_job(run, spec, token=supervisor.token)
+    with voice.speaking():
+        voice.say(f"run {run.id}")
+        try:
+            with _signals(supervisor, voice, survives_hangup):
+                outcome = await supervisor.run()
+        except MusterError as error:
+            voice.show(from_error(error))
+            diary.ended("failed", error.exit_code, error.what)
+            return error.exit_code
+        except BaseException as error:
+            diary.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
+            raise
+        voice.finish()
+        return _conclude(outcome, diary, voice, run, time.monotonic() - began)
+
+
+def _conclude(
+    outcome: Outcome, diary: ledger.Diary, voice: TerminalVoice, run: RunFolder, took_s: float
+) -> int:
+    took = format_seconds(took_s)
+    if outcome.good:
+        voice.say(f"finished well in {took}; logs in {_shown(run.logs)}")
+        diary.ended("finished", ExitCode.GOOD, "finished well")
+        return ExitCode.GOOD
+    if outcome.stopped:
+        voice.say(f"stopped after {took}; nothing of it is running any more")
+        diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+        return ExitCode.INTERRUPTED
+    assert outcome.finding is not None
+    voice.show([outcome.finding])
+    diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
+    return ExitCode.FAILED
+
+
+def _shown(path: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
+@contextlib.contextmanager
+def _signals(supervisor: Supervisor, voice: TerminalVoice, survives_hangup: bool) -> Iterator[None]:
+    """Turn signals into requests for as long as the run lasts."""
+    loop = asyncio.get_running_loop()
+
+    def stop(why: str) -> None:
+        voice.say(f"{why}: ending all ranks (once more to end them at once)")
+        supervisor.stop(why)
+
+    def suspend() -> None:
+        voice.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
+
+    actions = {
+        "SIGINT": (stop, "Ctrl-C"),
+        "SIGTERM": (stop, "asked to end (SIGTERM)"),
+        "SIGUSR1": (supervisor.pass_on, "SIGUSR1"),
+        "SIGUSR2": (supervisor.pass_on, "SIGUSR2"),
+    }
+    known: list[signal.Signals] = []
+    for name, (action, argument) in actions.items():
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            number = getattr(signal, name)
+            loop.add_signal_handler(number, action, argument)
+            known.append(number)
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        loop.add_signal_handler(signal.SIGTSTP, suspend)
+        known.append(signal.SIGTSTP)
+        hangup = (lambda: None) if survives_hangup else (lambda: stop("the terminal has gone"))
+        loop.add_signal_handler(signal.SIGHUP, hangup)
+        known.append(signal.SIGHUP)
+    try:
+        yield
+    finally:
+        for number in known:
+            loop.remove_signal_handler(number)

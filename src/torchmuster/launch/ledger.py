@@ -1,0 +1,213 @@
+"""What is written down about a run in its folder: what was launched, by whom, and how it goes.
+
+``muster runs``, ``attach`` and ``stop`` know a run only by this, so it also has to be true when the
+launcher was killed: whether it is alive is asked of the system, not of the file.
+"""
+
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torchmuster.launch.spec import JobSpec
+from torchmuster.redaction import redact_command, redact_mapping
+from torchmuster.runfolder import RunFolder, write_atomically
+
+# The phases of a run that is not over.
+ACTIVE = ("submitted", "roll-call", "starting", "running")
+# A run whose folder is there but nothing else yet: its launcher is given so long to write it down.
+_WRITTEN_WITHIN_S = 5.0
+_CLOCK_TOLERANCE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The process that launched a run; its start tells it from a later one with the same number.
+
+    ``start_ticks`` (Linux) are counted from the machine's start, so that setting the clock does not
+    make another process of it.
+    """
+
+    host: str
+    pid: int
+    created_unix_s: float
+    start_ticks: int | None = None
+
+    @classmethod
+    def this(cls) -> "Launcher":
+        """Return this process."""
+        process = psutil.Process()
+        return cls(
+            host=socket.gethostname(),
+            pid=process.pid,
+            created_unix_s=process.create_time(),
+            start_ticks=_start_ticks(process.pid),
+        )
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether its process would be one of this machine's."""
+        return self.host == socket.gethostname()
+
+    def process(self) -> psutil.Process | None:
+        """Return the process if it is alive on this machine."""
+        if not self.is_of_this_machine:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            if self.start_ticks is not None:
+                same = _start_ticks(self.pid) == self.start_ticks
+            else:
+                same = abs(process.create_time() - self.created_unix_s) < _CLOCK_TOLERANCE_S
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What was launched."""
+
+    command: list[str]
+    folder: str
+    hosts: list[str] = field(default_factory=list)
+    launcher: Launcher
+    token: str = ""
+    grace_s: float = 5.0
+    slurm_job: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a run goes: a phase while it is active; finished, failed or stopped after."""
+
+    phase: str
+    since_unix_s: float
+    started_unix_s: float
+    exit_code: int | None = None
+    headline: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it is not over, as far as was written down."""
+        return self.phase in ACTIVE
+
+
+def write_job(
+    run: RunFolder, spec: JobSpec, *, token: str = "", slurm_job: str | None = None
+) -> None:
+    """Write down what is being launched, secrets redacted."""
+    job = Job(
+        command=redact_command(spec.command),
+        folder=spec.folder,
+        hosts=[str(host) for host in spec.hosts],
+        launcher=Launcher.this(),
+        token=token,
+        grace_s=spec.limits.grace_s,
+        slurm_job=slurm_job,
+    )
+    content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
+    write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def read_job(run: RunFolder) -> Job | None:
+    """Return what was launched, or None if that was not written (yet)."""
+    content = _read(run.job)
+    try:
+        return Job(
+            command=list(content["command"]),
+            folder=str(content["folder"]),
+            hosts=list(content["hosts"]),
+            launcher=Launcher(**_known(Launcher, content["launcher"])),
+            token=str(content["token"]),
+            grace_s=float(content["grace_s"]),
+            slurm_job=content["slurm_job"],
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def await_job(run: RunFolder) -> Job | None:
+    """Return what was launched; where the run has only just been made, wait for that to be written."""
+    try:
+        made = run.marker.stat().st_mtime
+    except OSError:
+        return read_job(run)
+    while (job := read_job(run)) is None and 0 <= time.time() - made < _WRITTEN_WITHIN_S:
+        time.sleep(0.05)
+    return job
+
+
+class Diary:
+    """Writes a run's state as it changes."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._started = time.time()
+
+    def phase(self, name: str) -> None:
+        """The run has entered another phase."""
+        self._write(State(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
+
+    def ended(self, phase: str, exit_code: int, headline: str) -> None:
+        """The run is over."""
+        self._write(
+            State(
+                phase=phase,
+                since_unix_s=time.time(),
+                started_unix_s=self._started,
+                exit_code=exit_code,
+                headline=headline,
+            )
+        )
+
+    def _write(self, state: State) -> None:
+        write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
+
+
+def read_state(run: RunFolder) -> State | None:
+    """Return how a run goes; one whose launcher was killed is ``died``."""
+    content = _read(run.state)
+    try:
+        state = State(**_known(State, content))
+    except TypeError:
+        return None
+    job = read_job(run)
+    here = job is not None and job.launcher.is_of_this_machine and not job.slurm_job
+    if not state.active or not here or (job is not None and job.launcher.process() is not None):
+        return state
+    fresh = _read(run.state)  # it may have ended between the two looks
+    if fresh != content:
+        return State(**_known(State, fresh))
+    return State(
+        phase="died",
+        since_unix_s=state.since_unix_s,
+        started_unix_s=state.started_unix_s,
+        headline="the launcher was killed",
+    )
+
+
+def _known(kind: type[Launcher | State], content: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a newer version may have written beside what is known here."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in content.items() if name in names}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,258 @@
+"""The network interfaces of this machine, and which of its addresses others can be told.
+
+A machine often has more addresses than are of use: loopback, the bridges of Docker (with the same
+address on every machine), VPNs. They are sorted here, best first; which one is taken is decided by
+trying (``reach.py``), never by the order alone.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from torchmuster.errors import Impossible
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import wire
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+
+# Bridges between a machine and the containers or virtual machines on it: they lead to no other one.
+_BRIDGES_WITHIN = re.compile(
+    r"docker\d|docker_gwbridge|br-|virbr|podman|lxcbr|lxdbr|vboxnet|vmnet|vEthernet \("
+)
+# Of container networks that may span machines.
+_CONTAINERS = re.compile(r"veth|cni|flannel|kube|cali|vxlan")
+_VPNS = re.compile(r"tun|tap|wg|tailscale|utun|ppp|zt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface; ``speed_mbits`` is 0 where the system does not tell it."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+    speed_mbits: int = 0
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it leads to this machine itself, whatever other addresses it was given."""
+        return any(ipaddress.ip_address(address).is_loopback for address in self.addresses)
+
+
+def read() -> tuple[Interface, ...]:
+    """Return this machine's interfaces; none where the system does not let us look."""
+    try:
+        addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    except OSError:
+        return ()
+    return tuple(
+        Interface(
+            name=name,
+            up=name in states and states[name].isup,
+            addresses=tuple(
+                # What follows the % is the interface once more.
+                item.address.partition("%")[0]
+                for item in items
+                if item.family in (socket.AF_INET, socket.AF_INET6)
+            ),
+            speed_mbits=states[name].speed if name in states else 0,
+        )
+        for name, items in addresses.items()
+    )
+
+
+def candidates(interfaces: Sequence[Interface] | None = None) -> list[wire.Address]:
+    """Return the addresses at which other machines may reach this one, the most likely first.
+
+    Ordinary interfaces come before VPNs, these before the bridges of containers; fast ones before
+    slow ones, IPv4 before IPv6, and addresses that a machine gave itself (169.254) at the very end.
+    """
+    usable = [one for one in _given(interfaces) if one.up and not one.is_loopback]
+    found = [
+        (_order(one, ipaddress.ip_address(address)), address, one.name)
+        for one in usable
+        for address in one.addresses
+        if not _only_on_its_link(ipaddress.ip_address(address))
+    ]
+    found.sort(key=lambda item: item[0])
+    return [wire.Address(address=address, interface=name) for _, address, name in found]
+
+
+def _order(
+    one: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
+) -> tuple[bool, int, int, int]:
+    return (address.is_link_local, _kind(one.name), -one.speed_mbits, address.version)
+
+
+def _only_on_its_link(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.version == 6 and address.is_link_local
+
+
+def _kind(name: str) -> int:
+    if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
+        return 2
+    return 1 if _VPNS.match(name) else 0
+
+
+def interface_of(address: str, interfaces: Sequence[Interface] | None = None) -> str | None:
+    """Return the name of the interface that has an address."""
+    wanted = _parsed(address)
+    for one in _given(interfaces):
+        if any(ipaddress.ip_address(own) == wanted for own in one.addresses):
+            return one.name
+    return None
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses that a name stands for; none if nobody knows it. It may take seconds."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(item[4][0]).partition("%")[0] for item in found))
+
+
+def is_local(
+    word: str,
+    interfaces: Sequence[Interface] | None = None,
+    *,
+    look_up: Callable[[str], Sequence[str]] = resolve,
+) -> bool:
+    """Say whether an address or a name is this machine's own.
+
+    Its own name counts also where it cannot be resolved, as on machines without a name service. Any
+    other name is looked up, which may take seconds.
+    """
+    bare = word.removeprefix("[").removesuffix("]")
+    address = _parsed(bare)
+    if address is not None:
+        return address.is_loopback or interface_of(bare, interfaces) is not None
+    own = socket.gethostname().lower()
+    if bare.lower() in {own, own.partition(".")[0], "localhost"}:
+        return True
+    known = _given(interfaces)
+    return any(is_local(found, known) for found in look_up(bare))
+
+
+def _given(interfaces: Sequence[Interface] | None) -> Sequence[Interface]:
+    return read() if interfaces is None else interfaces
+
+
+def _parsed(word: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(word.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def socket_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes gloo and NCCL use this interface, each in its own way of writing.
+
+    What the user has set stays; both libraries take an empty value for none.
+    """
+    wanted = {GLOO_VARIABLE: interface, NCCL_VARIABLE: f"={interface}"}
+    return {name: value for name, value in wanted.items() if not environment.get(name)}
+
+
+def socket_findings(
+    environment: Mapping[str, str], interfaces: Sequence[Interface], *, alone: bool, gpus: bool
+) -> list[Finding]:
+    """Return a failure for each of the user's own choices of interface that cannot work here.
+
+    ``alone`` means that no other machine takes part; without ``gpus`` NCCL is not used.
+    """
+    gloo, nccl = environment.get(GLOO_VARIABLE, ""), environment.get(NCCL_VARIABLE, "")
+    troubles = [(GLOO_VARIABLE, gloo, _gloo_trouble(gloo, interfaces, alone))] if gloo else []
+    if nccl and gpus:
+        troubles.append((NCCL_VARIABLE, nccl, _nccl_trouble(nccl, interfaces, alone)))
+    return [
+        Finding(
+            name="socket-interface",
+            status=Status.FAILURE,
+            what=f"{variable}={value} cannot work on this machine",
+            why=why,
+            fix=_fix(variable, interfaces),
+            evidence=f"interfaces here: {_listed(interfaces)}",
+        )
+        for variable, value, why in troubles
+        if why
+    ]
+
+
+def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
+    """Raise ``Impossible`` if the user's own choice of interface cannot work here."""
+    for one in socket_findings(environment, read(), alone=alone, gpus=gpus):
+        raise Impossible(one.what, why=f"{one.why}\n{one.evidence}", fix=one.fix)
+
+
+def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
+    if value[0] in "^=":
+        return (
+            f"{value[0]} is NCCL's way of writing; gloo takes the plain names of interfaces and "
+            f"would look for one that is called {value!r}"
+        )
+    for name in value.split(","):
+        chosen = next((one for one in interfaces if one.name == name and one.addresses), None)
+        if chosen is None:
+            known = any(one.name == name for one in interfaces)
+            state = "has no address" if known else "is not there"
+            return f"{name} {state}; gloo would end with “Unable to find address for: {name}”"
+        if not chosen.up:
+            return f"{name} is down"
+        if not alone and (trouble := _leads_nowhere(chosen)):
+            return trouble
+    return ""
+
+
+def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
+    matching = [one for one in interfaces if one.addresses and _nccl_takes(value, one.name)]
+    if not matching:
+        return "no interface matches it; NCCL would end with “no socket interface found”"
+    # NCCL meets the others through the first one, and it does not leave out loopback by itself.
+    if not alone and (trouble := _leads_nowhere(matching[0])):
+        return trouble
+    return ""
+
+
+def _nccl_takes(value: str, name: str) -> bool:
+    """Match as NCCL does: beginnings of names; ``=`` whole names, ``^`` all but these."""
+    leaves_out = value.startswith("^")
+    rest = value.removeprefix("^")
+    exact = rest.startswith("=")
+    words = [word for word in rest.removeprefix("=").split(",") if word]
+    hit = any(name == word if exact else name.startswith(word) for word in words)
+    return hit != leaves_out
+
+
+def _leads_nowhere(one: Interface) -> str:
+    if one.is_loopback:
+        return f"{one.name} is loopback: through it this machine reaches nobody but itself"
+    if _BRIDGES_WITHIN.match(one.name):
+        return (
+            f"{one.name} is the bridge to the containers or virtual machines on this machine, and "
+            "leads to no other one"
+        )
+    return ""
+
+
+def _fix(variable: str, interfaces: Sequence[Interface]) -> str:
+    text = f"unset {variable}  # then the interface that reaches the other machines is taken"
+    best = next(iter(candidates(interfaces)), None)
+    if best is None:
+        return text
+    mark = "=" if variable == NCCL_VARIABLE else ""
+    return f"{text}\nexport {variable}={mark}{best.interface}  # or choose one yourself"
+
+
+def _listed(interfaces: Sequence[Interface]) -> str:
+    shown = [
+        f"{one.name} ({', '.join(one.addresses)}{'' if one.up else '; down'})"
+        for one in interfaces
+        if one.addresses
+    ]
+    return ", ".join(shown) or "none with an address"

@@ -1,0 +1,314 @@
+"""The port at which the ranks of many machines will meet, opened before anything starts.
+
+The first machine opens it at each of its addresses; the others try which of them they reach
+(``reach.py``), and are answered with the run's nonce so that they know whom they reached. The one
+address that all can reach is kept, and its socket is handed to torch's store, so that the port cannot
+be lost to anybody else in between and nothing listens at the other addresses.
+
+What a caller says is ``muster-reach`` and the SHA-256 of the nonce. Only who knows the nonce is told
+it, and nothing that a caller sent is ever sent back.
+"""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.launch import wire
+from torchmuster.launch.network import interfaces as network_interfaces
+from torchmuster.launch.network import ports
+from torchmuster.launch.network.interfaces import Interface
+from torchmuster.launch.spec import USUAL_PORT
+
+LAST_USUAL_PORT = USUAL_PORT + 99
+BACKLOG = 4096
+REQUEST_LIMIT_BYTES = 128
+# How long a caller may take to say what it wants, and how many may be at it at the same time. In a
+# crowd the one that has been silent for longest has to go, but not before a distant one can speak.
+PATIENCE_S = 5.0
+MOST_CALLERS = 512
+PATIENCE_IN_A_CROWD_S = 0.25
+_TRIES = 50
+_LOOPBACK = wire.Address(address="127.0.0.1", interface="lo")
+
+
+def request_line(nonce: str) -> bytes:
+    """Return what a caller says to be told the nonce."""
+    return f"muster-reach {hashlib.sha256(nonce.encode()).hexdigest()}\n".encode()
+
+
+class OpenPort:
+    """Sockets that listen on one port at several addresses, until one of them is kept."""
+
+    def __init__(self, sockets: dict[wire.Address, socket.socket]) -> None:
+        self._sockets = sockets
+        self._answering: list[asyncio.Task[None]] = []
+        self._callers: dict[asyncio.Task[None], float] = {}  # with the time of their coming
+
+    @property
+    def port(self) -> int:
+        """The port, the same at all addresses."""
+        return _port_of(next(iter(self._sockets.values())))
+
+    @property
+    def addresses(self) -> tuple[wire.Address, ...]:
+        """Where it listens, best first."""
+        return tuple(self._sockets)
+
+    def answer(self, nonce: str) -> None:
+        """Begin to answer those who try the port; needs a running event loop."""
+        for sock in self._sockets.values():
+            sock.setblocking(False)
+            self._answering.append(asyncio.create_task(self._accept(sock, nonce)))
+
+    async def keep(self, address: str) -> socket.socket:
+        """Stop answering, close all sockets but the one at this address, and return that one."""
+        wanted = next((one for one in self._sockets if one.address == address), None)
+        if wanted is None:
+            raise ValueError(f"{address} is not among the addresses that were opened")
+        kept = self._sockets.pop(wanted)
+        await self.close()
+        kept.setblocking(True)
+        return kept
+
+    async def close(self) -> None:
+        """Stop answering and close all sockets."""
+        tasks = [*self._answering, *self._callers]
+        self._answering, self._callers = [], {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets = {}
+
+    async def _accept(self, sock: socket.socket, nonce: str) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(sock)
+            except OSError:  # too many open files, or the caller has gone already
+                await asyncio.sleep(0.05)
+                continue
+            caller = asyncio.create_task(_talk(connection, nonce))
+            self._callers[caller] = time.monotonic()
+            caller.add_done_callback(functools.partial(self._gone, connection))
+            # Where callers queue up, accepting does not wait; let the others have their turn.
+            await asyncio.sleep(0)
+            await self._make_room()
+
+    async def _make_room(self) -> None:
+        while len(self._callers) >= MOST_CALLERS:
+            oldest, came_s = next(iter(self._callers.items()))
+            if time.monotonic() - came_s > PATIENCE_IN_A_CROWD_S:
+                del self._callers[oldest]
+                oldest.cancel()
+            else:
+                await asyncio.sleep(0.01)
+
+    def _gone(self, connection: socket.socket, caller: asyncio.Task[None]) -> None:
+        self._callers.pop(caller, None)
+        connection.close()  # also where the task was cancelled before it began
+
+
+async def _talk(connection: socket.socket, nonce: str) -> None:
+    loop = asyncio.get_running_loop()
+    wanted = request_line(nonce)
+    said = b""
+    with contextlib.suppress(OSError, TimeoutError):
+        connection.setblocking(False)
+        async with asyncio.timeout(PATIENCE_S):
+            while b"\n" not in said and len(said) < REQUEST_LIMIT_BYTES:
+                piece = await loop.sock_recv(connection, REQUEST_LIMIT_BYTES)
+                if not piece:
+                    return
+                said += piece
+            if hmac.compare_digest(said, wanted):
+                await loop.sock_sendall(connection, nonce.encode() + b"\n")
+
+
+def open_port(
+    port: int | None, address: str | None = None, *, interfaces: Sequence[Interface] | None = None
+) -> Decision[OpenPort]:
+    """Listen on one port at every address that others may reach, or at the given one only.
+
+    ``port`` None takes 29400 or the next that is free, 0 any. ``address`` may also be an interface,
+    or a name, which is looked up.
+    """
+    known = network_interfaces.read() if interfaces is None else interfaces
+    where, about = _where(address, known)
+    if port:
+        sockets = _bind_all(where, _checked(port))
+        if sockets is None:
+            raise _taken(port)
+        reason = f"port {port}: it was asked for"
+    elif port is None:
+        sockets, reason = _bind_usual(where)
+    else:
+        sockets = _bind_any(where)
+        reason = f"port {_port_of(next(iter(sockets.values())))}: any free one was asked for"
+    return Decision(value=OpenPort(sockets), reason=f"{reason}{about}")
+
+
+def open_loopback(port: int | None) -> socket.socket:
+    """Listen where only this machine can reach it; ``port`` None or 0 takes any that is free."""
+    if not port:
+        return _bind(_LOOPBACK.address, 0)
+    try:
+        return _bind(_LOOPBACK.address, _checked(port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(port) from None
+        raise _not_allowed(port, error) from None
+
+
+def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[wire.Address], str]:
+    if address is None:
+        found = network_interfaces.candidates(known)
+        if found:
+            return found, ""
+        return [_LOOPBACK], "; only at 127.0.0.1, for this machine has no other address"
+    named = _named(address.removeprefix("[").removesuffix("]"), known)
+    local = [one for one in named if network_interfaces.is_local(one, known)]
+    if not local:
+        raise _not_here(address, named, known)
+    chosen = [
+        wire.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
+        for one in local
+    ]
+    return chosen, f"; only at {address}, which was asked for"
+
+
+def _named(word: str, known: Sequence[Interface]) -> list[str]:
+    """Return the addresses meant by an address, the name of an interface, or any other name."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(word))]
+    if any(one.name == word for one in known):
+        usable = network_interfaces.candidates(known)
+        return [one.address for one in usable if one.interface == word]
+    return network_interfaces.resolve(word)
+
+
+def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) -> Impossible:
+    own = ", ".join(
+        f"{one.address} ({one.interface})" for one in network_interfaces.candidates(known)
+    )
+    if named == [address]:
+        why = f"it is no address of {socket.gethostname()}"
+    elif any(one.name == address for one in known):
+        why = "it is an interface that others cannot reach"
+    elif named:
+        why = f"it stands for {', '.join(named)}, which is no address of {socket.gethostname()}"
+    else:
+        why = "the name is not known here"
+    return Impossible(
+        f"cannot listen at {address}",
+        why=f"{why}; it has {own or 'none but 127.0.0.1'}",
+        fix="give one of these, or none: then the one is taken that all other machines reach",
+    )
+
+
+def _bind_usual(where: Sequence[wire.Address]) -> tuple[dict[wire.Address, socket.socket], str]:
+    for port in range(USUAL_PORT, LAST_USUAL_PORT + 1):
+        sockets = _bind_all(where, port)
+        if sockets is None:
+            continue
+        if port == USUAL_PORT:
+            return sockets, f"port {port}: the usual one, and it is free"
+        holder = ports.holder_of(USUAL_PORT) or "something that has just ended"
+        return sockets, f"port {port}: the next free one, for {USUAL_PORT} is held by {holder}"
+    sockets = _bind_any(where)
+    port = _port_of(next(iter(sockets.values())))
+    return sockets, f"port {port}: any, for {USUAL_PORT} to {LAST_USUAL_PORT} are all taken"
+
+
+def _bind_any(where: Sequence[wire.Address]) -> dict[wire.Address, socket.socket]:
+    for _ in range(_TRIES):
+        # The first address gets a free port; it may be taken at one of the others.
+        sockets = _bind_all(where, 0)
+        if sockets is not None:
+            return sockets
+    raise Impossible(
+        f"found no port that is free at all of {', '.join(one.address for one in where)}",
+        why=f"{_TRIES} were tried",
+        fix="end some of the programs that hold ports of this machine (ss -ltnp)",
+    )
+
+
+def _bind_all(where: Sequence[wire.Address], port: int) -> dict[wire.Address, socket.socket] | None:
+    """Return listening sockets on one port; None if it is taken at one of the addresses."""
+    with contextlib.ExitStack() as undo:
+        sockets: dict[wire.Address, socket.socket] = {}
+        trouble: OSError | None = None
+        for one in where:
+            try:
+                sock = undo.enter_context(_bind(one.address, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return None
+                trouble = error  # the address has gone, or is not ready yet: do without it
+                continue
+            sockets[one] = sock
+            port = _port_of(sock)
+        if not sockets:
+            raise _not_allowed(port, trouble) from None
+        undo.pop_all()
+        return sockets
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "nt":  # there, address reuse would let others take the port away
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)  # type: ignore[attr-defined,unused-ignore]
+        else:  # connections of an earlier run may linger; who listens still has the port alone
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
+
+
+def _checked(port: int) -> int:
+    if not 0 < port < 2**16:
+        raise Impossible(
+            f"{port} is not a port",
+            why="ports are numbers from 1 to 65535",
+            fix=f"give none, which takes {USUAL_PORT} or the next that is free",
+        )
+    return port
+
+
+def _taken(port: int) -> Impossible:
+    holder = ports.holder_of(port)
+    return Impossible(
+        f"port {port} is asked for, but it is taken",
+        why=f"it is held by {holder}" if holder else "it was taken a moment ago",
+        fix="give no port, which takes the next that is free, or end that program",
+    )
+
+
+def _not_allowed(port: int, error: OSError | None) -> Impossible:
+    words = error.strerror if error is not None else "no address"
+    forbidden = error is not None and error.errno == errno.EACCES
+    return Impossible(
+        f"cannot listen on port {port}",
+        why=f"{words}; ports below 1024 belong to root" if forbidden else f"{words}",
+        fix=f"give no port, which takes {USUAL_PORT} or the next that is free",
+    )

@@ -1,0 +1,273 @@
+"""Trying to reach the first machine at each of its addresses, and choosing the one all can reach."""
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.launch import wire
+from torchmuster.launch.network import firewall
+from torchmuster.launch.network import interfaces as network_interfaces
+from torchmuster.launch.network.interfaces import Interface
+from torchmuster.launch.network.listening import request_line
+from torchmuster.launch.spec import Limits
+
+# Where very many call at once the listener hangs up on some of them; these call again.
+_CALLS = 4
+_PAUSE_S = 0.2
+_NAMES_SHOWN = 3
+
+_PROBLEMS = {
+    errno.ETIMEDOUT: "timeout",
+    errno.ECONNREFUSED: "refused",
+    errno.EHOSTUNREACH: "unreachable",
+    errno.ENETUNREACH: "no-route",
+    errno.EAFNOSUPPORT: "no-route",  # IPv6 is switched off here
+    errno.EADDRNOTAVAIL: "no-route",  # no address of the target's kind here
+}
+
+
+async def try_all(
+    reach: wire.Reach, *, interfaces: Sequence[Interface] | None = None
+) -> wire.Reached:
+    """Try all targets at the same time; each try ends within the time that was given."""
+    known = network_interfaces.read() if interfaces is None else interfaces
+    tries = [_try(target, reach.nonce, reach.timeout_s, known) for target in reach.targets]
+    return wire.Reached(results=tuple(await asyncio.gather(*tries)))
+
+
+async def _try(
+    target: wire.Target, nonce: str, timeout_s: float, known: Sequence[Interface]
+) -> wire.ReachResult:
+    begun = time.monotonic()
+    local = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            problem, local = await _call_until_answered(target, nonce, known)
+    except TimeoutError:
+        problem = "timeout"
+    except socket.gaierror:
+        problem = "no-name"
+    except OSError as error:
+        problem = _PROBLEMS.get(error.errno or 0, "unreachable")
+    if problem == "refused" and network_interfaces.is_local(target.address, known):
+        # An address that each machine has for itself (docker0): we have called ourselves.
+        problem = "impostor"
+    return wire.ReachResult(
+        target=target, problem=problem, seconds=time.monotonic() - begun, local=local
+    )
+
+
+async def _call_until_answered(
+    target: wire.Target, nonce: str, known: Sequence[Interface]
+) -> tuple[str, wire.Address | None]:
+    wanted = nonce.encode() + b"\n"
+    answer, local = b"", None
+    for call in range(_CALLS):
+        await asyncio.sleep(call * _PAUSE_S)
+        answer, local = await _call(target, request_line(nonce), len(wanted), known)
+        if answer:
+            break
+    return "" if hmac.compare_digest(answer, wanted) else "impostor", local
+
+
+async def _call(
+    target: wire.Target, request: bytes, length: int, known: Sequence[Interface]
+) -> tuple[bytes, wire.Address]:
+    """Return what was answered, at most ``length`` bytes, and our own end; b"" if it hung up."""
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, (target.address, target.port))
+        own = str(sock.getsockname()[0])
+        local = wire.Address(
+            address=own, interface=network_interfaces.interface_of(own, known) or ""
+        )
+        answer = b""
+        try:
+            await loop.sock_sendall(sock, request)
+            while len(answer) < length:
+                piece = await loop.sock_recv(sock, length - len(answer))
+                if not piece:
+                    break
+                answer += piece
+        except ConnectionError:
+            pass  # hung up
+        return answer, local
+
+
+def local_end(reached: wire.Reached, address: str) -> wire.Address | None:
+    """Return the address and interface through which a machine reached the chosen address."""
+    return next(
+        (one.local for one in reached.results if one.target.address == address and not one.problem),
+        None,
+    )
+
+
+def check_not_loopback(
+    head: str, listening: wire.Listening, asked: str | None, others: Sequence[wire.Address]
+) -> None:
+    """Raise ``Impossible`` if the head machine listens only where nobody but itself can reach it.
+
+    ``asked`` is the address that was given, ``others`` are those the machine has.
+    """
+    if not all(ipaddress.ip_address(one.address).is_loopback for one in listening.addresses):
+        return
+    if asked is None:
+        raise Impossible(
+            f"{head} has no address at which others could reach it",
+            why="it has loopback only: its other interfaces are down or have no address",
+            fix="ip address  # there, and bring an interface up; or name another machine first",
+        )
+    own = ", ".join(f"{one.address} ({one.interface})" for one in others)
+    found = ", ".join(one.address for one in listening.addresses)
+    meaning = "this" if found == asked else f"on {head} this stands for {found}, which"
+    raise Impossible(
+        f"the other machines cannot reach {head} at {asked}",
+        why=f"{meaning} leads every machine to itself; {head} has {own or 'no other address'}",
+        fix="leave out --address, which takes the address that all other machines reach",
+    )
+
+
+def choose_address(
+    head: str,
+    system: str,
+    listening: wire.Listening,
+    reached_by_node: Mapping[str, wire.Reached],
+    *,
+    timeout_s: float = Limits.reach_s,
+    kind: firewall.Kind | None = None,
+) -> Decision[str]:
+    """Return the first address of the head machine that all other machines reach.
+
+    ``head`` is the name people know it by and ``system`` its ``sys.platform``; ``kind`` is its
+    firewall where that is known. Raises ``Impossible`` if there is no such address.
+    """
+    troubles = {
+        one: _troubles(one.address, listening.port, reached_by_node) for one in listening.addresses
+    }
+    chosen = next((one for one, found in troubles.items() if not found), None)
+    if chosen is None:
+        raise _none_reached(listening, troubles, reached_by_node, head, system, timeout_s, kind)
+    passed_over = [
+        f"{one.address} was passed over ({_told(found, timeout_s)})"
+        for one, found in troubles.items()
+        if found and listening.addresses.index(one) < listening.addresses.index(chosen)
+    ]
+    who = f"all {len(reached_by_node)} other machines reach it"
+    if len(reached_by_node) == 1:
+        who = f"{next(iter(reached_by_node))} reaches it"
+    elif not reached_by_node:
+        who = "no other machine takes part"
+    reason = f"{chosen.address} ({chosen.interface} of {head}): {who}"
+    return Decision(value=chosen.address, reason="; ".join([reason, *passed_over]))
+
+
+def check_service(
+    name: str,
+    target: wire.Target,
+    reached_by_node: Mapping[str, wire.Reached],
+    *,
+    timeout_s: float = Limits.reach_s,
+) -> None:
+    """Raise ``Impossible`` unless every machine reaches a service that is not ours."""
+    troubles = _troubles(target.address, target.port, reached_by_node)
+    # Whoever answers is not one of us, which is as it should be.
+    troubles.pop("impostor", None)
+    if troubles:
+        nodes = [node for found in troubles.values() for node in found]
+        verb = "does" if len(nodes) == 1 else "do"
+        raise Impossible(
+            f"{several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
+            why=_told(troubles, timeout_s),
+            fix=f"start {name} there, or let these machines in at port {target.port}; the address "
+            "is what --rdzv-endpoint says",
+        )
+
+
+def problem_at(reached: wire.Reached, target: wire.Target) -> str:
+    """Return what kept a machine from a target; "" if it reached it."""
+    return next((one.problem for one in reached.results if one.target == target), "not-tried")
+
+
+def _troubles(
+    address: str, port: int, reached_by_node: Mapping[str, wire.Reached]
+) -> dict[str, list[str]]:
+    """Return the machines that do not reach an address, by what kept them from it."""
+    target = wire.Target(address=address, port=port)
+    found: dict[str, list[str]] = {}
+    for node, reached in reached_by_node.items():
+        problem = problem_at(reached, target)
+        if problem:
+            found.setdefault(problem, []).append(node)
+    return found
+
+
+def _none_reached(
+    listening: wire.Listening,
+    troubles: Mapping[wire.Address, Mapping[str, Sequence[str]]],
+    reached_by_node: Mapping[str, wire.Reached],
+    head: str,
+    system: str,
+    timeout_s: float,
+    kind: firewall.Kind | None,
+) -> Impossible:
+    words = {problem for found in troubles.values() for problem in found}
+    lines = [
+        f"{one.address} ({one.interface}): {_told(found, timeout_s)}"
+        for one, found in troubles.items()
+    ]
+    failing = [{node for nodes in found.values() for node in nodes} for found in troubles.values()]
+    everywhere = [node for node in reached_by_node if all(node in some for some in failing)]
+    if everywhere:
+        verb = "does" if len(everywhere) == 1 else "do"
+        what = f"{several(everywhere)} {verb} not reach {head} at port {listening.port}"
+    else:
+        what = f"no address of {head} is reached by all of {several(list(reached_by_node))}"
+    fixes = []
+    if words & {"timeout", "refused", "unreachable", "not-tried"}:
+        command = firewall.open_command(system, listening.port, kind=kind)
+        fixes.append(f"let them in at {head}:\n{command}")
+        fixes.append(
+            "the ranks also talk to each other at ports that the system gives out: each machine has "
+            "to let the others in at these too"
+        )
+    if not fixes or not everywhere:
+        fixes.append(f"give an address of {head} that all of them reach: --address")
+    return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
+
+
+def _told(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
+    return "; ".join(
+        f"{several(nodes)}: {meaning(problem, timeout_s)}" for problem, nodes in found.items()
+    )
+
+
+def meaning(problem: str, timeout_s: float) -> str:
+    """Say what it means that a try ended with this problem."""
+    meanings = {
+        "timeout": f"no answer in {timeout_s:g} s: a firewall drops it or the link is down",
+        "refused": "refused: a firewall rejects it, or the address leads to another machine",
+        "unreachable": "unreachable: a firewall or a router on the way says no",
+        "no-route": "no route: the machine is not connected to this network",
+        "impostor": "it leads somewhere else: the same address is in use there too (docker0, a "
+        "bridge, a copied virtual machine)",
+        "no-name": "the name is not known there",
+        "not-tried": "was not tried",
+    }
+    return meanings.get(problem, problem)
+
+
+def several(names: Sequence[str]) -> str:
+    """Name a few machines, and of many the first few and the number of the others."""
+    if len(names) > _NAMES_SHOWN + 1:
+        return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN:,} others"
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,197 @@
+"""One machine of a run as the launcher sees it: its channel, what it said, how it is doing."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.launch import wire
+from torchmuster.launch.channel import Channel
+
+Reply = TypeVar("Reply", bound=wire.Message)
+_ALIVE_EVERY_S = 2.0
+
+
+class Lost(MusterError):
+    """A machine that can no longer be heard."""
+
+
+class Node:
+    """A machine that answered the roll-call."""
+
+    def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
+        self.place = place
+        self.name = name
+        self.channel = channel
+        self.part = part  # the token of what this keeper starts
+        self.record: wire.NodeRecord | None = None
+        self.prepared: wire.Prepared | None = None
+        self.clock_offset_s = 0.0
+        self.ended: wire.Ended | None = None
+        self.ended_s = 0.0
+        self.lost = ""  # why it cannot be heard any more
+        self.lost_s = 0.0
+        self.heard_s = time.monotonic()
+        self._attempt = -1
+        self._asked_to_start = self._asked_to_stop = False
+        self._replies: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self._on_change: Callable[[], None] = lambda: None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def listen(
+        self,
+        *,
+        on_output: Callable[[int, str], None],
+        on_change: Callable[[], None],
+        lost_after_s: float | None,
+    ) -> None:
+        """Begin to take in what the machine says, and to notice when it falls silent."""
+        self._on_change = on_change
+        self._tasks = [
+            asyncio.create_task(self._take_in(on_output)),
+            asyncio.create_task(self._say_alive()),
+        ]
+        if lost_after_s is not None:
+            self._tasks.append(asyncio.create_task(self._notice_silence(lost_after_s)))
+
+    async def ask(
+        self,
+        message: wire.ToKeeper,
+        kind: type[Reply],
+        *,
+        within_s: float | None,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> Reply:
+        """Send a message and return the answer of this kind; raises what the machine refuses with."""
+        await self.channel.send(message)
+        return await self.hear(kind, within_s=within_s, on_waiting=on_waiting)
+
+    async def hear(
+        self,
+        kind: type[Reply],
+        *,
+        within_s: float | None,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> Reply:
+        """Return the next answer of this kind; a machine that gives none in time is lost."""
+        replies = self._replies
+        deadline = None if within_s is None else time.monotonic() + within_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                reply = await asyncio.wait_for(replies.get(), left)
+            except TimeoutError:
+                why = f"no answer within {within_s:.0f} s"
+                if replies is self._replies:
+                    self.lose(why)
+                raise Lost(f"{self.name} does not answer", why=why) from None
+            match reply:
+                case None:
+                    replies.put_nowait(None)  # for whoever asks next
+                    raise Lost(f"{self.name} is lost", why=self.lost)
+                case wire.Refused():
+                    raise error_from(reply.trouble)
+                case wire.Waiting():
+                    on_waiting(reply.words)
+                case _ if isinstance(reply, kind):
+                    return reply
+
+    def expect(self, attempt: int) -> None:
+        """Forget how the last attempt went; nothing that still comes of it counts."""
+        self._attempt = attempt
+        self._asked_to_start = self._asked_to_stop = False
+        self.ended = None
+        self._replies = asyncio.Queue()
+        if self.lost:
+            self._replies.put_nowait(None)
+
+    async def start(self, message: wire.Start, *, within_s: float) -> wire.Started:
+        """Have the machine's ranks started."""
+        self._asked_to_start = True
+        return await self.ask(message, wire.Started, within_s=within_s)
+
+    async def stop(self, grace_s: float, why: str) -> None:
+        """Ask for the end of the machine's ranks; ``ended`` tells of it."""
+        self._asked_to_stop = True
+        await self.channel.send(wire.Stop(grace_s=grace_s, why=why))
+
+    def lose(self, why: str) -> None:
+        """Take the machine for lost."""
+        if not self.lost:
+            self.lost = why
+            self.lost_s = time.monotonic()
+            self._replies.put_nowait(None)
+            self._on_change()
+
+    async def close(self) -> None:
+        """Let go of the machine; its keeper ends what is left there."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A process whose output nobody reads does not end.
+        draining = asyncio.create_task(self._drain())
+        try:
+            await self.channel.close()
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        while True:
+            with contextlib.suppress(wire.Garbled):
+                if await self.channel.receive() is None:
+                    return
+
+    async def _take_in(self, on_output: Callable[[int, str], None]) -> None:
+        while True:
+            try:
+                message = await self.channel.receive()
+            except wire.Garbled as error:
+                self.lose(f"it cannot be understood: {error}")
+                return
+            self.heard_s = time.monotonic()
+            match message:
+                case None:
+                    words = self.channel.why_closed()
+                    self.lose(words or "its keeper was killed, or ended without a word")
+                    return
+                case wire.Alive():
+                    pass
+                case wire.Output():
+                    on_output(message.rank, message.text)
+                case wire.Ended():
+                    self._take_end(message)
+                case _:
+                    self._replies.put_nowait(message)
+
+    def _take_end(self, message: wire.Ended) -> None:
+        """Take in how the attempt ended here; what is said of an earlier one does not count."""
+        nothing_ran = self._asked_to_stop and not self._asked_to_start
+        if self.ended is None and (message.attempt == self._attempt or nothing_ran):
+            self.ended = message
+            self.ended_s = time.monotonic()
+            self._on_change()
+
+    async def _say_alive(self) -> None:
+        while not self.lost:
+            await self.channel.send(wire.Alive())
+            await asyncio.sleep(_ALIVE_EVERY_S)
+
+    async def _notice_silence(self, lost_after_s: float) -> None:
+        while not self.lost:
+            await asyncio.sleep(0.25)
+            silent_s = time.monotonic() - self.heard_s
+            if silent_s > lost_after_s:
+                self.lose(
+                    f"not heard for {silent_s:.0f} s: the link is cut, or the machine is gone"
+                )
+
+
+def error_from(trouble: wire.Trouble, host: str = "") -> MusterError:
+    """Turn what a machine refused with into the error it was there."""
+    kinds: dict[int, type[MusterError]] = {2: Impossible, 3: NotNow}
+    what = f"{host}: {trouble.what}" if host else trouble.what
+    why = "\n".join(part for part in (trouble.why, trouble.evidence) if part)
+    return kinds.get(trouble.exit_code, MusterError)(what, why=why, fix=trouble.fix)

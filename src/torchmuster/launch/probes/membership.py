@@ -1,0 +1,125 @@
+"""Who this process is in its group: read from the arguments and from what a launcher has set.
+
+``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are
+honoured as torchrun sets them. Whatever they leave open is filled in, and said.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchmuster.errors import Impossible
+
+DEFAULT_ADDRESS = "127.0.0.1"
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """One process's place in a group, and where the group meets.
+
+    ``local_rank`` and ``local_world_size`` are None where nothing says which machine has which ranks.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    address: str
+    port: int
+    alone: bool  # a group of one that needs to meet nobody
+    address_given: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the whole group is on this machine: it meets where no other machine can come."""
+        return is_loopback(self.address)
+
+
+def read(rank: int, world_size: int, environment: Mapping[str, str]) -> Membership:
+    """Combine the arguments with the environment; refuse where they contradict each other."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise Impossible(
+            f"asked for rank {rank} in a group of {world_size}",
+            why="ranks are numbered from 0 to world_size - 1",
+            fix="setup_distributed(rank, world_size) with 0 <= rank < world_size",
+        )
+    _agree("rank", rank, "RANK", environment)
+    _agree("world_size", world_size, "WORLD_SIZE", environment)
+    given = environment.get("MASTER_ADDR") or None
+    port = number("MASTER_PORT", environment, lowest=1, highest=65535)
+    alone = world_size == 1 and (given is None or port is None)
+    address = DEFAULT_ADDRESS if given is None or alone else given
+    local_rank = number("LOCAL_RANK", environment)
+    local_world_size = number("LOCAL_WORLD_SIZE", environment, lowest=1)
+    if is_loopback(address):  # all ranks are here, so their number here is their number
+        local_rank = rank if local_rank is None else local_rank
+        local_world_size = world_size if local_world_size is None else local_world_size
+    return Membership(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        address=address,
+        port=DEFAULT_PORT if port is None else port,
+        alone=alone,
+        address_given=given is not None and not alone,
+        reasons=_said(alone, given, port),
+    )
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """Return ``LOCAL_RANK`` as torchrun sets it, or 0 where it is not set."""
+    return number("LOCAL_RANK", environment) or 0
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads only to this machine."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _said(alone: bool, given: str | None, port: int | None) -> tuple[str, ...]:
+    if alone:
+        return ("one process and no launcher: a simulated group of 1 that needs no network",)
+    said = []
+    if given is None:
+        said.append(f"MASTER_ADDR is not set: all ranks are taken to be here, at {DEFAULT_ADDRESS}")
+    if port is None:
+        said.append(f"MASTER_PORT is not set: the ranks meet at port {DEFAULT_PORT}")
+    return tuple(said)
+
+
+def _agree(argument: str, value: int, variable: str, environment: Mapping[str, str]) -> None:
+    set_to = number(variable, environment)
+    if set_to is None or set_to == value:
+        return
+    raise Impossible(
+        f"setup_distributed was called with {argument}={value}, but {variable}={set_to} is set",
+        why=f"the launcher (torchrun, muster run) has given this process {variable}={set_to}; "
+        "with another value the group could never form",
+        fix=f"pass int(os.environ[{variable!r}]) as {argument}, or start without a launcher and "
+        f"unset {variable}",
+    )
+
+
+def number(
+    variable: str, environment: Mapping[str, str], *, lowest: int = 0, highest: int | None = None
+) -> int | None:
+    """Return what a variable is set to, None if it is not; a wrong value is refused by name."""
+    text = environment.get(variable, "").strip()
+    if not text:
+        return None
+    if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
+        return int(text)
+    limits = f"from {lowest}" + ("" if highest is None else f" to {highest}")
+    raise Impossible(
+        f"{variable}={text} is not usable",
+        why=f"{variable} is a whole number {limits}; torchrun and muster run set it by themselves",
+        fix=f"unset {variable}",
+    )

@@ -1,0 +1,70 @@
+"""The smallest program that proves a group of ranks: who is there, a value from each, a barrier.
+
+Run it as ``torchrun --nproc-per-node 2 -m torchmuster.launch.probes.smoke``, under ``muster smoke``,
+or alone.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchmuster.errors import MusterError
+from torchmuster.launch.probes import membership, process_group
+
+_TIMEOUT_S = 120.0
+
+
+def main() -> int:
+    """Run the program; 0 if every value was right."""
+    rank = 0
+    try:
+        rank = membership.number("RANK", os.environ) or 0
+        world_size = membership.number("WORLD_SIZE", os.environ) or 1
+        backend = "nccl" if torch.accelerator.is_available() else "gloo"
+        device = process_group.setup(rank, world_size, backend, _TIMEOUT_S).device
+        host = socket.gethostname()
+        _say(rank, f"world_size={dist.get_world_size()} device={device.type} hostname={host}")
+        gathered = gather_ranks(rank, world_size, device)
+        _say(rank, f"gathered={gathered}")
+        problem = wrong_values(gathered, world_size)
+        if problem:
+            print(f"[rank {rank}] {problem}", file=sys.stderr, flush=True)
+            return 1
+        dist.barrier()
+        _say(rank, "barrier OK; shutting down")
+    except MusterError as error:
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        process_group.cleanup()
+    return 0
+
+
+def gather_ranks(rank: int, world_size: int, device: torch.device) -> list[int]:
+    """Collect every rank's number on every rank, on the device."""
+    # The place of a rank that sends nothing keeps -1.
+    places = [torch.full((1,), -1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(places, torch.full((1,), rank, dtype=torch.int64, device=device))
+    return [int(place) for place in places]
+
+
+def wrong_values(gathered: Sequence[int], world_size: int) -> str:
+    """Say what is wrong with the gathered numbers; empty if each rank's place has its number."""
+    expected = list(range(world_size))
+    if list(gathered) == expected:
+        return ""
+    return f"the ranks' numbers arrived wrong: gathered {list(gathered)}, expected {expected}"
+
+
+def _say(rank: int, words: str) -> None:
+    # One write for a line, so that the ranks' lines do not run into each other.
+    sys.stdout.write(f"[rank {rank}] {words}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,4 @@
+"""Slurm: job scripts, submitting and following them, and running inside an allocation.
+
+See README.md in this folder.
+"""

@@ -1,0 +1,307 @@
+"""From everything that went wrong on all machines to the one thing that went wrong first.
+
+When a rank dies, the others notice that it is gone and die of that, often before the first one's
+death is reported; then those that are left are ended. So it is not enough to take the first report:
+what only says that a peer is gone, and what was ended on purpose, stands behind every real cause.
+"""
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import known_failures, traceback_text, wire
+from torchmuster.launch.console import harmless, rank_words
+from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
+from torchmuster.redaction import redact_text
+from torchmuster.units import format_bytes
+
+_LINES_SHOWN = 25
+_LONGEST_HEADLINE = 240
+_KILLED, _ABORTED = -9, -6
+_ASKED_TO_END = (-15, -2)
+# Whoever was killed so long after the others were told to end was killed by us.
+_WITH_THE_FIRST_S = 2.0
+# Reports of one Ctrl-C come in any order.
+_AT_ONCE_S = 1.0
+_SCRIPT_ENDED_ITSELF = "the script ended itself: "
+_ENDED_BY_REQUEST = re.compile(
+    r"^KeyboardInterrupt|SignalException|got signal: (?:15|2)\b|by SIG(?:TERM|INT)"
+)
+_SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at )/\S+/")
+# Gloo prints its ports in the wrong byte order; an address that is wrong is worse than none.
+_GLOO_ADDRESS = re.compile(r" \[[0-9a-fA-F.:]+\]:\d+")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEnd:
+    """How one machine's part ended; times are of the launcher's monotonic clock.
+
+    ``ended`` is what its keeper reported, at ``ended_s``; ``lost`` is why it is not heard any more.
+    """
+
+    host: str
+    ended: wire.Ended | None = None
+    ended_s: float = 0.0
+    lost: str = ""
+    lost_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Somebody asked for the end of the run: ``Ctrl-C``, ``muster stop``."""
+
+    words: str
+    at_s: float
+
+
+class _Blame(enum.IntEnum):
+    """What a report is, the guiltiest first."""
+
+    CAUSE = 0
+    PEER = 1  # it says that another one is gone, or late
+    ENDED = 2  # it was ended on purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """One thing that went wrong: a rank, or a machine as a whole where there is no ``failure``."""
+
+    host: str
+    at_s: float
+    text: str  # the whole error, "" where there is only an exit code
+    failure: wire.Failure | None = None
+    log: str = ""  # of the agent
+    lost: bool = False
+
+
+def of_attempt(
+    ends: Sequence[NodeEnd],
+    *,
+    noticed_s: float,
+    logs: str,
+    world_size: int | None = None,
+    grace_s: float = 5.0,
+    stop: Stop | None = None,
+) -> Finding:
+    """Return the one finding that says why an attempt failed.
+
+    ``noticed_s`` is when the launcher noticed and told the others to end, ``grace_s`` what it gave
+    them for that; ``logs`` is the folder of the ranks' logs.
+    """
+    blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
+    if stop is not None and not any(_before(stop, *item) for item in blames.items()):
+        return Finding(name="stopped", status=Status.NOTE, what=f"stopped: {stop.words}")
+    if not blames:
+        return Finding(
+            name="run-failed",
+            status=Status.FAILURE,
+            what="the run failed, and no machine said why",
+            fix=f"read the logs: {logs}",
+        )
+    first = min(blames, key=lambda report: (blames[report], report.at_s))
+    alike = [report for report in blames if report is not first and _alike(first, report)]
+    who = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    if world_size is not None and 1 < world_size == len(_ranks([first, *alike])):
+        who = f"all {world_size} ranks"
+        alike_words = []
+    else:
+        alike_words = [f"{rank_words(_ranks(alike))} failed in the same way"] if alike else []
+    rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
+    aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
+    return _finding(first, who, aftermath, logs)
+
+
+def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
+    reports = []
+    for end in ends:
+        if end.ended is None:
+            if end.lost:
+                reports.append(_Report(host=end.host, at_s=end.lost_s, text=end.lost, lost=True))
+            continue
+        for failure in end.ended.failures:
+            at_s = end.ended_s - failure.ago_s
+            text = _said(failure)
+            reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
+        if not end.ended.good and not end.ended.failures:
+            words = end.ended.words or "torchrun's agent ended without a word"
+            error = traceback_text.last_error(words)
+            text = words.splitlines()[0] + (f": {error}" if error else "")
+            reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=words))
+    return reports
+
+
+def _said(failure: wire.Failure) -> str:
+    """Return the error's whole text: the exception, or what the log ends with."""
+    error = traceback_text.exception_text(failure.traceback) or failure.error
+    own = error.removeprefix(_SCRIPT_ENDED_ITSELF)
+    if error and own == error:
+        return error
+    if failure.exit_code < 0:
+        # Whatever else it printed has nothing to do with its end.
+        aborted = failure.exit_code == _ABORTED
+        return traceback_text.last_cxx_error(failure.last_lines) if aborted else ""
+    # sys.exit("no data") is an error's text, sys.exit(3) is not
+    is_code = own.lstrip("-").isdecimal()
+    return traceback_text.last_error(failure.last_lines) or ("" if is_code else own)
+
+
+def _code(failure: wire.Failure) -> int:
+    """Return how it ended by itself: a rank that is on its way out is still sent a signal."""
+    own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
+    if failure.traceback or (own and own == failure.error):
+        return 1
+    itself = own != failure.error and own.isdecimal()
+    return known_failures.by_signal(int(own) if itself else failure.exit_code)
+
+
+def _blamed(reports: Sequence[_Report], ours_from_s: float) -> dict[_Report, _Blame]:
+    """Say what each report is; a kill after ``ours_from_s`` is our own."""
+    late = [report.at_s for report in reports if _peer(report) == "late"]
+    # Whoever kept others waiting until they gave up was killed for that, not before.
+    ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
+    return {report: _blame(report, ours_from_s) for report in reports}
+
+
+def _blame(report: _Report, ours_from_s: float) -> _Blame:
+    failure = report.failure
+    killed = "by SIGKILL" in report.text
+    if failure is not None:
+        code = _code(failure)
+        killed = code == _KILLED and not _was_out_of_memory(failure)
+        if code in _ASKED_TO_END:
+            return _Blame.ENDED
+    if report.lost:
+        return _Blame.CAUSE
+    if _ENDED_BY_REQUEST.search(report.text) or (killed and report.at_s > ours_from_s):
+        return _Blame.ENDED
+    return _Blame.PEER if _peer(report) else _Blame.CAUSE
+
+
+def _peer(report: _Report) -> str:
+    found = None if report.lost else known_failures.known(report.text)
+    return found[0].peer if found else ""
+
+
+def _before(stop: Stop, report: _Report, blame: _Blame) -> bool:
+    """Say whether something went wrong by itself before the end was asked for."""
+    slack_s = 0.0 if blame is _Blame.CAUSE else _AT_ONCE_S
+    return blame is not _Blame.ENDED and report.at_s < stop.at_s - slack_s
+
+
+def _was_out_of_memory(failure: wire.Failure) -> bool:
+    return failure.evidence.startswith(KERNEL_KILLED_IT)
+
+
+def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> Finding:
+    why, fix = _explanation(first)
+    if failure := first.failure:
+        name, what = "rank-failed", f"{who} failed: {_cause(first)}"
+        shown = traceback_text.without_torch_prefix(failure.traceback or failure.last_lines)
+        log = f"log: {logs}/rank-{failure.rank}.log"
+    else:
+        name, verb = ("host-lost", "was lost") if first.lost else ("agent-failed", "failed")
+        what = f"{who} {verb}: {_headline(first.text)}"
+        shown, log = first.log, ""
+    evidence = [traceback_text.tail(shown, _LINES_SHOWN), log]
+    return Finding(
+        name=name,
+        status=Status.FAILURE,
+        what=_clean(what),
+        why=_clean("\n".join([*why, *aftermath])),
+        fix=_clean(fix),
+        evidence=_clean("\n".join(part for part in evidence if part)),
+    )
+
+
+def _clean(text: str) -> str:
+    """Return a text that programs wrote without secrets and without what steers a terminal."""
+    lines = redact_text(text).split("\n")
+    return "\n".join(harmless(line.replace("\t", "    "), colour=False) for line in lines)
+
+
+def _cause(report: _Report) -> str:
+    """Return the cause in a few words, for the headline."""
+    if report.failure is None:
+        return _headline(report.text)
+    code = _code(report.failure)
+    if code == _KILLED and _was_out_of_memory(report.failure):
+        return known_failures.OUT_OF_MEMORY.words
+    exit_words = known_failures.exit_of(code).words
+    if not report.text:
+        return exit_words
+    return f"{exit_words}: {_headline(report.text)}" if code < 0 else _headline(report.text)
+
+
+def _headline(text: str) -> str:
+    lines = text.strip().splitlines() or [""]
+    line = _GLOO_ADVICE.sub("", _GLOO_ADDRESS.sub("", _SOURCE_PLACE.sub("", lines[0])))
+    if line.endswith(":") and len(lines) > 1:  # "Error(s) in loading state_dict for Net:"
+        line = f"{line} {lines[1].strip()}"
+    return line if len(line) <= _LONGEST_HEADLINE else f"{line[:_LONGEST_HEADLINE]}…"
+
+
+def _explanation(report: _Report) -> tuple[list[str], str]:
+    """Return why it happened, a sentence each, and what to do."""
+    failure = report.failure
+    why = fix = ""
+    if report.lost:
+        why = "the launcher and {host} no longer hear each other"
+        fix = "see whether {host} is up and can be reached: ssh {host} uptime"
+    elif report.text and (found := known_failures.known(report.text)):
+        group = (found[1][1] or "") if found[1].re.groups else ""
+        why, fix = (text.replace("{1}", group) for text in (found[0].why, found[0].fix))
+    elif failure is not None and (_code(failure) != 1 or not report.text):
+        killed_by_kernel = _code(failure) == _KILLED and _was_out_of_memory(failure)
+        exit_ = known_failures.exit_of(_code(failure))
+        exit_ = known_failures.OUT_OF_MEMORY if killed_by_kernel else exit_
+        why, fix = exit_.why, exit_.fix
+    elif failure is not None and (place := traceback_text.raised_at(failure.traceback)):
+        why = f"raised at {place}"
+    sentences = [why, _of_memory(failure) if failure else ""]
+    words = [text.replace("{host}", report.host) for text in sentences if text]
+    return words, fix.replace("{host}", report.host)
+
+
+def _of_memory(failure: wire.Failure) -> str:
+    if "its peak" in failure.evidence or failure.peak_rss_bytes is None:
+        return failure.evidence
+    if _code(failure) != _KILLED:
+        return failure.evidence
+    peak = f"its peak was {format_bytes(failure.peak_rss_bytes)}"
+    return f"{failure.evidence}; {peak}" if failure.evidence else peak
+
+
+def _alike(first: _Report, other: _Report) -> bool:
+    """Say whether two ranks failed of the same thing: equal but for numbers."""
+    if first.failure is None or other.failure is None:
+        return False
+    texts = {re.sub(r"\d+", "#", _cause(report)) for report in (first, other)}
+    return len(texts) == 1
+
+
+def _ranks(reports: Sequence[_Report]) -> list[int]:
+    return [report.failure.rank for report in reports if report.failure is not None]
+
+
+def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]:
+    """Say in a line each what became of the others."""
+    lines = []
+    for report in [one for one, blame in rest.items() if blame is _Blame.CAUSE][:3]:
+        who = f"rank {report.failure.rank} on {report.host}" if report.failure else report.host
+        lines.append(f"{who} {'was lost' if report.lost else 'failed'} too: {_cause(report)}")
+    peers = _ranks([report for report, blame in rest.items() if blame is _Blame.PEER])
+    ended = _ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
+    if peers:
+        lines.append(f"{rank_words(peers)} then lost {_its(peers)} connection to it")
+    if ended and nobody_failed:
+        lines.append(f"{rank_words(ended)} had not failed but had to be ended: look there first")
+    elif ended:
+        lines.append(f"{rank_words(ended)} {'was' if len(ended) == 1 else 'were'} then ended")
+    return lines
+
+
+def _its(ranks: Sequence[int]) -> str:
+    return "its" if len(ranks) == 1 else "their"

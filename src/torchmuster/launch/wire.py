@@ -1,0 +1,350 @@
+"""What the launcher and the keepers say to each other: typed messages as lines of JSON.
+
+The launcher is the one process in which somebody typed ``muster run``. A keeper is the one process of
+ours on each machine that takes part; it starts that machine's share of the run, watches it, and ends
+it when told to, or when the launcher is no longer heard. The same messages travel through a pipe
+(this machine), through ssh's or srun's standard input and output, and through TLS (``muster join``).
+
+Every message is one JSON object with its ``kind``. Fields that are not known are ignored, so that a
+newer side can add some; a kind that is not known, or a wrong type, is an error. On a pipe a message is
+cut into lines of at most ``LINE_LIMIT`` characters (srun breaks longer ones): ``+`` and a piece, or
+``=`` and the last piece. See docs/wire-protocol.md.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = 1
+LINE_LIMIT = 900
+# A message is small; whoever sends more than this is not one of us.
+MESSAGE_LIMIT = 4 * 2**20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What all messages share."""
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """An address of a machine and the interface that has it."""
+
+    address: str
+    interface: str
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine says of itself at roll-call. Unknown is None, never a guess."""
+
+    host: str
+    user: str
+    pid: int
+    system: str  # linux, darwin, win32
+    machine: str  # x86_64, arm64, …
+    python: str  # 3.11.7
+    torch: str | None  # 2.13.0+cpu; None if it is not installed
+    torchmuster: str
+    cores: int
+    clock_unix_s: float
+    addresses: tuple[Address, ...]
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What would run on a machine: the script, the code beside it, the installed packages."""
+
+    script_sha256: str
+    code_sha256: str  # of all Python files in the script's folder, or "" where there are too many
+    code_files: int
+    packages_sha256: str
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that ended badly.
+
+    ``ago_s`` is how long before the message was sent it happened, so that clocks need not agree.
+    """
+
+    rank: int
+    local_rank: int
+    exit_code: int  # negative: the signal that ended it
+    ago_s: float
+    error: str = ""  # "RuntimeError: …", the last line of the traceback
+    traceback: str = ""
+    last_lines: str = ""
+    peak_rss_bytes: int | None = None
+    evidence: str = ""  # what the machine knows of the cause: "the kernel killed it: out of memory"
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding on its way (see finding.py)."""
+
+    name: str
+    what: str
+    why: str = ""
+    fix: str = ""
+    status: str = "failure"
+    evidence: str = ""
+    exit_code: int = 1
+
+
+# ---- from the launcher
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+    """Take devices and look at the code; nothing is started yet."""
+
+    run_id: str
+    token: str  # in the environment of every process of the run, so that all of them can be found
+    command: tuple[str, ...]  # the script and its arguments
+    module: bool  # the first word of the command is a module (python -m)
+    folder: str  # the working directory
+    device: str  # auto, gpu, cpu
+    ranks: int | None  # None: one for each device
+    gpu_ids: tuple[str, ...] | None = None
+    share: bool = False
+    wait_s: float = 0.0
+    environment: dict[str, str] = {}
+    logs: str | None = None  # where the ranks' logs go; None: a folder of the keeper's own
+    alone: bool = True  # no other machine takes part
+    lost_after_s: float | None = None  # without a sign of life, the launcher is taken for lost
+
+
+class Listen(Message, frozen=True, kw_only=True, tag="listen"):
+    """Open the port at which the ranks will meet (only the first machine is asked to)."""
+
+    nonce: str  # what to answer to those who try the port, so that they know whom they reached
+    port: int | None  # None: the usual one or the next that is free; 0: any
+    address: str | None = None  # listen only here
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """An address and port to be tried."""
+
+    address: str
+    port: int
+
+
+class Reach(Message, frozen=True, kw_only=True, tag="reach"):
+    """Try to reach the first machine at each of these."""
+
+    nonce: str
+    targets: tuple[Target, ...]
+    timeout_s: float
+
+
+class Start(Message, frozen=True, kw_only=True, tag="start"):
+    """Start this machine's ranks."""
+
+    attempt: int
+    node_rank: int
+    nodes: int
+    first_rank: int
+    world_size: int
+    backend: str  # muster, c10d, etcd-v2
+    endpoint: str  # HOST:PORT of the rendezvous
+    address: str  # of the first machine, as all reach it
+    port: int
+    local_address: str
+    interface: str | None  # None: leave the choice to the libraries (one machine)
+    timeout_s: float
+    max_restarts: int
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """End this machine's ranks: politely, and after the grace by force. Answered by ``ended``."""
+
+    grace_s: float
+    why: str
+
+
+class Signal(Message, frozen=True, kw_only=True, tag="signal"):
+    """Pass a signal on to the ranks (a scheduler's warning before preemption)."""
+
+    name: str
+
+
+class TellPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
+    """Ask for the list of installed packages, where their fingerprints differ."""
+
+
+class Alive(Message, frozen=True, kw_only=True, tag="alive"):
+    """Both sides say this regularly; whoever is not heard for too long is taken for lost."""
+
+
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+    """The run is over for this keeper; the words are for whoever watches its terminal."""
+
+    exit_code: int
+    words: str
+
+
+# ---- from a keeper
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """The first message: who is here."""
+
+    protocol: int
+    record: NodeRecord
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """What was asked cannot be done here, and why."""
+
+    trouble: Trouble
+
+
+class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
+    """Still at it: what is being waited for (GPUs that are in use)."""
+
+    words: str
+
+
+class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
+    """Devices are held and the code has been looked at."""
+
+    ranks: int
+    devices: tuple[str, ...]
+    reasons: tuple[str, ...]
+    fingerprint: Fingerprint | None  # None where no other machine takes part
+    logs: str  # where the ranks' logs are, on this machine
+
+
+class Listening(Message, frozen=True, kw_only=True, tag="listening"):
+    """The port is open at these addresses, best first."""
+
+    port: int
+    addresses: tuple[Address, ...]
+    reason: str  # why this port
+
+
+class ReachResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one try went."""
+
+    target: Target
+    problem: str  # "" if reached; else a word: timeout, refused, unreachable, no-route, impostor
+    seconds: float
+    local: Address | None = None  # our own end of the connection
+
+
+class Reached(Message, frozen=True, kw_only=True, tag="reached"):
+    """How every try went."""
+
+    results: tuple[ReachResult, ...]
+
+
+class Started(Message, frozen=True, kw_only=True, tag="started"):
+    """The ranks are being started."""
+
+    attempt: int
+    pid: int
+    command: tuple[str, ...]
+
+
+class Output(Message, frozen=True, kw_only=True, tag="output"):
+    """Whole lines that a rank wrote."""
+
+    rank: int
+    text: str
+
+
+class Ended(Message, frozen=True, kw_only=True, tag="ended"):
+    """None of this machine's processes is alive any more."""
+
+    attempt: int
+    good: bool
+    failures: tuple[Failure, ...] = ()
+    words: str = ""  # of the agent itself, where it and not a rank failed
+
+
+class Packages(Message, frozen=True, kw_only=True, tag="packages"):
+    """Name and version of every installed package."""
+
+    packages: dict[str, str]
+
+
+ToKeeper = Annotated[
+    Prepare | Listen | Reach | Start | Stop | Signal | TellPackages | Alive | Leave, "to a keeper"
+]
+FromKeeper = Annotated[
+    Hello
+    | Refused
+    | Waiting
+    | Prepared
+    | Listening
+    | Reached
+    | Started
+    | Output
+    | Ended
+    | Packages
+    | Alive,
+    "from a keeper",
+]
+
+_encode = msgspec.json.Encoder().encode
+_decode_to_keeper = msgspec.json.Decoder(ToKeeper).decode
+_decode_from_keeper = msgspec.json.Decoder(FromKeeper).decode
+
+
+class Garbled(ValueError):
+    """Something that is not a message of this protocol."""
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as JSON, without a line end."""
+    return _encode(message)
+
+
+def decode_to_keeper(data: bytes) -> ToKeeper:
+    """Read a message of the launcher's."""
+    try:
+        message: ToKeeper = _decode_to_keeper(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Garbled(str(error)) from error
+    return message
+
+
+def decode_from_keeper(data: bytes) -> FromKeeper:
+    """Read a message of a keeper's."""
+    try:
+        message: FromKeeper = _decode_from_keeper(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Garbled(str(error)) from error
+    return message
+
+
+def to_lines(message: Message) -> bytes:
+    """Return a message as lines for a pipe."""
+    data = encode(message)
+    if not data.isascii():  # srun breaks lines by bytes, which would cut a letter in two
+        data = json.dumps(json.loads(data)).encode("ascii")
+    return b"".join(_pieces(data))
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    last = max(0, len(data) - 1) // LINE_LIMIT
+    for number in range(last + 1):
+        mark = b"=" if number == last else b"+"
+        yield mark + data[number * LINE_LIMIT : (number + 1) * LINE_LIMIT] + b"\n"
+
+
+class Assembler:
+    """Puts the lines of a pipe together again."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def add(self, line: bytes) -> bytes | None:
+        """Take one line; return a whole message's JSON once its last piece is there."""
+        mark, piece = line[:1], line[1:].rstrip(b"\r\n")
+        self._size += len(piece)
+        if mark not in (b"+", b"=") or self._size > MESSAGE_LIMIT:
+            raise Garbled(line[:200].decode(errors="replace").strip())
+        self._pieces.append(piece)
+        if mark == b"+":
+            return None
+        whole = b"".join(self._pieces)
+        self._pieces, self._size = [], 0
+        return whole

@@ -1,0 +1,455 @@
+"""Forming, testing and ending a group from Python, in one process.
+
+The torch of the tests is a CPU build; what it would do beside GPUs is decided by functions over
+``Surroundings``, which are tested as such.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from torchmuster import distributed
+from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.launch.probes import backend, meeting, membership, process_group
+from torchmuster.launch.probes.backend import Choice, Surroundings
+from torchmuster.launch.probes.meeting import Offer
+
+pytestmark = pytest.mark.engine
+
+VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [*VARIABLES, "GLOO_SOCKET_IFNAME"]:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    distributed.cleanup_distributed()
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+# ---- a group of one
+
+
+def test_one_process_without_a_launcher_is_a_group_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    device = distributed.setup_distributed(0, 1)
+    assert device == torch.device("cpu")
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert distributed.verify_gpu_communication(0, 1)
+    assert (
+        f"gloo instead of nccl, on the CPU: torch {torch.__version__} is built without NCCL"
+        in caplog.messages
+    )
+    assert distributed.get_group_info() == {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "backend": "gloo",
+        "device": torch.device("cpu"),
+        "simulated": True,
+        "reasons": [
+            "one process and no launcher: a simulated group of 1 that needs no network",
+            f"gloo instead of nccl, on the CPU: torch {torch.__version__} is built without NCCL",
+        ],
+    }
+
+
+def test_a_group_of_one_listens_to_nobody_outside() -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+    heard = [one.laddr.ip for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert set(heard) <= {"127.0.0.1"}
+    # Here the machine's own name may lead to loopback anyway; elsewhere it leads to the network.
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_gloo_that_was_asked_for_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    distributed.setup_distributed(0, 1, backend="gloo")
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_cleanup_twice_in_finally_and_without_a_group() -> None:
+    def train() -> None:
+        try:
+            distributed.setup_distributed(0, 1, "gloo")
+            raise ZeroDivisionError
+        finally:
+            distributed.cleanup_distributed()
+            distributed.cleanup_distributed()
+
+    before = dict(os.environ)
+    distributed.cleanup_distributed()
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert not dist.is_initialized()
+    assert distributed.get_group_info() == {}
+    assert dict(os.environ) == before
+
+
+def test_an_error_while_ending_does_not_hide_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+
+    def broken() -> None:
+        raise RuntimeError("connection closed by peer\nand much more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", broken)
+        distributed.cleanup_distributed()
+    expected = "the process group did not end cleanly: RuntimeError: connection closed by peer"
+    assert expected in caplog.messages
+    distributed.cleanup_distributed()
+    assert not dist.is_initialized()
+
+
+def test_the_interface_a_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.setup_distributed(0, 1, "gloo")
+    distributed.cleanup_distributed()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+# ---- arguments and environment
+
+
+def test_the_environment_of_a_launcher_is_honoured(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    set_all(monkeypatch, RANK=0, WORLD_SIZE=1, LOCAL_RANK=3, MASTER_ADDR="127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    distributed.setup_distributed(0, 1, "gloo")
+    info = distributed.get_group_info()
+    assert (info["local_rank"], info["simulated"]) == (3, False)
+    heard = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert ("127.0.0.1", free_port) in [(one.ip, one.port) for one in heard]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "arguments"),
+    [("RANK", "rank=1", (1, 4)), ("WORLD_SIZE", "world_size=4", (1, 4))],
+)
+def test_arguments_that_contradict_the_environment_are_refused_with_both_values(
+    monkeypatch: pytest.MonkeyPatch, variable: str, argument: str, arguments: tuple[int, int]
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(Impossible) as caught:
+        distributed.setup_distributed(*arguments, "gloo", timeout_s=1)
+    name = argument.partition("=")[0]
+    assert str(caught.value).splitlines() == [
+        f"setup_distributed was called with {argument}, but {variable}=2 is set",
+        f"the launcher (torchrun, muster run) has given this process {variable}=2; with another "
+        "value the group could never form",
+        f"pass int(os.environ['{variable}']) as {name}, or start without a launcher and unset "
+        f"{variable}",
+    ]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_group_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(Impossible, match=f"asked for rank {rank} in a group of {world_size}"):
+        distributed.setup_distributed(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limits"),
+    [
+        ("LOCAL_RANK", "first", "from 0"),
+        ("LOCAL_RANK", "-1", "from 0"),
+        ("LOCAL_WORLD_SIZE", "0", "from 1"),
+        ("MASTER_PORT", "70000", "from 1 to 65535"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, limits: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(Impossible) as caught:
+        distributed.setup_distributed(0, 1)
+    assert caught.value.what == f"{name}={value} is not usable"
+    assert caught.value.why.startswith(f"{name} is a whole number {limits};")
+    assert caught.value.fix == f"unset {name}"
+
+
+def test_local_rank_is_torchruns_or_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.get_local_rank() == 0
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert distributed.get_local_rank() == 5
+    monkeypatch.setenv("LOCAL_RANK", "five")
+    with pytest.raises(Impossible, match="LOCAL_RANK=five is not usable"):
+        distributed.get_local_rank()
+
+
+def test_ranks_without_a_launcher_meet_here_at_the_usual_port() -> None:
+    member = membership.read(1, 2, {})
+    assert (member.address, member.port) == ("127.0.0.1", 29500)
+    assert (member.local_rank, member.local_world_size) == (1, 2)
+    assert member.reasons == (
+        "MASTER_ADDR is not set: all ranks are taken to be here, at 127.0.0.1",
+        "MASTER_PORT is not set: the ranks meet at port 29500",
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "local_rank"), [("localhost", 5), ("::1", 5), ("10.0.0.1", None), ("node-1", None)]
+)
+def test_the_place_on_a_machine_is_not_guessed_where_there_may_be_several(
+    address: str, local_rank: int | None
+) -> None:
+    member = membership.read(5, 8, {"MASTER_ADDR": address, "MASTER_PORT": "1234"})
+    assert member.local_rank == local_rank
+    assert member.reasons == ()
+
+
+# ---- a group that is there already, or cannot be
+
+
+def test_the_same_group_again_is_fine_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first = distributed.setup_distributed(0, 1, "gloo")
+    assert distributed.setup_distributed(0, 1, "gloo") == first
+    assert "the process group is there already: rank 0 in a group of 1" in caplog.messages
+
+
+def test_a_group_that_somebody_else_made_is_used() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert distributed.setup_distributed(0, 1) == torch.device("cpu")
+    assert distributed.get_group_info()["reasons"] == ["the process group was there already"]
+    assert distributed.verify_gpu_communication(0, 1)
+
+
+def test_another_group_is_refused() -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+    with pytest.raises(Impossible) as caught:
+        distributed.setup_distributed(1, 2, "gloo")
+    assert str(caught.value).splitlines() == [
+        "asked for rank 1 in a group of 2, but this process is already rank 0 in a group of 1",
+        "a process has one default group at a time",
+        "cleanup_distributed() first",
+    ]
+
+
+def test_a_port_in_use_is_refused_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(NotNow, match=f"the ranks cannot meet at 127.0.0.1:{port}") as caught:
+            distributed.setup_distributed(0, 2, "gloo")
+    assert caught.value.why == "another program is using that port"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    with pytest.raises(MusterError, match="2 of 3 ranks did not come: 1, 2") as caught:
+        distributed.setup_distributed(0, 3, "gloo", timeout_s=0.5)
+    assert caught.value.why == "rank 0 waited 0.5 s for them"
+
+
+def test_a_first_rank_that_is_not_there_is_waited_for_so_long(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    expected = f"rank 1 could not form a group of 2 at 127.0.0.1:{free_port} \\(limit 0.5 s\\)"
+    with pytest.raises(MusterError, match=expected):
+        distributed.setup_distributed(1, 2, "gloo", timeout_s=0.5)
+
+
+# ---- which library, which device
+
+
+def at(
+    accelerator: str | None = "cuda",
+    count: int = 8,
+    libraries: frozenset[str] = frozenset({"nccl"}),
+    system: str = "linux",
+) -> Surroundings:
+    return Surroundings(
+        system=system,
+        torch_version="2.13.0",
+        accelerator=accelerator,
+        device_count=count,
+        libraries=libraries,
+    )
+
+
+def chosen(here: Surroundings, rank: int = 0, world_size: int = 1, **environment: str) -> Any:
+    return backend.choose("nccl", membership.read(rank, world_size, environment), here)
+
+
+def test_each_rank_gets_the_gpu_of_its_local_rank() -> None:
+    remote = {"MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+    assert chosen(at(), 11, 16, **remote).value == Choice(backend="nccl", device="cuda", index=3)
+    assert chosen(at(), 2, 4).value == Choice(backend="nccl", device="cuda", index=2)
+
+
+def test_without_a_local_rank_gpus_are_taken_in_turn() -> None:
+    decision = chosen(at(count=8), 11, 16, MASTER_ADDR="10.0.0.1")
+    assert decision.value.index == 3
+
+
+def test_a_rank_that_sees_only_its_own_gpu_takes_it() -> None:
+    assert chosen(at(count=1), 3, 4).value == Choice(backend="nccl", device="cuda", index=0)
+
+
+def test_intels_gpus_have_their_own_library() -> None:
+    here = at("xpu", libraries=frozenset({"xccl"}))
+    assert chosen(here, 1, 2).value == Choice(backend="xccl", device="xpu", index=1)
+
+
+@pytest.mark.parametrize(
+    ("here", "device", "reason"),
+    [
+        (at(None, 0), "cpu", "on the CPU: torch sees no GPU here"),
+        (at(None, 0, frozenset()), "cpu", "on the CPU: torch 2.13.0 is built without NCCL"),
+        (at(count=3), "cpu", "on the CPU: this machine has 4 ranks, but torch sees 3 GPUs"),
+        (at("mps", 1), "cpu", "on the CPU: no library connects Apple's GPUs"),
+        (at(system="win32"), "cuda", "on the GPU: NCCL does not exist for Windows"),
+        (at("xpu"), "cpu", "on the CPU: torch 2.13.0 is built without XCCL"),
+    ],
+)
+def test_where_nccl_is_impossible_it_is_gloo_with_the_reason(
+    here: Surroundings, device: str, reason: str
+) -> None:
+    decision = chosen(here, 1, 4)
+    assert (decision.value.backend, decision.value.device) == ("gloo", device)
+    assert decision.reason == f"gloo instead of nccl, {reason}"
+
+
+def test_a_local_rank_without_a_gpu() -> None:
+    decision = chosen(at(count=2), 5, 8, MASTER_ADDR="10.0.0.1", LOCAL_RANK="5")
+    assert decision.value == Choice(backend="gloo", device="cpu")
+    assert decision.reason.endswith("LOCAL_RANK is 5, but torch sees 2 GPUs")
+
+
+def test_a_library_nobody_knows_is_refused() -> None:
+    with pytest.raises(Impossible, match="backend 'ncll' is not known"):
+        distributed.setup_distributed(0, 1, "ncll")
+
+
+def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    done: list[object] = []
+    monkeypatch.setattr(process_group, "look_around", at)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **more: done.append((name, more["device_id"]))
+    )
+    assert distributed.setup_distributed(0, 1) == torch.device("cuda:2")
+    assert done == [2, ("nccl", torch.device("cuda:2"))]
+
+
+# ---- what the ranks agree on
+
+
+def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> Offer:
+    reason = "gloo instead of nccl, on the CPU: torch sees no GPU here" if name == "gloo" else ""
+    return Offer(backend=name, reason=reason, uuid=uuid, rank=rank, host=f"node-{rank}")
+
+
+def test_one_rank_that_cannot_use_nccl_decides_for_all() -> None:
+    verdict = meeting.compare([offer(0), offer(1), offer(2, "gloo")])
+    assert verdict.backend == "gloo"
+    assert verdict.why == (
+        "rank 2 on node-2: gloo instead of nccl, on the CPU: torch sees no GPU here"
+    )
+    assert meeting.compare([offer(0, "gloo"), offer(1)]).why.startswith("rank 0 on node-0: ")
+
+
+def test_all_alike_stay_as_they_are() -> None:
+    assert meeting.compare([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
+    assert meeting.compare([offer(0, "gloo"), offer(1, "gloo")]) == meeting.Verdict(backend="gloo")
+
+
+def test_gpus_of_two_makes_use_gloo() -> None:
+    verdict = meeting.compare([offer(0), offer(1, "xccl")])
+    assert (verdict.backend, verdict.why) == ("gloo", "rank 0 has nccl, rank 1 has xccl")
+
+
+def test_two_ranks_with_one_gpu_are_found_out() -> None:
+    verdict = meeting.compare([offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")])
+    assert verdict.backend == "gloo"
+    assert verdict.why == "ranks 0 and 2 on node-2 have one GPU"
+    assert verdict.shared == ("a",)
+
+
+def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
+    store, limit = HashStore(), timedelta(seconds=10)
+    members = [membership.read(rank, 3, {}) for rank in range(3)]
+    offers = [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
+
+    def agree(rank: int) -> meeting.Verdict:
+        return meeting.agree(store, members[rank], offers[rank], limit)
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            assert list(pool.map(agree, range(3))) == [meeting.compare(offers)] * 3
+
+
+# ---- communication
+
+
+def test_without_a_group_nothing_is_verified(caplog: pytest.LogCaptureFixture) -> None:
+    assert distributed.verify_gpu_communication(0, 1) is False
+    assert caplog.messages == [
+        "communication not verified: there is no process group; call setup_distributed"
+    ]
+
+
+def test_a_wrong_sum_is_told_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+    caplog.clear()
+    assert distributed.verify_gpu_communication(0, 3) is False
+    assert caplog.messages == [
+        "communication is wrong on rank 0 (cpu): the sum over 3 ranks is 1, expected 6 "
+        "(131072 of 131072 values)"
+    ]
+
+
+def test_a_single_wrong_value_is_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+    caplog.clear()
+    sums = torch.ones(131072, dtype=torch.int64)
+    sums[77] = 0
+    monkeypatch.setattr(process_group, "_sum_over_ranks", lambda *_: sums)
+    assert distributed.verify_gpu_communication(0, 1) is False
+    assert "the sum over 1 ranks is 0, expected 1 (1 of 131072 values)" in caplog.text
+
+
+def test_an_error_is_a_false_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    distributed.setup_distributed(0, 1, "gloo")
+    caplog.clear()
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might be…")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "full", broken)
+        assert distributed.verify_gpu_communication(0, 1) is False
+    assert caplog.messages == [
+        "communication failed on rank 0 (cpu): RuntimeError: CUDA error: an illegal memory access"
+    ]

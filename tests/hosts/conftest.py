@@ -1,0 +1,90 @@
+"""Fixtures for tests on real hosts: ``lab2``, ``lab3``, ``lab4``, ``make_lab`` and ``make_etcd``."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from hosts.etcd_lab import Etcd, etcd_on
+from hosts.host import Host
+from hosts.lab import Lab, remove_abandoned
+
+_TOOLS = ("ip", "iptables", "sshd", "ssh", "ssh-keygen", "unshare", "setpriv", "gcc")
+
+
+class MakeLab(Protocol):
+    def __call__(self, count: int, *, ssh: bool = True) -> Lab: ...
+
+
+class MakeEtcd(Protocol):
+    def __call__(self, host: Host, port: int = 2379) -> Etcd: ...
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_hosts_are_impossible()
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.hosts)
+            if "make_etcd" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.etcd)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_hosts_are_impossible() -> str | None:
+    if os.geteuid() != 0:
+        return "hosts are network namespaces, which only root can make: run the tests as root"
+    missing = [name for name in _TOOLS if shutil.which(name) is None]
+    if missing:
+        install = "apt-get install iproute2 iptables openssh-server openssh-client util-linux gcc"
+        return f"missing: {', '.join(missing)}; {install}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def no_abandoned_labs() -> None:
+    remove_abandoned()
+
+
+@pytest.fixture
+def make_lab(no_abandoned_labs: None) -> Iterator[MakeLab]:
+    """Make labs, ``make_lab(3, ssh=False)``; all are removed when the test ends."""
+    with ExitStack() as labs:
+
+        def make(count: int, *, ssh: bool = True) -> Lab:
+            return labs.enter_context(Lab(count, ssh=ssh))
+
+        yield make
+
+
+@pytest.fixture
+def lab2(make_lab: MakeLab) -> Lab:
+    return make_lab(2)
+
+
+@pytest.fixture
+def lab3(make_lab: MakeLab) -> Lab:
+    return make_lab(3)
+
+
+@pytest.fixture
+def lab4(make_lab: MakeLab) -> Lab:
+    return make_lab(4)
+
+
+@pytest.fixture
+def make_etcd(make_lab: MakeLab) -> Iterator[MakeEtcd]:
+    """Run etcd on a host: ``make_etcd(lab2.hosts[0]).endpoint``; ended before the labs are."""
+    if shutil.which("etcd") is None:
+        pytest.skip("missing: etcd; apt-get install etcd-server")
+    with ExitStack() as servers:
+
+        def make(host: Host, port: int = 2379) -> Etcd:
+            return servers.enter_context(etcd_on(host, port))
+
+        yield make

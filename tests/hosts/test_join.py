@@ -1,0 +1,170 @@
+"""``muster host`` and ``muster join`` between hosts that know nothing of each other: no ssh, no names."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hosts.conftest import MakeLab
+from hosts.host import Host
+from hosts.lab import Lab
+from hosts.launching import SMOKE, Transcript, leftovers, rank_lines, strays
+from muster_command import muster_argv
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def lab(make_lab: MakeLab) -> Lab:
+    return make_lab(2, ssh=False)
+
+
+def start(host: Host, words: list[str], cwd: Path) -> Transcript:
+    process = host.popen(
+        muster_argv(words),
+        cwd=cwd,
+        env={"NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    return Transcript(process)
+
+
+def host_smoke(host: Host, cwd: Path, *words: str, nodes: int = 2) -> Transcript:
+    flags = ["--nnodes", str(nodes), "--device", "cpu", "--ranks", "1", *words]
+    return start(host, ["host", *flags, *SMOKE], cwd)
+
+
+def code_for(transcript: Transcript, machine: int) -> str:
+    transcript.wait_for(f"on machine {machine}", 30)
+    codes = re.findall(r"muster join (\S+)", transcript.text("out"))
+    return str(codes[machine - 2])
+
+
+def smoke_lines(size: int) -> set[str]:
+    numbers = list(range(size))
+    return {
+        line
+        for rank in numbers
+        for line in (
+            f"[rank {rank}] world_size={size} device=cpu hostname=node{rank + 1}",
+            f"[rank {rank}] gathered={numbers}",
+            f"[rank {rank}] barrier OK; shutting down",
+        )
+    }
+
+
+def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    hosting = host_smoke(first, tmp_path)
+    joining = start(second, ["join", code_for(hosting, 2)], tmp_path)
+    assert hosting.end(90) == 0
+    assert joining.end(20) == 0
+    assert smoke_lines(2) <= set(rank_lines(hosting))
+    assert "2 of 2 joined: node1 ok, node2 ok" in hosting.text("err")
+    assert f"to be run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
+    assert "the run ended well" in joining.text("err")
+    assert (leftovers(lab), strays(lab)) == ({}, {})
+    # What lets a machine in is shown, and written down nowhere.
+    code = code_for(hosting, 2)
+    assert not [path for path in tmp_path.rglob("*.*") if code in path.read_text(errors="replace")]
+
+
+def test_places_are_those_of_the_codes_in_whatever_order_machines_join(
+    make_lab: MakeLab, tmp_path: Path
+) -> None:
+    lab = make_lab(3, ssh=False)
+    first, second, third = lab.hosts
+    hosting = host_smoke(first, tmp_path, nodes=3)
+    late = start(third, ["join", code_for(hosting, 3)], tmp_path)
+    hosting.wait_for("2 of 3 joined", 40)
+    # Who is missing is said, and what it would take.
+    assert "machine 2 missing (its code is not used yet" in hosting.text("err")
+    early = start(second, ["join", code_for(hosting, 2)], tmp_path)
+    assert [hosting.end(90), early.end(20), late.end(20)] == [0, 0, 0]
+    assert smoke_lines(3) <= set(rank_lines(hosting))
+
+
+def test_without_any_address_the_host_is_found_on_the_network(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    hosting = host_smoke(first, tmp_path, "--short-codes")
+    code = code_for(hosting, 2)
+    joining = start(second, ["join", *code.split("-")], tmp_path)  # blanks are as good as dashes
+    assert hosting.end(90) == 0
+    assert joining.end(20) == 0
+    assert smoke_lines(2) <= set(rank_lines(hosting))
+
+
+def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    hosting = host_smoke(first, tmp_path)
+    code = code_for(hosting, 2)
+    letters = code.replace("-", "")
+    other = letters[:30] + ("2" if letters[30] != "2" else "3") + letters[31:]
+    mistyped = start(second, ["join", other], tmp_path)
+    assert mistyped.end(20) == 2
+    assert "typing mistake" in mistyped.text("err")
+    joining = start(second, ["join", code], tmp_path)
+    joining.wait_for("joined", 30)
+    again = start(second, ["join", "--patience", "5s", code], tmp_path)
+    assert again.end(30) == 2
+    assert "has been used by node2" in again.text("err")
+    assert hosting.end(90) == 0
+    assert joining.end(20) == 0
+    assert smoke_lines(2) <= set(rank_lines(hosting))
+
+
+CROWD = """
+import socket, sys
+crowd = []
+for _ in range(1000):
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex((sys.argv[1], int(sys.argv[2])))
+    crowd.append(one)
+for one in crowd[::3]:
+    try:
+        one.send(b"GET / HTTP/1.1\\r\\nHost: muster\\r\\n\\r\\n")
+    except OSError:
+        pass
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_crowd_at_the_door_does_not_keep_the_guest_out(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    hosting = host_smoke(first, tmp_path, "--join-port", "29399")
+    code = code_for(hosting, 2)
+    crowd = second.popen(
+        [sys.executable, "-c", CROWD, first.address, "29399"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert crowd.stdout is not None
+    assert crowd.stdout.readline() == "there\n"
+    joining = start(second, ["join", code], tmp_path)
+    assert hosting.end(120) == 0
+    assert joining.end(20) == 0
+    assert smoke_lines(2) <= set(rank_lines(hosting))
+    crowd.kill()
+    crowd.wait(10)
+
+
+def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    (tmp_path / "train.py").write_text(
+        "print('running', flush=True)\nimport time\ntime.sleep(600)\n"
+    )
+    words = ["host", "--nnodes", "2", "--device", "cpu", "--ranks", "1", "train.py"]
+    hosting = start(first, words, tmp_path)
+    joining = start(second, ["join", code_for(hosting, 2)], tmp_path)
+    hosting.wait_for("running", 60)
+    hosting.process.kill()
+    hosting.process.wait(10)
+    assert joining.end(20) == 1
+    assert "the launcher has gone" in joining.text("err")
+    assert leftovers(lab) == {}

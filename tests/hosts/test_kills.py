@@ -1,0 +1,177 @@
+"""Whatever is killed, and whenever: soon nothing of the run is alive on any host, and it is said why."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_watchman
+from hosts.lab import Lab
+from hosts.namespaces import await_true
+
+pytestmark = pytest.mark.timeout(180)
+
+_RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
+_AGENT = r"{host} failed: torchrun's agent was ended by SIGKILL"
+_KEEPER = r"{host} was lost: its keeper was killed, or ended without a word"
+_SESSION = r"{host} was lost: Connection to 10\.77\.0\.12 closed by remote host"
+_SILENCE = r"{host} was lost: not heard for 1\d s: the link is cut, or the machine is gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kill in a phase, and what is then said; None where the launcher itself is gone."""
+
+    phase: str
+    victim: str
+    host: str = "node2"
+    says: str | None
+
+    def __str__(self) -> str:
+        return f"{self.phase}-{self.victim}-{self.host}".replace(" ", "-")
+
+
+CASES = [
+    Case(phase="calling", victim="launcher", host="node1", says=None),
+    Case(phase="calling", victim="link", host="node1", says="node2"),
+    Case(phase="starting", victim="rank 1", says=_RANK),
+    Case(phase="starting", victim="agent", host="node1", says=_AGENT),
+    Case(phase="starting", victim="keeper", says=_KEEPER),
+    Case(phase="starting", victim="launcher", host="node1", says=None),
+    Case(phase="starting", victim="ssh session", says=_SESSION),
+    Case(phase="starting", victim="host", says=_SILENCE),
+    Case(phase="running", victim="rank 1", says=_RANK),
+    Case(phase="running", victim="agent", says=_AGENT),
+    Case(phase="running", victim="keeper", host="node1", says=_KEEPER),
+    Case(phase="running", victim="launcher", host="node1", says=None),
+    Case(phase="running", victim="ssh session", says=_SESSION),
+    Case(phase="running", victim="host", host="node1", says=None),
+    Case(phase="running", victim="link", says=_SILENCE),
+    Case(phase="ending", victim="rank 1", says=_RANK),
+    Case(phase="ending", victim="agent", says=_AGENT),
+    Case(phase="ending", victim="keeper", says=_KEEPER),
+    Case(phase="ending", victim="launcher", host="node1", says=None),
+    Case(phase="ending", victim="ssh session", says=_SESSION),
+    Case(phase="ending", victim="link", says=_SILENCE),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_path: Path) -> None:
+    run = Run.launch(lab2, tmp_path, SCRIPTS.get(case.phase, SCRIPTS["starting"]))
+    run.wait_for_phase(case.phase)
+    killed_s = Kill(victim=case.victim, host=case.host).strike(run)
+    run.seconds_until_clean(killed_s)
+    code = run.end()
+    if case.says is None:
+        assert code == -9
+    else:
+        assert re.search(case.says.format(host=case.host), run.transcript.text("err"))
+        assert code == 1
+
+
+def test_a_watchman_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path: Path) -> None:
+    run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
+    run.await_one("node2", is_rank(1))
+    first = run.await_one("node2", is_watchman)
+    Kill(victim="watchman").strike(run)
+    await_true("another", lambda: first not in [*run.find("node2", is_watchman), first][:1])
+    assert run.process.poll() is None
+    # Killed with the keeper go the ranks, but not what they started in sessions of their own.
+    killed_s = Kill(victim="keeper").strike(run)
+    run.seconds_until_clean(killed_s)
+    assert run.end() == 1
+
+
+def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
+    lab2: Lab, tmp_path: Path
+) -> None:
+    options = ["--hosts", "node1:1,node2:2"]
+    script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
+    run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
+    run.transcript.wait_for("[all 3 ranks] ignoring", 60)
+    killed_s = Kill(victim="rank 1").strike(run)
+    run.seconds_until_clean(killed_s)
+    assert run.end() == 1
+    assert re.search(_RANK, run.transcript.text("err"))
+
+
+_BLOCKED = """
+import os, signal, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, lambda *_: print("never comes to this"))
+print("joined", flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(1000)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_path: Path) -> None:
+    run = Run.launch(lab2, tmp_path, _BLOCKED)
+    run.transcript.wait_for("[all 2 ranks] joined", 60)
+    killed_s = Kill(victim="rank 1").strike(run)
+    run.seconds_until_clean(killed_s)
+    assert run.end() == 1
+    assert re.search(_RANK, run.transcript.text("err"))
+
+
+def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> None:
+    script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
+    options = ["--grace", "60s"]
+    run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
+    run.transcript.wait_for("[all 2 ranks] ignoring", 60)
+    run.process.interrupt()
+    run.transcript.wait_for("Ctrl-C", 10)
+    time.sleep(1)  # the request has reached the ranks, who ignore it
+    assert run.find("node2", is_rank(1))
+    asked_s = time.monotonic()
+    run.process.interrupt()
+    run.seconds_until_clean(asked_s)
+    assert run.end() == 130
+
+
+def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None:
+    run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
+    run.wait_for_phase("starting")
+    asked_s = time.monotonic()
+    run.process.interrupt()
+    run.seconds_until_clean(asked_s)
+    assert run.end() == 130
+
+
+def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, time\n"
+        "def save(*_):\n    time.sleep(8); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    run = Run.launch(lab2, tmp_path, script, options=["--grace", "20s"])
+    run.transcript.wait_for("[all 2 ranks] ready", 60)
+    run.process.interrupt()
+    run.transcript.wait_for("[all 2 ranks] saved", 20)
+    run.seconds_until_clean(time.monotonic())
+    assert run.end() == 130
+
+
+def test_a_flood_of_output_does_not_keep_a_keeper_whose_link_was_cut(
+    lab2: Lab, tmp_path: Path
+) -> None:
+    script = (
+        "import itertools, os, time\n"
+        "for n in itertools.count():\n"
+        "    time.sleep(0.1)\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        print(n, ('x' * 900 + '\\n') * 2000)\n"
+    )
+    run = Run.launch(lab2, tmp_path, script)
+    run.transcript.wait_for("1 xxx", 60)
+    cut_s = Kill(victim="link").strike(run)
+    try:
+        run.seconds_until_clean(cut_s)
+    finally:
+        run.end()

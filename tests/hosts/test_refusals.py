@@ -1,0 +1,346 @@
+"""What ``muster run --hosts`` cannot do it refuses at once: what, why, which host, and what to do.
+
+Nothing is started on any host, and nothing is left there.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from hosts.faults import (
+    ClosedPorts,
+    Fault,
+    HostKeyChanged,
+    HostKilled,
+    KeyRefused,
+    NoSshd,
+    OnlyOpenPorts,
+    PortTaken,
+    Undo,
+    injected,
+    own_name_is_loopback,
+)
+from hosts.lab import Lab
+from hosts.launching import Transcript, leftovers, muster_run, strays
+from hosts.namespaces import await_true
+
+TRAIN = "print('trained')\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variables:
+    """All that starts on a host has these in its environment; ``{lab}`` is the lab's folder."""
+
+    host: str
+    variables: dict[str, str]
+
+    def apply(self, lab: Lab) -> Undo:
+        host = lab.host(self.host)
+        host.set(**{k: v.format(lab=lab.folder) for k, v in self.variables.items()})
+        return lambda: host.set(**dict.fromkeys(self.variables))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherTorch:
+    """Another torch comes first on a host: as much of it as is looked at before a start."""
+
+    host: str
+    version: str
+
+    def apply(self, lab: Lab) -> Undo:
+        package = lab.folder / "other" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "version.py").write_text(f"__version__ = '{self.version}'\n")
+        path = {"PYTHONPATH": str(package.parent)}
+        return Variables(host=self.host, variables=path).apply(lab)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherFiles:
+    """On a host the working folder has these files, and no others."""
+
+    host: str
+    files: dict[str, str]
+
+    def apply(self, lab: Lab) -> Undo:
+        host, folder = lab.host(self.host), lab.folder / "work"
+        other = lab.folder / f"work-{self.host}"
+        other.mkdir()
+        for name, text in self.files.items():
+            (other / name).write_text(text)
+        host.run(["mount", "--bind", other, folder], check=True)
+
+        def undo() -> None:
+            host.run(["umount", folder], check=True)
+
+        return undo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """What is wrong, what is typed, and what is said; ``{lab}`` is the lab's folder."""
+
+    name: str
+    faults: Sequence[Fault] = ()
+    hosts: str = "node1,node2"
+    flags: Sequence[str] = ()
+    code: int = 2
+    what: str
+    why: str
+    fix: str
+    within_s: float = 15.0  # alone it is 1 to 3 s
+
+
+SSH = [
+    Refusal(
+        name="a name that nobody knows",
+        hosts="node1,nowhere",
+        what="host nowhere cannot take part",
+        why="its name cannot be resolved on this machine ssh: Could not resolve hostname nowhere:",
+        fix="give its address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
+    ),
+    Refusal(
+        name="no ssh server",
+        faults=[NoSshd(host="node2")],
+        code=1,
+        what="host node2 cannot take part",
+        why="it is there, but no ssh server listens on that port "
+        "ssh: connect to host 10.77.0.12 port 2222: Connection refused",
+        fix="on node2: systemctl enable --now ssh # or Port in ~/.ssh/config",
+    ),
+    Refusal(
+        name="our key is refused",
+        faults=[KeyRefused(host="node2")],
+        what="host node2 cannot take part",
+        why="it does not accept your key root@10.77.0.12: Permission denied (publickey).",
+        fix="ssh-copy-id node2 # and for a key with a passphrase: ssh-add",
+    ),
+    Refusal(
+        name="its host key has changed",
+        faults=[HostKeyChanged(host="node2")],
+        what="host node2 cannot take part",
+        why="it shows another host key than the one that is known here: it was installed anew, or "
+        "somebody else answers in its place",
+        fix='ssh-keygen -f "{lab}/ssh/known_hosts" -R "node2" # once you know which',
+    ),
+    Refusal(
+        name="the host is off",
+        faults=[HostKilled(host="node2")],
+        code=1,
+        what="host node2 cannot take part",
+        why="it does not answer: it is off, on another network, or a firewall keeps ssh out",
+        fix="ping node2 # and check the firewall there for the port of ssh",
+    ),
+    Refusal(
+        name="a firewall drops ssh",
+        faults=[ClosedPorts(host="node2", ports=(2222,))],
+        code=1,
+        what="host node2 cannot take part",
+        why="it does not answer: it is off, on another network, or a firewall keeps ssh out "
+        "ssh: connect to host 10.77.0.12 port 2222: Connection timed out",
+        fix="ping node2 # and check the firewall there for the port of ssh",
+        within_s=30.0,
+    ),
+    Refusal(
+        name="no python there",
+        flags=["--remote-python", "/nowhere/python"],
+        what="cannot take part",
+        why="there is no /nowhere/python there",
+        fix="install it there, or give the path on the other machines: --remote-python PATH",
+    ),
+    Refusal(
+        name="no torchmuster there",
+        flags=["--remote-python", "/usr/bin/python3"],
+        what="cannot take part",
+        why="torchmuster is not installed for /usr/bin/python3 there",
+        fix="/usr/bin/python3 -m pip install torchmuster",
+    ),
+]
+CODE = [
+    Refusal(
+        name="another script",
+        faults=[OtherFiles(host="node2", files={"train.py": "print('other')\n"})],
+        what="train.py is not the same on node2 as on node1",
+        why="ranks that run different code wait for each other in different places",
+        fix="rsync -a {lab}/work/ node2:{lab}/work/ # on node1",
+    ),
+    Refusal(
+        name="other code beside the script",
+        faults=[OtherFiles(host="node2", files={"train.py": TRAIN, "model.py": "SIZE = 2\n"})],
+        what="the code beside train.py is not the same on node2 as on node1",
+        why="Python files in {lab}/work differ: 1 files on node1, 2 files on node2",
+        fix="rsync -a {lab}/work/ node2:{lab}/work/ # on node1",
+    ),
+    Refusal(
+        name="the script is missing",
+        faults=[OtherFiles(host="node2", files={})],
+        what="train.py is not on node2",
+        why="every machine runs its own copy, in {lab}/work",
+        fix="rsync -a {lab}/work/ node2:{lab}/work/ # on node1",
+    ),
+    Refusal(
+        name="another torch",
+        faults=[OtherTorch(host="node2", version="2.8.0+cpu")],
+        what="torch differs: {torch} on node1; 2.8.0 on node2",
+        why="different versions may connect and then hang, or calculate different things",
+        fix="python -m pip install torch=={torch} # on node2",
+    ),
+]
+FIREWALL_FIX = "let them in at node1: sudo ufw allow 29400/tcp # Ubuntu"
+NETWORK = [
+    Refusal(
+        name="a firewall drops",
+        faults=[OnlyOpenPorts(host="node1", ports=(2222,))],
+        what="node2 does not reach node1 at port 29400",
+        why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops it or the link is down",
+        fix=FIREWALL_FIX,
+        within_s=30.0,
+    ),
+    Refusal(
+        name="a firewall refuses",
+        faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="refuse")],
+        what="node2 does not reach node1 at port 29400",
+        why="10.77.0.11 (eth0): node2: refused: a firewall rejects it",
+        fix=FIREWALL_FIX,
+    ),
+    Refusal(
+        name="a firewall prohibits",
+        faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="prohibit")],
+        what="node2 does not reach node1 at port 29400",
+        why="10.77.0.11 (eth0): node2: unreachable: a firewall or a router on the way says no",
+        fix=FIREWALL_FIX,
+    ),
+    Refusal(
+        name="only the meeting port is open",
+        faults=[
+            OnlyOpenPorts(host="node1", ports=(2222, 29400)),
+            OnlyOpenPorts(host="node2", ports=(2222,)),
+        ],
+        what="node2 does not reach node1 at the ports at which ranks talk",
+        why="no answer in 5 s: a firewall drops it or the link is down "
+        "ranks connect at ports that the system gives out; port 29400 is not enough",
+        fix="let node2 in at node1: "
+        "sudo ufw allow from 10.77.0.12/32 to any port 32768:60999 proto tcp # Ubuntu",
+        within_s=30.0,
+    ),
+    Refusal(
+        name="the head does not have the address",
+        flags=["--address", "10.77.0.12"],
+        what="cannot listen at 10.77.0.12",
+        why="it is no address of node1; it has 10.77.0.11 (eth0)",
+        fix="give one of these, or none: then the one is taken that all other machines reach",
+    ),
+    Refusal(
+        name="an address that leads every host to itself",
+        flags=["--address", "127.0.0.1"],
+        what="the other machines cannot reach node1 at 127.0.0.1",
+        why="this leads every machine to itself; node1 has 10.77.0.11 (eth0)",
+        fix="leave out --address, which takes the address that all other machines reach",
+    ),
+    Refusal(
+        name="a name that leads its host to itself",
+        faults=[own_name_is_loopback("node1")],
+        flags=["--address", "node1"],
+        what="the other machines cannot reach node1 at node1",
+        why="on node1 this stands for 127.0.1.1, which leads every machine to itself",
+        fix="leave out --address, which takes the address that all other machines reach",
+    ),
+    Refusal(
+        name="the given port is taken",
+        faults=[PortTaken(host="node1", port=29500)],
+        flags=["--port", "29500"],
+        what="port 29500 is asked for, but it is taken",
+        why=f"it is held by {sys.executable} -I -S -c import socket",
+        fix="give no port, which takes the next that is free, or end that program",
+    ),
+    Refusal(
+        name="an interface that one host lacks",
+        faults=[Variables(host="node2", variables={"GLOO_SOCKET_IFNAME": "ens5"})],
+        what="node2: GLOO_SOCKET_IFNAME=ens5 cannot work on this machine",
+        why="ens5 is not there; gloo would end with “Unable to find address for: ens5” "
+        "interfaces here: lo (127.0.0.1, ::1), eth0 (10.77.0.12",
+        fix="unset GLOO_SOCKET_IFNAME # then the interface that reaches the other machines is taken",
+    ),
+    Refusal(
+        name="an etcd that is not there",
+        flags=["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "10.77.0.12:2379"],
+        what="node1 does not reach etcd at 10.77.0.12:2379",
+        why="node1: refused",
+        fix="start etcd there, or let these machines in at port 2379; the address is what "
+        "--rdzv-endpoint says",
+    ),
+]
+ALL = [*SSH, *CODE, *NETWORK]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("refusal", ALL, ids=[one.name for one in ALL])
+def test_refused(refusal: Refusal, lab2: Lab) -> None:
+    work = lab2.folder / "work"
+    work.mkdir()
+    (work / "train.py").write_text(TRAIN)
+    words = ["--hosts", refusal.hosts, "--device", "cpu", *refusal.flags, "train.py"]
+    with injected(lab2, *refusal.faults):
+        began = time.monotonic()
+        said = Transcript(muster_run(lab2.hosts[0], words, work, COLUMNS="1000"))
+        code = said.end(60)
+        took_s = time.monotonic() - began
+        text = _flat(said.text("err"))
+        expected = [
+            one.format(lab=lab2.folder, torch=_torch_release())
+            for one in (refusal.what, refusal.why, refusal.fix)
+        ]
+        assert [one for one in expected if one not in text] == [], said.text()
+        assert code == refusal.code
+        assert took_s < refusal.within_s
+        assert said.longest_silence_s() < 10
+        assert "trained" not in said.text()
+        assert leftovers(lab2) == {}
+        await_true("the keepers have gone", lambda: strays(lab2) == {})
+
+
+@pytest.mark.timeout(120)
+def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:
+    python = lab2.folder / "slow-python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && sleep 30\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    words = ["--hosts", "node1,node2", "--device", "cpu", "--remote-python", str(python), "x.py"]
+    (lab2.folder / "x.py").write_text(TRAIN)
+    said = Transcript(muster_run(lab2.hosts[0], words, lab2.folder))
+    missing = re.compile(
+        r"muster: 1 of 2 joined: node1 ok, node2 missing \(ssh is connecting, \d+ s\)"
+    )
+    await_true("named twice", lambda: _times(said, missing) >= 2, 40)
+    first, second = [line.at_s for line in said.lines if missing.fullmatch(line.text)][:2]
+    # Python itself needs up to two seconds to start on a busy machine.
+    assert first < 5 + 3
+    assert second - first < 10
+    assert said.longest_silence_s() < 10
+    said.process.interrupt()
+    assert said.end(15) == 130
+    assert leftovers(lab2) == {}
+    ssh_left = lab2.hosts[0].run(["ps", "-eo", "args"]).stdout
+    assert "BatchMode" not in ssh_left
+
+
+def _times(said: Transcript, pattern: re.Pattern[str]) -> int:
+    return sum(1 for line in said.lines if pattern.fullmatch(line.text))
+
+
+def _flat(text: str) -> str:
+    """Take the line breaks out of findings."""
+    return re.sub(r"\s+", " ", text)
+
+
+def _torch_release() -> str:
+    told = "import importlib.metadata as m; print(m.version('torch').partition('+')[0])"
+    asked = [sys.executable, "-c", told]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()

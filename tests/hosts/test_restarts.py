@@ -1,0 +1,83 @@
+"""``--max-restarts``: what fails is started again on all hosts, as often as was asked for."""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from hosts.faults import HostKilled, LinkCut
+from hosts.killing import Kill, Run
+from hosts.lab import Lab
+from hosts.restarting import ROUNDS, restart_by_kills
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_every_restart_comes_up_at_the_first_attempt(lab2: Lab, tmp_path: Path) -> None:
+    rounds = restart_by_kills(lab2, tmp_path, restarts=5, chance=random.Random(1))
+    assert [one.restart for one in rounds] == [1, 2, 3, 4, 5]
+
+
+def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path) -> None:
+    run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3"])
+    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    Kill(victim="rank 1").strike(run)
+    said = run.transcript.wait_for("starting again", 20).text
+    assert said == (
+        "muster: rank 1 on node2 failed: killed (SIGKILL); starting again in 1 s (restart 1 of 3)"
+    )
+    run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
+    assert run.transcript.end(timeout=60) == 0
+    assert "finished well" in run.transcript.text("err")
+    run.seconds_until_clean(time.monotonic())
+
+
+def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Path) -> None:
+    script = (
+        "import os\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise RuntimeError('no data in attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2"])
+    assert run.transcript.end(timeout=120) == 1
+    said = run.transcript.text("err")
+    pauses = re.findall(r"no data in attempt (\d); starting again in (\d) s", said)
+    assert pauses == [("0", "1"), ("1", "2")]
+    assert "failure  rank 1 on node2 failed: RuntimeError: no data in attempt 2" in said
+    run.seconds_until_clean(time.monotonic())
+
+
+@pytest.mark.parametrize(
+    "fault", [LinkCut(host="node2"), HostKilled(host="node2")], ids=["link", "host"]
+)
+def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
+    fault: LinkCut | HostKilled, lab2: Lab, tmp_path: Path
+) -> None:
+    options = ["--max-restarts", "1", "--lost-after", "5s"]
+    run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=options)
+    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    undo = fault.apply(lab2)
+    run.transcript.wait_for("node2 was lost: not heard for 5 s", 15)
+    # It is called while it is still away, and again once it is there.
+    run.transcript.wait_for("1 of 2 joined: node1 ok, node2 missing", 40)
+    undo()
+    run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
+    assert run.transcript.end(timeout=60) == 0
+    if isinstance(fault, LinkCut):
+        run.undo.append(undo)  # sshd's session from before the cut is not the run's
+    run.seconds_until_clean(time.monotonic())
+
+
+def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) -> None:
+    options = ["--max-restarts", "3", "--lost-after", "5s", "--join-timeout", "8s"]
+    run = Run.launch(lab2, tmp_path, ROUNDS, "3", options=options)
+    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    Kill(victim="link").strike(run)
+    assert run.transcript.end(timeout=60) in (1, 3)
+    said = run.transcript.text("err")
+    assert "node2 was lost: not heard for 5 s" in said
+    assert re.search(r"failure  .*node2", said)
+    run.seconds_until_clean(time.monotonic())
+    run.end()

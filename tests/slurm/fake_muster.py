@@ -1,0 +1,37 @@
+"""Stands in for ``muster run`` inside a job: tells what reaches it, and ends as it is told to."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def tell(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def on_signal(number: int, frame: object) -> None:
+    tell(signal=signal.Signals(number).name)
+    if number == signal.SIGTERM:
+        sys.exit(143)
+
+
+signal.signal(signal.SIGUSR1, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
+tell(words=sys.argv[1:], folder=str(Path.cwd()), restart=os.environ.get("SLURM_RESTART_COUNT"))
+task, *values = sys.argv[1:]
+if task == "wait":
+    end = time.monotonic() + float(values[0])
+    while time.monotonic() < end:
+        time.sleep(0.1)
+    tell(task="waited")
+elif task == "variables":
+    tell(variables={name: os.environ.get(name) for name in values})
+elif task == "allocation":
+    from torchmuster.launch.slurm import allocation
+
+    tell(allocation=repr(allocation.here(os.environ)))
+elif task == "exit":
+    sys.exit(int(values[0]))

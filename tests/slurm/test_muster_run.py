@@ -1,0 +1,169 @@
+"""``muster run`` through a real Slurm: submitted, inside an allocation, cancelled, warned, refused."""
+
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from muster_command import muster_argv
+from slurm.slurm_lab import SlurmLab, await_until
+from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+
+pytestmark = pytest.mark.timeout(240)
+
+SMOKE = ("-m", "torchmuster.launch.probes.smoke")
+CPU = ("--device", "cpu", "--ranks", "1")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
+
+
+def run(*words: str, cwd: Path, before: tuple[str, ...] = ()) -> tuple[int, str]:
+    done = subprocess.run(
+        [*before, *muster_argv(["run", *words])],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout
+
+
+def living_ranks() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if TOKEN_VARIABLE in process.environ():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@contextmanager
+def following(*words: str, cwd: Path) -> Iterator[tuple[str, list[str]]]:
+    """A job that is followed: its number, and the lines so far."""
+    process = subprocess.Popen(
+        muster_argv(["run", "--slurm", *words]),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        await_until(lambda: bool(lines), "the job's number")
+        yield re.findall(r"\d+", lines[0])[0], lines
+        assert process.wait(60) is not None
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stdout.close()
+
+
+def smoke_lines(nodes: int) -> set[str]:
+    numbers = list(range(nodes))
+    return {
+        line
+        for rank in numbers
+        for line in (
+            f"[rank {rank}] world_size={nodes} device=cpu hostname=node{rank + 1}",
+            f"[rank {rank}] gathered={numbers}",
+            f"[rank {rank}] barrier OK; shutting down",
+        )
+    }
+
+
+def test_a_job_on_three_nodes_is_submitted_and_followed(cluster: SlurmLab, tmp_path: Path) -> None:
+    code, said = run("--slurm", "--nodes", "3", *CPU, *SMOKE, cwd=tmp_path)
+    assert code == 0, said
+    assert smoke_lines(3) <= set(said.splitlines())
+    assert "3 of 3 joined: node1 ok, node2 ok, node3 ok" in said
+    assert "ended well on node[1-3]" in said
+
+
+def test_an_unmodified_script_uses_the_allocation_it_is_in(
+    cluster: SlurmLab, tmp_path: Path
+) -> None:
+    before = ("salloc", "--quiet", "--nodes=2", "--cpus-per-task=1")
+    script = (str(EXAMPLE), "--epochs", "1", "--samples", "256")
+    code, said = run(*CPU, *script, cwd=tmp_path, before=before)
+    assert code == 0, said
+    assert "with 2 nodes" in said
+    assert "2 ranks started: node1 1, node2 1" in said
+
+
+def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
+    )
+    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
+        await_until(lambda: any("running" in line for line in lines), "the ranks' first line", 60)
+        cluster.run("scancel", job)
+    assert any("cancelled" in line for line in lines), lines
+    await_until(lambda: not living_ranks(), "no rank is left", 15)
+
+
+def test_a_failing_rank_fails_the_job_with_its_cause(cluster: SlurmLab, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time\nassert os.environ['RANK'] != '1', 'no data here'\ntime.sleep(600)\n"
+    )
+    code, said = run("--slurm", "--nodes", "2", *CPU, "train.py", cwd=tmp_path)
+    assert code == 1
+    assert "failure  rank 1 on node2 failed: AssertionError: no data here" in said
+    assert not living_ranks()
+
+
+WARNED = """
+import signal, sys, time
+def warned(*_):
+    print("warned", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, warned)
+print("running", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNED)
+    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
+        await_until(
+            lambda: (
+                any("[all 2 ranks] running" in line for line in lines)
+                or sum("running" in line for line in lines if line.startswith("[rank")) == 2
+            ),
+            "both ranks' first line",
+            60,
+        )
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        await_until(lambda: any("ended well" in line for line in lines), "the job's end", 60)
+    warned = [line for line in lines if line.endswith("warned")]
+    assert warned in (
+        ["[all 2 ranks] warned"],
+        ["[rank 0] warned", "[rank 1] warned"],
+        ["[rank 1] warned", "[rank 0] warned"],
+    )
+
+
+def test_more_gpus_than_the_job_has_is_one_sentence(cluster: SlurmLab, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    before = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2")
+    code, said = run("--num-gpus", "4", "train.py", cwd=tmp_path, before=before)
+    assert code == 2
+    assert re.search(r"failure  .*4.*GPUs.*", said), said
+    assert "joined" not in said

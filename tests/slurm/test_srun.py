@@ -1,0 +1,302 @@
+"""One srun carries the messages of all keepers, on a real cluster."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slurm.slurm_lab import SlurmLab, await_until
+from torchmuster.launch import wire
+from torchmuster.launch.channel import Channel
+from torchmuster.launch.slurm import allocation as allocations
+from torchmuster.launch.slurm.allocation import Allocation
+from torchmuster.launch.slurm.srun import SrunTransport
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_keeper.py")))
+PATIENCE_S = 20.0
+
+
+def allocate(cluster: SlurmLab, *options: str) -> Allocation:
+    said = cluster.run("salloc", "--no-shell", *options)
+    job = said.split("Granted job allocation ")[1].split()[0]
+    nodes = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+    found = allocations.here({"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes})
+    assert found is not None
+    return found
+
+
+class Keepers:
+    """The channels of those who have come, by place."""
+
+    def __init__(self) -> None:
+        self.channels: dict[int, Channel] = {}
+        self.hellos: dict[int, wire.Hello] = {}
+        self._come = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def arrive(self, place: int, channel: Channel) -> None:
+        self._tasks.append(asyncio.create_task(self._greet(place, channel)))
+
+    async def _greet(self, place: int, channel: Channel) -> None:
+        hello = await channel.receive()
+        assert isinstance(hello, wire.Hello)
+        async with self._come:
+            self.channels[place], self.hellos[place] = channel, hello
+            self._come.notify_all()
+
+    async def all_here(self, count: int) -> None:
+        async with self._come:
+            await asyncio.wait_for(
+                self._come.wait_for(lambda: len(self.channels) >= count), PATIENCE_S
+            )
+
+
+@asynccontextmanager
+async def keepers_on(transport: SrunTransport, count: int) -> AsyncIterator[Keepers]:
+    keepers = Keepers()
+    try:
+        await transport.open(keepers.arrive)
+        await keepers.all_here(count)
+        yield keepers
+    finally:
+        await transport.close()
+
+
+async def hear(channel: Channel) -> wire.FromKeeper | None:
+    return await asyncio.wait_for(channel.receive(), PATIENCE_S)
+
+
+async def prepared(channel: Channel, *variables: str) -> wire.Prepared:
+    await channel.send(
+        wire.Prepare(
+            run_id="r",
+            token="t",
+            command=variables,
+            module=False,
+            folder="/",
+            device="cpu",
+            ranks=1,
+        )
+    )
+    answer = await hear(channel)
+    assert isinstance(answer, wire.Prepared)
+    return answer
+
+
+def test_keepers_come_in_the_order_of_the_nodes(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
+        assert transport.places == ("node1", "node2", "node3")
+        async with keepers_on(transport, 3) as keepers:
+            hosts = [keepers.hellos[place].record.host for place in range(3)]
+            assert hosts == ["node1", "node2", "node3"]
+            for place, channel in keepers.channels.items():
+                answer = await prepared(channel, "SLURM_PROCID", "SLURMD_NODENAME")
+                assert answer.reasons == (str(place), f"node{place + 1}")
+
+    asyncio.run(scene())
+
+
+def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> None:
+    texts = {
+        0: "a" * 100_000,
+        1: 'größer 東京 🚀 \u2028 \\ " \t' * 5_000,
+        2: "\n".join(f"{number}: =+* line" for number in range(10_000)),
+    }
+
+    async def scene() -> None:
+        # With this, srun would cut lines.
+        environment = {**os.environ, "SLURM_UNBUFFEREDIO": "1"}
+        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE, environment=environment)
+        async with keepers_on(transport, 3) as keepers:
+
+            async def echo(place: int) -> None:
+                for turn in range(3):
+                    await keepers.channels[place].send(wire.Stop(grace_s=turn, why=texts[place]))
+                for turn in range(3):
+                    answer = await hear(keepers.channels[place])
+                    assert answer == wire.Output(rank=turn, text=texts[place])
+
+            await asyncio.gather(*(echo(place) for place in texts))
+
+    asyncio.run(scene())
+
+
+def test_what_is_said_to_all_at_once_reaches_each_once(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
+            message = wire.Stop(grace_s=7, why="to all of you")
+            await asyncio.gather(*(one.send(message) for one in keepers.channels.values()))
+            for channel in keepers.channels.values():
+                assert await hear(channel) == wire.Output(rank=7, text="to all of you")
+                await channel.send(wire.Alive())
+                assert await hear(channel) == wire.Alive()  # so nothing came twice
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-N3", "--gpus-per-node=4"),
+        ("-N3", "--gres=gpu:a100:4"),
+        ("-N3", "--ntasks-per-node=4", "--gpus-per-task=1"),
+        ("-N3", "--ntasks-per-node=4", "--gpus-per-task=1", "--gpu-bind=single:1"),
+    ],
+)
+def test_every_keeper_has_all_gpus_of_its_node(cluster: SlurmLab, options: Sequence[str]) -> None:
+    async def scene() -> None:
+        allocation = allocate(cluster, *options)
+        assert allocation.gpus == (4, 4, 4)
+        # As inside a job: srun would take these for its own options.
+        inherited = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "12"}
+        transport = SrunTransport(allocation, keeper=FAKE, environment={**os.environ, **inherited})
+        async with keepers_on(transport, 3) as keepers:
+            for channel in keepers.channels.values():
+                assert (await prepared(channel)).devices == ("0", "1", "2", "3")
+
+    asyncio.run(scene())
+
+
+def test_a_keeper_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
+        async with keepers_on(transport, 3) as keepers:
+            await keepers.channels[1].send(wire.Signal(name="KILL"))
+            assert await hear(keepers.channels[1]) is None
+            assert await hear(keepers.channels[1]) is None
+            assert keepers.channels[1].why_closed() == "srun: error: node2: task 1: Killed"
+            await keepers.channels[1].send(wire.Alive())  # does nothing
+            for place in (0, 2):
+                await keepers.channels[place].send(wire.Alive())
+                assert await hear(keepers.channels[place]) == wire.Alive()
+            del keepers.channels[1]
+            await transport.reopen(1)
+            await keepers.all_here(3)
+            assert keepers.hellos[1].record.host == "node2"
+            await keepers.channels[1].send(wire.Stop(grace_s=1, why="again"))
+            assert await hear(keepers.channels[1]) == wire.Output(rank=1, text="again")
+
+    asyncio.run(scene())
+
+
+def test_a_keeper_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
+            await keepers.channels[2].send(wire.Signal(name="FAIL"))
+            assert await hear(keepers.channels[2]) == wire.Waiting(words="last words")
+            assert await hear(keepers.channels[2]) is None
+            assert keepers.channels[2].why_closed() == (
+                "no reason to live\nsrun: error: node3: task 2: Exited with exit code 1"
+            )
+
+    asyncio.run(scene())
+
+
+def test_the_keepers_end_with_their_srun(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
+            (srun,) = [one for one in psutil.Process().children() if one.name() == "srun"]
+            srun.send_signal(signal.SIGKILL)
+            for channel in keepers.channels.values():
+                assert await hear(channel) is None
+                assert channel.why_closed() == "srun ended with exit code -9"
+            pids = [hello.record.pid for hello in keepers.hellos.values()]
+            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the keepers are gone", 5)
+
+    asyncio.run(scene())
+
+
+def test_the_real_keeper_is_reached_on_every_node(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        async with keepers_on(SrunTransport(allocate(cluster, "-N3")), 3) as keepers:
+            hosts = [keepers.hellos[place].record.host for place in range(3)]
+            assert hosts == ["node1", "node2", "node3"]
+            await asyncio.gather(
+                *(one.send(wire.Leave(exit_code=0, words="")) for one in keepers.channels.values())
+            )
+            for channel in keepers.channels.values():
+                while await hear(channel) is not None:
+                    pass
+                assert channel.why_closed() == "srun ended with exit code 0"
+
+    asyncio.run(scene())
+
+
+def test_closing_lets_the_keepers_end_by_themselves(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
+        async with keepers_on(transport, 3) as keepers:
+            await transport.close()
+            for place, channel in keepers.channels.items():
+                assert await hear(channel) is None
+                assert f"place {place} heard the end" in channel.why_closed()
+
+    asyncio.run(scene())
+
+
+def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        allocation = allocate(cluster, "-N3")
+        async with keepers_on(SrunTransport(allocation, keeper=FAKE), 3) as keepers:
+            cluster.run("scancel", allocation.job)
+            for channel in keepers.channels.values():
+                assert await hear(channel) is None
+            assert "CANCELLED" in keepers.channels[0].why_closed()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("keeper", "why", "fix"),
+    [
+        (("/no/such/python",), "No such file or directory", "the same path on every node"),
+        ((*FAKE, "--silent"), "cannot begin\nsrun: error: node", "srun --jobid="),
+    ],
+)
+def test_what_cannot_be_started_is_given_up_with_the_cause(
+    cluster: SlurmLab, keeper: Sequence[str], why: str, fix: str
+) -> None:
+    async def scene() -> None:
+        transport = SrunTransport(allocate(cluster, "-N3"), keeper=keeper)
+        keepers = Keepers()
+        try:
+            await transport.open(keepers.arrive)
+            assert transport.waiting_for(0).startswith("srun is starting the keeper, 0 s")
+            while any(transport.gave_up(place) is None for place in range(3)):
+                await asyncio.wait_for(asyncio.sleep(0.05), PATIENCE_S)
+            for place in range(3):
+                trouble = transport.gave_up(place)
+                assert trouble is not None
+                assert trouble.what == f"srun could not start the keeper on node{place + 1}"
+                assert why in trouble.why
+                assert fix in trouble.fix
+        finally:
+            await transport.close()
+        assert keepers.channels == {}
+
+    asyncio.run(scene())
+
+
+def test_a_job_that_has_ended_is_given_up(cluster: SlurmLab) -> None:
+    async def scene() -> None:
+        allocation = allocate(cluster, "-N3")
+        cluster.clear()
+        transport = SrunTransport(allocation, keeper=FAKE)
+        try:
+            await transport.open(Keepers().arrive)
+            while transport.gave_up(0) is None:
+                await asyncio.wait_for(asyncio.sleep(0.05), PATIENCE_S)
+            trouble = transport.gave_up(0)
+            assert trouble is not None
+            assert trouble.fix == f"job {allocation.job} has ended; submit it again"
+        finally:
+            await transport.close()
+
+    asyncio.run(scene())

@@ -1,0 +1,230 @@
+"""``muster runs``, ``attach`` and ``stop`` for runs that are over, or that nobody knows."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, muster_argv
+from torchmuster.launch import ledger
+from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+from torchmuster.launch.spec import JobSpec, Limits
+from torchmuster.runfolder import RunFolder, create
+
+
+def made(
+    root: Path,
+    name: str,
+    phase: str | None,
+    *,
+    exit_code: int | None = None,
+    headline: str = "",
+    token: str = "",
+    host: str = "",
+    pid: int = 2**22 + 1,
+) -> RunFolder:
+    """Make a run as a launcher left it; without a phase, it wrote nothing."""
+    run = create(root / "runs", name)
+    if phase is None:
+        return run
+    spec = JobSpec(
+        name=name,
+        command=(f"{name}.py", "--hub-token", "hf_" + "a" * 20),
+        folder=str(root),
+        limits=Limits(grace_s=1.0),
+    )
+    ledger.write_job(run, spec, token=token)
+    job = json.loads(run.job.read_text())
+    launcher = {"host": host or socket.gethostname(), "pid": pid, "created_unix_s": 1.0}
+    run.job.write_text(json.dumps({**job, "launcher": launcher}))
+    state = {
+        "phase": phase,
+        "since_unix_s": time.time(),
+        "started_unix_s": time.time() - 75,
+        "exit_code": exit_code,
+        "headline": headline,
+    }
+    run.state.write_text(json.dumps(state))
+    run.console.write_text("muster: 2 ranks started\n[rank 0] loss 1 é\n")
+    return run
+
+
+def test_a_folder_without_runs_says_how_to_make_one(muster: Muster) -> None:
+    result = muster("runs")
+    assert result.code == 0
+    assert result.out == "no runs in runs; muster run script.py makes the first\n"
+    assert json.loads(muster("runs", "--json").out) == []
+
+
+def test_runs_are_listed_newest_first_with_how_they_went(muster: Muster, own_machine: Path) -> None:
+    made(own_machine, "good", "finished", exit_code=0, headline="finished well")
+    made(own_machine, "bad", "failed", exit_code=1, headline="rank 1 failed: ValueError\nmore")
+    made(own_machine, "killed", "running")
+    made(own_machine, "elsewhere", "running", host="login-1")
+    made(own_machine, "empty", None)
+    shown = muster("runs")
+    assert shown.code == 0
+    rows = [line.split(maxsplit=1) for line in shown.out.splitlines()]
+    words = {run.split("-")[2]: " ".join(rest.split()) for run, rest in rows}
+    assert words == {
+        "good": "finished 1 min good.py --hub-token [redacted]",
+        "bad": "failed 1 min rank 1 failed: ValueError",
+        "killed": "died 1 min the launcher was killed",
+        "elsewhere": "running 1 min elsewhere.py --hub-token [redacted]",
+        "empty": "unknown -",
+    }
+    told = json.loads(muster("runs", "--json").out)
+    assert [one["id"] for one in told] == [run for run, _ in rows]
+    by_name = {one["id"].split("-")[2]: one for one in told}
+    assert by_name["bad"]["exit_code"] == 1
+    assert by_name["killed"]["phase"] == "died"
+    assert by_name["elsewhere"]["launched_on"] == "login-1"
+    assert by_name["empty"]["phase"] is None
+
+
+def test_of_many_runs_the_newest_are_shown(muster: Muster, own_machine: Path) -> None:
+    for number in range(23):
+        made(own_machine, f"run{number}", "finished", exit_code=0)
+    shown = muster("runs").out.splitlines()
+    assert len(shown) == 21
+    assert shown[-1] == "… 3 older ones: muster runs --all"
+    assert len(muster("runs", "--all").out.splitlines()) == 23
+
+
+@pytest.mark.parametrize("command", ["attach", "stop"])
+def test_a_run_that_does_not_exist(muster: Muster, own_machine: Path, command: str) -> None:
+    assert "runs holds no runs" in muster(command, "last").err
+    run = made(own_machine, "good", "finished", exit_code=0)
+    result = muster(command, "nope")
+    assert (result.code, result.out) == (2, "")
+    assert "there is no run 'nope'" in result.err
+    assert run.id in result.err
+
+
+@pytest.mark.parametrize(
+    ("phase", "exit_code", "code"), [("finished", 0, 0), ("failed", 1, 1), ("stopped", 130, 130)]
+)
+def test_attach_after_the_end_shows_everything_and_has_its_exit_code(
+    muster: Muster, own_machine: Path, phase: str, exit_code: int, code: int
+) -> None:
+    run = made(own_machine, "over", phase, exit_code=exit_code)
+    result = muster("attach", run.id)
+    assert (result.code, result.out) == (code, run.console.read_text())
+    # By the folder, from anywhere.
+    assert muster("attach", str(run.path), "--runs", "/nowhere").code == code
+
+
+def test_attach_to_a_run_whose_launcher_was_killed_says_so(
+    muster: Muster, own_machine: Path
+) -> None:
+    run = made(own_machine, "killed", "running")
+    result = muster("attach", "last")
+    assert result.code == 1
+    assert result.out == run.console.read_text()
+    assert result.err == (
+        f"muster: the launcher was killed; muster stop {run.id} ends what may be left of it\n"
+    )
+
+
+def test_attach_to_a_run_that_never_began(muster: Muster, own_machine: Path) -> None:
+    run = made(own_machine, "empty", None)
+    os.utime(run.marker, (1, 1))
+    result = muster("attach", "last")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == f"muster: {run.id} never began, and its launcher is gone\n"
+
+
+def test_a_run_of_another_machine_is_followed_but_not_stopped(
+    muster: Muster, own_machine: Path
+) -> None:
+    run = made(own_machine, "elsewhere", "running", host="login-1")
+    result = muster("stop", "last")
+    assert result.code == 2
+    assert f"{run.id} was launched on login-1" in result.err
+    assert f"fix  ssh login-1 muster stop {run.path.resolve()}" in result.err
+    with subprocess.Popen(
+        muster_argv(["attach", "last"]),
+        cwd=own_machine,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert watching.stderr.readline().startswith("muster: launched on login-1; ")
+        assert watching.stdout.readline() == "muster: 2 ranks started\n"
+        with run.console.open("a") as console:
+            console.write("later\n")
+        assert watching.stdout.readline() == "[rank 0] loss 1 é\n"
+        assert watching.stdout.readline() == "later\n"
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=20)
+        assert watching.returncode == 0
+        assert f"{run.id} goes on; to end it: muster stop {run.id}" in err
+
+
+@pytest.mark.parametrize(
+    ("phase", "headline", "words"),
+    [
+        ("finished", "finished well", "had ended before: finished well"),
+        ("failed", "rank 1 failed", "had ended before: rank 1 failed"),
+        (
+            "running",
+            "",
+            "had ended: the launcher was killed; nothing of it is left on this machine",
+        ),
+    ],
+)
+def test_stop_of_what_is_over_says_how_it_ended(
+    muster: Muster, own_machine: Path, phase: str, headline: str, words: str
+) -> None:
+    run = made(own_machine, "over", phase, exit_code=None, headline=headline)
+    result = muster("stop", "last")
+    assert (result.code, result.out) == (0, "")
+    assert result.err == f"muster: {run.id} {words}\n"
+
+
+def test_stop_ends_what_a_killed_launcher_left(muster: Muster, own_machine: Path) -> None:
+    token = os.urandom(8).hex()
+    made(own_machine, "killed", "running", token=token)
+    left = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env={**os.environ, TOKEN_VARIABLE: f"{token}.0"},
+        start_new_session=True,
+    )
+    result = muster("stop", "last")
+    assert result.code == 0, result
+    assert left.wait(5) == -signal.SIGKILL
+
+
+def test_stop_of_a_run_that_was_never_launched(muster: Muster, own_machine: Path) -> None:
+    run = made(own_machine, "empty", None)
+    os.utime(run.marker, (1, 1))
+    result = muster("stop", "last")
+    assert result.code == 2
+    assert f"{run.id} was never launched" in result.err
+
+
+def test_stop_does_not_end_a_stranger_with_the_launcher_s_number(
+    muster: Muster, own_machine: Path
+) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        made(own_machine, "old", "running", pid=stranger.pid)
+        assert muster("stop", "last").code == 0
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_help_says_what_each_does(muster: Muster) -> None:
+    assert "Ctrl-C ends the following" in muster("attach", "--help").out
+    assert "--grace they are killed" in muster("stop", "--help").out
+    assert "muster runs --json" in muster("runs", "--help").out

@@ -1,0 +1,208 @@
+"""What a joining machine says when the host is not there, not reachable, or somebody else."""
+
+import asyncio
+import dataclasses
+import os
+import socket
+import time
+
+import pytest
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.launch.join import attempts, certificate, client, discovery, handshake
+from torchmuster.launch.join.code import Code
+from torchmuster.launch.join.handshake import Sorry, sorry
+from unit.launch.join.open_host import LOOPBACK, join, open_host
+
+
+def code_for(port: int, *addresses: str) -> Code:
+    return Code(
+        place=1, port=port, addresses=addresses, token=os.urandom(16), fingerprint=os.urandom(16)
+    )
+
+
+def closed_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_nobody_there_is_said_at_once_and_ends_in_the_reason() -> None:
+    port = closed_port()
+    events: list[str] = []
+    with pytest.raises(MusterError) as caught:
+        asyncio.run(join(code_for(port, LOOPBACK), events=events, patience_s=0.5))
+    assert events[0].startswith(
+        f"the host is not reachable yet (127.0.0.1:{port}: connection refused); trying for another"
+    )
+    assert str(caught.value) == (
+        "the host was not reached in 0.5 s\n"
+        f"127.0.0.1:{port}: connection refused\n"
+        "the machine is there but nobody listens: has the host ended, or its port changed?\n"
+        "start muster host again and use the new code"
+    )
+
+
+def test_no_answer_names_the_firewall_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(target: attempts.Target) -> socket.socket:
+        raise TimeoutError
+
+    monkeypatch.setattr(attempts, "_connected", never)
+    with pytest.raises(MusterError) as caught:
+        asyncio.run(join(code_for(29400, "10.0.0.1", "fd00::1"), patience_s=0.1))
+    assert str(caught.value) == (
+        "the host was not reached in 0.1 s\n"
+        "10.0.0.1:29400: no answer within 3 s\n"
+        "[fd00::1]:29400: no answer within 3 s\n"
+        "a firewall is in between, or the networks are not connected, or the host is off\n"
+        "on the host: sudo ufw allow 29400/tcp"
+    )
+
+
+def test_an_address_that_never_answers_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "CONNECT_S", 1.0)
+    # A full backlog: the system neither refuses nor accepts.
+    with socket.create_server((LOOPBACK, 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        fillers = [socket.socket() for _ in range(4)]
+        try:
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex((LOOPBACK, port))
+            began_s = time.monotonic()
+            with pytest.raises(MusterError) as caught:
+                asyncio.run(join(code_for(port, LOOPBACK), patience_s=0.5))
+            assert "a firewall is in between" in caught.value.why
+            assert time.monotonic() - began_s < 3
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attempts._connected
+    tries = 0
+
+    async def nobody_at_first(target: attempts.Target) -> socket.socket:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ConnectionRefusedError
+        return await real(target)
+
+    async def story() -> None:
+        async with open_host() as host:
+            events: list[str] = []
+            machine = await join(host.service.codes()[1], events=events)
+            assert len(events) == 1
+            assert "connection refused" in events[0]
+            await machine.close()
+
+    monkeypatch.setattr(attempts, "_connected", nobody_at_first)
+    asyncio.run(story())
+
+
+def test_it_is_not_silent_while_a_slow_host_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "TELL_EVERY_S", 0.05)
+
+    async def story() -> None:
+        made = certificate.make()
+        told: asyncio.Queue[str] = asyncio.Queue()
+        told_twice = asyncio.Event()
+
+        async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await told_twice.wait()
+            answer = handshake.encode(handshake.Welcome(protocol=1, place=1))
+            writer.write(len(answer).to_bytes(4, "big") + answer)
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(slow_host, LOOPBACK, 0, ssl=made.context)
+        port = server.sockets[0].getsockname()[1]
+        code = dataclasses.replace(code_for(port, LOOPBACK), fingerprint=made.fingerprint)
+        joining = asyncio.create_task(
+            client.connect(code, on_event=told.put_nowait, open_firewall=str, discover=False)
+        )
+        for _ in range(2):
+            assert await told.get() == (
+                f"the host answers at 127.0.0.1:{port}, waiting to be let in; "
+                "trying for another 120 s"
+            )
+        told_twice.set()
+        machine = await joining
+        await machine.close()
+        server.close()
+
+    asyncio.run(story())
+
+
+def test_words_come_often_enough() -> None:
+    assert client.TELL_EVERY_S < 10
+
+
+def test_something_that_does_not_speak_tls_is_named() -> None:
+    async def story() -> None:
+        async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(100)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(web_server, LOOPBACK, 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(MusterError) as caught:
+            await join(code_for(port, LOOPBACK), patience_s=0.1)
+        server.close()
+        assert f"127.0.0.1:{port}: something there that does not speak TLS" in caught.value.why
+        assert "not the host that printed this code" in caught.value.why
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("answer", "what", "fix"),
+    [
+        (
+            sorry("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"),
+            "this join code was used before",
+            "use a code that muster host shows as still waiting",
+        ),
+        (
+            sorry("unknown-code", "this host has not given out such a code"),
+            "the host does not know this join code",
+            "use a code that muster host shows as still waiting",
+        ),
+        (
+            Sorry(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
+            "the host has torchmuster 9.1�, this machine has ",
+            "pip install torchmuster==9.1�  # then use the same code again",
+        ),
+    ],
+    ids=["used", "unknown", "protocol"],
+)
+def test_each_refusal_says_what_to_do(answer: Sorry, what: str, fix: str) -> None:
+    error = client._not_let_in(answer)
+    assert error.what.startswith(what)
+    assert error.fix == fix
+
+
+def test_a_short_code_needs_the_search() -> None:
+    with pytest.raises(Impossible, match="no address of the host"):
+        asyncio.run(join(code_for(0), discover=False))
+
+
+def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
+        return None
+
+    monkeypatch.setattr(discovery, "find", nothing)
+    events: list[str] = []
+    with pytest.raises(MusterError) as caught:
+        asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))
+    assert events[0].startswith("the host is not found on the local network yet")
+    assert "multicast is blocked (UDP 5353)" in caught.value.why

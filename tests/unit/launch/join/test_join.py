@@ -1,0 +1,229 @@
+"""Joining for real: sockets, TLS and messages on loopback."""
+
+import asyncio
+import socket
+
+import pytest
+
+from torchmuster.errors import Impossible, NotNow
+from torchmuster.launch import wire
+from torchmuster.launch.join import client, handshake, listening
+from torchmuster.launch.join import code as codes
+from torchmuster.launch.join.service import JoinService
+from unit.launch.join.open_host import join, open_host, proves_open
+
+START = wire.Start(
+    attempt=0,
+    node_rank=1,
+    nodes=2,
+    first_rank=1,
+    world_size=2,
+    backend="muster",
+    endpoint="127.0.0.1:29400",
+    address="127.0.0.1",
+    port=29400,
+    local_address="127.0.0.1",
+    interface=None,
+    timeout_s=60.0,
+    max_restarts=0,
+)
+
+
+def test_messages_go_both_ways_once_a_machine_has_joined() -> None:
+    async def story() -> None:
+        async with open_host(count=2) as host:
+            assert host.service.places == ("machine 2", "machine 3")
+            typed = codes.encode(host.service.codes()[2])
+            machine = await join(codes.decode(typed))
+            place, channel = await host.arrivals.get()
+            assert place == 2
+            assert host.service.places[0] == "machine 2"
+            assert host.service.places[1] != "machine 3"
+            assert list(host.service.codes()) == [1]
+            long = wire.Output(rank=1, text="ü" * 200_000)
+            await machine.send(long)
+            assert await channel.receive() == long
+            await channel.send(START)
+            assert await machine.receive() == START
+            await channel.close()
+            assert await machine.receive() is None
+            assert machine.why_closed() == "the other side closed the connection"
+            await machine.send(wire.Alive())  # nothing happens
+            await machine.close()
+
+    asyncio.run(story())
+
+
+def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            code = host.service.codes()[1]
+            machine = await join(code)
+            _, channel = await host.arrivals.get()
+            writer = machine._stream.writer
+            message = wire.encode(wire.Waiting(words="for GPUs"))
+            writer.write(len(message).to_bytes(4, "big") + message[:5])
+            receiving = asyncio.create_task(channel.receive())
+            while channel._stream._next_size is None:  # type: ignore[attr-defined]
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            writer.write(message[5:])
+            assert await channel.receive() == wire.Waiting(words="for GPUs")
+            await machine.close()
+
+    asyncio.run(story())
+
+
+def test_a_machine_lost_before_the_start_loses_its_place_and_a_new_code_is_given() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            first_code = host.service.codes()[1]
+            machine = await join(first_code)
+            _, channel = await host.arrivals.get()
+            await machine.close()
+            assert await channel.receive() is None
+            assert "the other side closed the connection" in channel.why_closed()
+            place, second_code = await host.new_codes.get()
+            assert place == 1
+            assert second_code == host.service.codes()[1]
+            assert second_code.token != first_code.token
+            assert "the connection broke 0 s ago" in host.service.waiting_for(1)
+            with pytest.raises(Impossible, match="used before"):
+                await join(first_code)
+            await proves_open(host)
+
+    asyncio.run(story())
+
+
+def test_a_machine_lost_after_the_start_gets_a_new_code_only_when_called_again() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            machine = await join(host.service.codes()[1])
+            _, channel = await host.arrivals.get()
+            await channel.send(START)
+            assert await machine.receive() == START
+            await machine.close()
+            assert await channel.receive() is None
+            assert host.service.codes() == {}
+            assert host.new_codes.empty()
+            await host.service.reopen(1)
+            assert (await host.new_codes.get())[1] == host.service.codes()[1]
+            await proves_open(host)
+
+    asyncio.run(story())
+
+
+def test_closing_the_host_ends_every_connection_and_gives_out_no_codes() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            machine = await join(host.service.codes()[1])
+        assert await machine.receive() is None
+        await machine.close()
+        assert host.new_codes.empty()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", host.service.port)
+
+    asyncio.run(story())
+
+
+def test_several_addresses_share_one_port_and_the_first_to_answer_is_taken() -> None:
+    async def story() -> None:
+        async with open_host(addresses=("127.0.0.1", "127.0.0.2", "::1")) as host:
+            code = host.service.codes()[1]
+            assert code.addresses == ("127.0.0.1", "127.0.0.2", "::1")  # there is nothing else
+            # 127.0.0.99 refuses: it must not stand in the way.
+            addresses = ("127.0.0.99", "::1")
+            machine = await join(codes.Code(**{**vars(code), "addresses": addresses}))
+            assert str(machine.host) == f"[::1]:{host.service.port}"
+            await machine.close()
+
+    asyncio.run(story())
+
+
+def test_places_may_begin_with_the_first_machine() -> None:
+    async def story() -> None:
+        async with open_host(count=2, first_place=0) as host:
+            assert list(host.service.codes()) == [0, 1]
+            assert host.service.places == ("machine 1", "machine 2")
+            assert host.service.gave_up(0) is None
+            assert host.service.waiting_for(0) == "its code is not used yet, 0 s"
+
+    asyncio.run(story())
+
+
+def test_a_machine_that_speaks_another_protocol_is_told_so_and_keeps_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            code = host.service.codes()[1]
+            real = handshake.Join
+            monkeypatch.setattr(
+                client,
+                "Join",
+                lambda **fields: real(**{**fields, "protocol": 99, "torchmuster": "99.0"}),
+            )
+            with pytest.raises(Impossible) as caught:
+                await join(code)
+            monkeypatch.undo()
+            assert "the host has torchmuster" in caught.value.what
+            assert "speaks protocol 99, the host speaks 1" in caught.value.why
+            assert "pip install torchmuster==" in caught.value.fix
+            assert host.service.codes()[1] == code
+            await proves_open(host)
+
+    asyncio.run(story())
+
+
+def test_a_name_cannot_steer_the_hosts_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            monkeypatch.setattr("platform.node", lambda: "evil\x1b[2J\n")
+            machine = await join(host.service.codes()[1])
+            assert host.service.places == ("evil�[2J�",)
+            await machine.close()
+
+    asyncio.run(story())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    async def story() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            service = JoinService(
+                count=1,
+                addresses=["127.0.0.1"],
+                port=port,
+                announce=False,
+                on_event=print,
+                on_code=print,
+            )
+            with pytest.raises(NotNow) as caught:
+                await service.open(lambda place, channel: None)
+            assert caught.value.what == f"port {port} is in use on 127.0.0.1"
+            await service.close()
+
+    asyncio.run(story())
+
+
+def test_an_address_that_is_not_of_this_machine_is_named() -> None:
+    with pytest.raises(Impossible, match=r"192\.0\.2\.77 is not an address of this machine"):
+        listening.listen(["127.0.0.1", "192.0.2.77"], None)
+    with pytest.raises(Impossible, match="'gpu-a' is not an address"):
+        listening.listen(["gpu-a"], None)
+
+
+def test_link_local_addresses_are_listened_on_but_not_written_into_codes() -> None:
+    addresses = ("fe80::1%eth0", "10.0.0.1", "fd00::1", "10.0.1.1", "10.0.2.1")
+    assert listening.in_codes(addresses, 3) == ("10.0.0.1", "fd00::1", "10.0.1.1")
+
+
+def test_loopback_is_left_out_of_codes_where_others_could_not_use_it() -> None:
+    assert listening.in_codes(("127.0.0.1", "10.0.0.1", "::1"), 3) == ("10.0.0.1",)
+    assert listening.in_codes(("127.0.0.1",), 3) == ("127.0.0.1",)
+
+
+def test_more_machines_than_codes_can_name_are_refused() -> None:
+    with pytest.raises(Impossible, match="join codes have room for 65536"):
+        JoinService(count=65536, addresses=["127.0.0.1"], on_event=print, on_code=print)

@@ -1,0 +1,370 @@
+"""Manifests: frozen as text, accepted by two validators, refused where they could not work."""
+
+import copy
+from dataclasses import replace
+from typing import Any, get_args
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hypothesis import given
+from hypothesis import strategies as st
+from kubeflow_trainer_api import models  # type: ignore[import-untyped]
+from pydantic import ValidationError
+from pytest_regressions.file_regression import FileRegressionFixture
+
+from torchmuster.errors import Impossible
+from torchmuster.launch.kubernetes.manifests import first_address, render, to_yaml
+from torchmuster.launch.kubernetes.request import GpuResource, Kind, KubernetesRequest
+from torchmuster.launch.spec import Host, JobSpec
+from torchmuster.units import GiB
+from unit.launch.kubernetes.unknown_keys import unknown_keys
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
+# What a cluster may run: the oldest that is still served somewhere, and the newest we know.
+VERSIONS = ["1.30", kubernetes_validate.latest_version()]
+
+SPEC = JobSpec(
+    name="train",
+    command=("train.py", "--lr", "1e-3", "--note", "costs $5 or $(HOME)"),
+    folder="/work",
+    environment={"NCCL_DEBUG": "WARN", "DEBUG": "no"},
+)
+REQUEST = KubernetesRequest(
+    name="train", image=IMAGE, nodes=4, gpus_per_node=8, cpu=96, memory_bytes=768 * GiB
+)
+SMALL = KubernetesRequest(name="smoke", image=IMAGE, nodes=2)
+
+
+def container(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> dict[str, Any]:
+    document = render(spec, request, kind)[-1]
+    if kind == "trainjob":
+        return dict(document["spec"]["trainer"])
+    return dict(pod(document)["containers"][0])
+
+
+def pod(document: dict[str, Any]) -> dict[str, Any]:
+    job = document["spec"]
+    if document["kind"] == "JobSet":
+        job = job["replicatedJobs"][0]["template"]["spec"]
+    return dict(job["template"]["spec"])
+
+
+# ---- the text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_text(file_regression: FileRegressionFixture, kind: Kind) -> None:
+    file_regression.check(
+        to_yaml(render(SPEC, REQUEST, kind)), basename=f"{kind}-gpus", extension=".yaml"
+    )
+
+
+def test_as_text_with_everything(file_regression: FileRegressionFixture) -> None:
+    spec = replace(
+        SPEC,
+        command=("package.train", "--steps", "10"),
+        module=True,
+        ranks=2,
+        port=29555,
+        max_restarts=3,
+        environment={"HF_TOKEN": "hf_" + "a" * 20, "OMP_NUM_THREADS": "1"},
+    )
+    request = replace(
+        REQUEST,
+        gpu_resource="amd.com/gpu",
+        namespace="research",
+        secret="tokens",
+        run_as_non_root=True,
+        shm_bytes=16 * GiB,
+    )
+    file_regression.check(
+        to_yaml(render(spec, request, "jobset")), basename="jobset-everything", extension=".yaml"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_does_not_grow_with_the_pods(kind: Kind) -> None:
+    few, many = (to_yaml(render(SPEC, replace(REQUEST, nodes=n), kind)) for n in (2, 10_000))
+    assert few.count("\n") == many.count("\n")
+    assert len(many) - len(few) <= 3 * len("0000")  # the number itself, three times at most
+
+
+TEXTS = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=30)
+TRAPS = ["yes", "No", "on", "~", "null", "", "12:30:45", "1e3", "0x1f", "1_000", ".5", "=", "- a"]
+
+
+@given(st.one_of(TEXTS, st.sampled_from(TRAPS)))
+def test_what_was_written_is_what_kubectl_reads(text: str) -> None:
+    # PyYAML reads YAML 1.1, as kubectl does.
+    documents: list[dict[str, Any]] = [
+        {"kind": "x", "args": [text], "env": {"name": text}, text: 1},
+        {"second": True},
+    ]
+    assert list(yaml.safe_load_all(to_yaml(documents))) == documents
+
+
+def test_lines_and_long_texts_survive() -> None:
+    documents = [{"value": "first\n\tsecond " + "word " * 1000}]
+    assert yaml.safe_load(to_yaml(documents)) == documents[0]
+
+
+# ---- the validators
+
+
+def validate(document: dict[str, Any]) -> None:
+    """Put a document through both validators; raise on whatever either does not accept."""
+    kinds: dict[str, Any] = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    if document["kind"] not in kinds:
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+        return
+    model = kinds[document["kind"]]
+    model.from_dict(document)
+    unknown = unknown_keys(document, model)
+    if unknown:
+        raise ValueError(f"unknown keys: {unknown}")
+    if document["kind"] == "JobSet":
+        for one in document["spec"]["replicatedJobs"]:
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+            validate({**job, "spec": one["template"]["spec"]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("request_", [REQUEST, SMALL], ids=["gpus", "small"])
+def test_both_validators_accept_what_is_rendered(kind: Kind, request_: KubernetesRequest) -> None:
+    options = replace(request_, namespace="research", run_as_non_root=True, secret="tokens")
+    spec = replace(SPEC, environment={"HF_TOKEN": "x"})
+    for one, other in ((SPEC, request_), (spec, options)):
+        for document in yaml.safe_load_all(to_yaml(render(one, other, kind))):
+            validate(document)
+
+
+MISTAKES: dict[Kind, list[list[str | int]]] = {
+    "job": [
+        ["spec"],
+        ["spec", "template", "spec"],
+        ["spec", "template", "spec", "containers", 0],
+        ["spec", "template", "spec", "volumes", 0, "emptyDir"],
+    ],
+    "jobset": [
+        ["spec"],
+        ["spec", "network"],
+        ["spec", "replicatedJobs", 0],
+        ["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0],
+    ],
+    "trainjob": [
+        [],
+        ["spec", "trainer"],
+        ["spec", "trainer", "env", 0],
+        ["spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec"],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(kind, one) for kind in KINDS for one in MISTAKES[kind]]
+)
+def test_an_unknown_key_is_refused_wherever_it_is(kind: Kind, path: list[str | int]) -> None:
+    document = copy.deepcopy(render(SPEC, REQUEST, kind)[-1])
+    place: Any = document
+    for step in path:
+        place = place[step]
+    place["restartPolcy"] = "Never"
+    with pytest.raises((ValueError, kubernetes_validate.ValidationError), match="restartPolcy"):
+        validate(document)
+
+
+def test_the_models_alone_would_accept_it() -> None:
+    document = render(SPEC, REQUEST, "trainjob")[0]
+    document["spec"]["trainer"]["numNode"] = 3
+    models.TrainerV1alpha1TrainJob.from_dict(document)
+    found = unknown_keys(document, models.TrainerV1alpha1TrainJob)
+    assert found == ["spec.trainer.numNode"]
+
+
+def test_a_wrong_type_is_refused() -> None:
+    document = render(SPEC, REQUEST, "trainjob")[0]
+    document["spec"]["trainer"]["numNodes"] = "four"
+    with pytest.raises(ValidationError, match="numNodes"):
+        validate(document)
+
+
+# ---- what the pods get
+
+
+def test_the_service_gives_names_to_the_jobs_pods_before_they_are_ready() -> None:
+    service, job = render(SPEC, REQUEST, "job")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert pod(job)["subdomain"] == service["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "address"), [("job", "train-0.train"), ("jobset", "train-node-0-0.train")]
+)
+def test_all_pods_are_sent_to_the_first(kind: Kind, address: str) -> None:
+    assert first_address(REQUEST, kind) == address
+    assert container(SPEC, REQUEST, kind)["args"][:6] == [
+        "--nnodes=4",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--nproc-per-node=8",
+        f"--master-addr={address}",
+        "--master-port=29400",
+        "--rdzv-conf=timeout=1800",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dollar_of_the_users_stays_a_dollar(kind: Kind) -> None:
+    assert container(SPEC, REQUEST, kind)["args"][-1] == "costs $$5 or $$(HOME)"
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_one_failure_ends_all(kind: Kind) -> None:
+    document = render(SPEC, REQUEST, kind)[-1]
+    job = document["spec"]
+    if kind == "jobset":
+        job = job["replicatedJobs"][0]["template"]["spec"]
+    assert (job["backoffLimit"], pod(document)["restartPolicy"]) == (0, "Never")
+    assert "podFailurePolicy" not in job
+
+
+def test_restarts_are_of_all_pods_together() -> None:
+    spec = replace(SPEC, max_restarts=3)
+    assert render(spec, REQUEST, "jobset")[0]["spec"]["failurePolicy"] == {"maxRestarts": 3}
+
+
+@pytest.mark.parametrize("resource", get_args(GpuResource))
+def test_each_makers_gpus_have_their_name(resource: GpuResource) -> None:
+    resources = container(SPEC, replace(REQUEST, gpu_resource=resource), "job")["resources"]
+    assert resources["limits"] == resources["requests"]
+    assert resources["limits"] == {"cpu": "96", "memory": "768Gi", resource: "8"}
+
+
+def test_threads_are_shared_among_the_ranks_unless_set() -> None:
+    first = container(SPEC, REQUEST, "job")["env"][0]
+    assert first == {"name": "OMP_NUM_THREADS", "value": "12"}
+    own = container(replace(SPEC, environment={"OMP_NUM_THREADS": "3"}), REQUEST, "job")["env"]
+    assert own == [{"name": "OMP_NUM_THREADS", "value": "3"}]
+    assert container(replace(SPEC, environment={}), SMALL, "job")["env"] == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "expected"),
+    [
+        (None, None, "8Gi"),
+        (768 * GiB, None, "384Gi"),
+        (None, 3 * 2**20, "3Mi"),
+        (None, 3000, "3000"),
+    ],
+)
+def test_shared_memory_has_a_limit(memory: int | None, shared: int | None, expected: str) -> None:
+    request = replace(REQUEST, memory_bytes=memory, shm_bytes=shared)
+    (volume,) = pod(render(SPEC, request, "job")[1])["volumes"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": expected}
+
+
+def test_ranks_are_the_jobs_or_one_for_each_gpu() -> None:
+    trainer = container(replace(SPEC, ranks=4), REQUEST, "trainjob")
+    assert trainer["numProcPerNode"] == 4
+    assert container(SPEC, REQUEST, "trainjob")["numProcPerNode"] == 8
+    assert container(SPEC, SMALL, "trainjob")["numProcPerNode"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "variable", [{"WANDB_API_KEY": "x"}, {"HUB": "hf_" + "a" * 20}], ids=["by name", "by shape"]
+)
+def test_a_secret_never_stands_in_a_manifest(kind: Kind, variable: dict[str, str]) -> None:
+    (name,) = variable
+    spec = replace(SPEC, environment=variable)
+    with pytest.raises(Impossible) as caught:
+        render(spec, REQUEST, kind)
+    assert caught.value.what.startswith(f"{name} is a secret")
+    assert caught.value.fix == (
+        f"kubectl create secret generic train-secrets --from-literal={name}=…  "
+        "# then: --secret train-secrets"
+    )
+    env = container(spec, replace(REQUEST, secret="train-secrets"), kind)["env"]
+    reference = {"secretKeyRef": {"name": "train-secrets", "key": name}}
+    assert env[-1] == {"name": name, "valueFrom": reference}
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("Train_1", "--name train-1"),
+        ("1st", "--name job-1st"),
+        ("a-", "--name a"),
+        ("", "--name job"),
+        ("a.b", "--name a-b"),
+    ],
+)
+def test_a_name_that_dns_does_not_allow_comes_with_one_that_it_does(name: str, fix: str) -> None:
+    with pytest.raises(Impossible) as caught:
+        render(SPEC, replace(REQUEST, name=name), "job")
+    assert str(caught.value).splitlines() == [
+        f"{name!r} cannot be the name of a job in Kubernetes",
+        "a name has small letters, digits and dashes, begins with a letter and does not end with a "
+        "dash",
+        fix,
+    ]
+    render(SPEC, replace(REQUEST, name=fix.removeprefix("--name ")), "job")
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("job", 61), ("jobset", 48), ("trainjob", 48)])
+def test_the_length_of_a_name_is_that_of_the_longest_pod(kind: Kind, longest: int) -> None:
+    render(SPEC, replace(REQUEST, name="n" * longest), kind)
+    with pytest.raises(Impossible, match="is too long by 1") as caught:
+        render(SPEC, replace(REQUEST, name="n" * (longest + 1)), kind)
+    assert caught.value.fix == f"--name {'n' * longest}"
+    with pytest.raises(Impossible, match="is too long by 1"):  # pod 10 has one digit more
+        render(SPEC, replace(REQUEST, name="n" * longest, nodes=11), kind)
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], Kind, str]] = [
+    ({}, {"image": ""}, "job", "no image was given"),
+    ({}, {"image": "my image"}, "job", "'my image' is not an image"),
+    ({}, {"nodes": 0}, "job", "asked for 0 nodes"),
+    ({}, {"gpus_per_node": -1}, "job", "asked for -1 GPUs per node"),
+    ({}, {"cpu": 0}, "job", "asked for 0 CPUs"),
+    ({}, {"shm_bytes": 0}, "job", "asked for 0 bytes of shared memory"),
+    ({}, {"namespace": "My_Space"}, "job", "'My_Space' cannot be the name of a namespace"),
+    ({"ranks": 0}, {}, "job", "asked for 0 ranks per node"),
+    ({"ranks": 9}, {}, "job", "asked for 9 ranks and 8 GPUs in each pod"),
+    ({"port": 80}, {}, "job", "asked for port 80"),
+    ({"port": 29555}, {}, "trainjob", "asked for port 29555 with a trainjob"),
+    ({"max_restarts": 2}, {}, "job", "asked for 2 restarts with a job"),
+    ({"max_restarts": 2}, {}, "trainjob", "asked for 2 restarts with a trainjob"),
+    ({"device": "gpu"}, {"gpus_per_node": 0}, "job", "asked for GPUs, but for none in each pod"),
+    ({"device": "cpu"}, {}, "job", "asked for the CPU and for 8 GPUs in each pod"),
+    ({"hosts": (Host(name="a"),)}, {}, "job", "asked for certain hosts or GPUs in Kubernetes"),
+    ({"environment": {"PET_NNODES": "2"}}, {}, "job", "PET_NNODES cannot be set for a job"),
+    ({"environment": {"A-B": "2"}}, {}, "job", "'A-B' cannot be the name of a variable"),
+    ({"command": ("t.py", "--hub-token", "x")}, {}, "job", "a secret is among the script's arg"),
+    (
+        {},
+        {"memory_bytes": 4 * GiB, "shm_bytes": 8 * GiB},
+        "job",
+        "asked for 8.0 GiB of shared memory and 4.0 GiB in all",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "request_", "kind", "what"), REFUSALS)
+def test_what_no_cluster_would_run_is_refused_here(
+    spec: dict[str, Any], request_: dict[str, Any], kind: Kind, what: str
+) -> None:
+    with pytest.raises(Impossible) as caught:
+        render(replace(SPEC, **spec), replace(REQUEST, **request_), kind)
+    assert caught.value.what.startswith(what)
+    assert caught.value.fix or caught.value.why

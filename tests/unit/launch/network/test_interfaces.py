@@ -1,0 +1,209 @@
+"""Which addresses a machine tells others, on machines that do not exist and on this one."""
+
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.network import interfaces
+from torchmuster.launch.network.interfaces import Interface
+
+
+def nic(name: str, *addresses: str, up: bool = True, speed: int = 0) -> Interface:
+    return Interface(name=name, up=up, addresses=addresses, speed_mbits=speed)
+
+
+LO = nic("lo", "127.0.0.1", "::1")
+ETH0 = nic("eth0", "10.0.0.5", "fd00::5", "fe80::5")
+DOCKER = nic("docker0", "172.17.0.1")
+SERVER = [LO, DOCKER, nic("wg0", "10.9.0.5"), ETH0, nic("eth1", "192.168.7.5", up=False)]
+
+
+def addresses(machine: Sequence[Interface]) -> list[str]:
+    return [one.address for one in interfaces.candidates(machine)]
+
+
+def test_ordinary_interfaces_come_first_then_vpns_then_bridges_and_never_loopback() -> None:
+    assert addresses(SERVER) == ["10.0.0.5", "fd00::5", "10.9.0.5", "172.17.0.1"]
+
+
+def test_a_candidate_is_told_with_its_interface() -> None:
+    assert [one.interface for one in interfaces.candidates(SERVER)][:3] == ["eth0", "eth0", "wg0"]
+
+
+@pytest.mark.parametrize(
+    "bridge",
+    [
+        *("docker0", "br-1a2b", "virbr0", "veth12", "cni0", "flannel.1", "kube-bridge"),
+        *("podman0", "lxcbr0", "vmnet8"),
+        "vEthernet (WSL)",
+    ],
+)
+def test_a_bridge_to_containers_comes_after_a_vpn(bridge: str) -> None:
+    machine = [nic(bridge, "172.17.0.1"), nic("tun0", "10.8.0.2"), nic("enp3s0", "10.0.0.5")]
+    assert addresses(machine) == ["10.0.0.5", "10.8.0.2", "172.17.0.1"]
+
+
+@pytest.mark.parametrize("vpn", ["tun0", "tap1", "wg0", "tailscale0", "utun4"])
+def test_a_vpn_comes_after_an_ordinary_interface(vpn: str) -> None:
+    assert addresses([nic(vpn, "100.64.0.3"), nic("wlan0", "192.168.1.9")])[0] == "192.168.1.9"
+
+
+@pytest.mark.parametrize("name", ["br0", "bond0", "ib0", "en0", "Wi-Fi", "wlp2s0"])
+def test_an_ordinary_name_is_not_taken_for_a_bridge_or_vpn(name: str) -> None:
+    assert addresses([nic("tun0", "10.8.0.2"), nic(name, "10.0.0.5")])[0] == "10.0.0.5"
+
+
+def test_an_address_that_a_machine_gave_itself_comes_last() -> None:
+    machine = [nic("eth0", "169.254.7.7"), DOCKER]
+    assert addresses(machine) == ["172.17.0.1", "169.254.7.7"]
+
+
+def test_of_ordinary_interfaces_the_fast_one_comes_first() -> None:
+    machine = [nic("eth0", "10.0.0.5", speed=1000), nic("ib0", "10.1.0.5", speed=100_000)]
+    assert addresses(machine) == ["10.1.0.5", "10.0.0.5"]
+
+
+def test_a_further_address_of_loopback_is_not_told() -> None:
+    # gloo would take the interface's first address, which is 127.0.0.1
+    assert addresses([nic("lo", "127.0.0.1", "10.255.0.1")]) == []
+
+
+def test_interface_of_an_address() -> None:
+    assert interfaces.interface_of("10.0.0.5", SERVER) == "eth0"
+    assert interfaces.interface_of("fd00:0:0::5", SERVER) == "eth0"
+    assert interfaces.interface_of("fe80::5%eth0", SERVER) == "eth0"
+    assert interfaces.interface_of("10.0.0.6", SERVER) is None
+    assert interfaces.interface_of("node1", SERVER) is None
+
+
+def nobody_knows(name: str) -> list[str]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("word", "local"),
+    [
+        ("10.0.0.5", True),
+        ("[fd00::5]", True),
+        ("192.168.7.5", True),
+        ("127.0.1.1", True),
+        ("10.0.0.6", False),
+        ("localhost", True),
+        ("elsewhere", False),
+    ],
+)
+def test_is_local(word: str, local: bool) -> None:
+    assert interfaces.is_local(word, SERVER, look_up=nobody_knows) is local
+
+
+def test_its_own_name_is_local_also_where_it_cannot_be_resolved() -> None:
+    assert interfaces.is_local(socket.gethostname().upper(), SERVER, look_up=nobody_knows)
+
+
+def test_a_name_is_local_if_it_stands_for_an_address_of_this_machine() -> None:
+    names = {"head": ["10.0.0.5"], "other": ["10.0.0.6"]}
+    assert interfaces.is_local("head", SERVER, look_up=lambda name: names[name])
+    assert not interfaces.is_local("other", SERVER, look_up=lambda name: names[name])
+
+
+def test_a_name_that_is_none_resolves_to_nothing() -> None:
+    assert interfaces.resolve("a" * 300) == []
+    assert "127.0.0.1" in interfaces.resolve("127.0.0.1")
+
+
+def test_this_machine_has_loopback_and_does_not_tell_it() -> None:
+    machine = interfaces.read()
+    assert interfaces.interface_of("127.0.0.1", machine) is not None
+    assert not any(address.startswith(("127.", "fe80", "::1")) for address in addresses(machine))
+    assert interfaces.candidates() == interfaces.candidates(machine)
+
+
+def test_each_library_is_told_the_interface_in_its_own_way_of_writing() -> None:
+    assert interfaces.socket_variables("eth0", {}) == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+    }
+
+
+def test_what_the_user_set_stays() -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": ""}
+    assert interfaces.socket_variables("eth0", environment) == {"NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def findings(
+    *, gloo: str = "", nccl: str = "", alone: bool = False, gpus: bool = True
+) -> list[Finding]:
+    environment = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
+    return interfaces.socket_findings(environment, SERVER, alone=alone, gpus=gpus)
+
+
+def test_gloo_with_an_interface_that_is_not_there() -> None:
+    (finding,) = findings(gloo="ens5")
+    assert finding.status is Status.FAILURE
+    assert finding.what == "GLOO_SOCKET_IFNAME=ens5 cannot work on this machine"
+    assert finding.why == (
+        "ens5 is not there; gloo would end with “Unable to find address for: ens5”"
+    )
+    assert finding.fix == (
+        "unset GLOO_SOCKET_IFNAME  # then the interface that reaches the other machines is taken\n"
+        "export GLOO_SOCKET_IFNAME=eth0  # or choose one yourself"
+    )
+    assert finding.evidence == (
+        "interfaces here: lo (127.0.0.1, ::1), docker0 (172.17.0.1), wg0 (10.9.0.5), "
+        "eth0 (10.0.0.5, fd00::5, fe80::5), eth1 (192.168.7.5; down)"
+    )
+
+
+def test_gloo_with_nccls_way_of_writing() -> None:
+    (finding,) = findings(gloo="^lo", alone=True)
+    assert finding.why == (
+        "^ is NCCL's way of writing; gloo takes the plain names of interfaces and would look for "
+        "one that is called '^lo'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gloo", "why"),
+    [
+        ("lo", "lo is loopback: through it this machine reaches nobody but itself"),
+        ("eth0,docker0", "docker0 is the bridge to the containers or virtual machines on this"),
+        ("eth1", "eth1 is down"),
+        ("eth", "eth is not there"),
+    ],
+)
+def test_gloo_with_an_interface_that_leads_nowhere(gloo: str, why: str) -> None:
+    (finding,) = findings(gloo=gloo)
+    assert finding.why.startswith(why)
+
+
+def test_loopback_is_right_where_no_other_machine_takes_part() -> None:
+    assert findings(gloo="lo", nccl="lo", alone=True) == []
+
+
+@pytest.mark.parametrize(
+    ("nccl", "why"),
+    [
+        ("=eth", "no interface matches it; NCCL would end with “no socket interface found”"),
+        ("ens", "no interface matches it; NCCL would end with “no socket interface found”"),
+        ("^lo,docker,wg,eth", "no interface matches it"),
+        ("=lo", "lo is loopback"),
+        ("^docker0", "lo is loopback"),
+        ("docker", "docker0 is the bridge"),
+    ],
+)
+def test_nccl_with_an_interface_that_leads_nowhere(nccl: str, why: str) -> None:
+    (finding,) = findings(nccl=nccl)
+    assert finding.what == f"NCCL_SOCKET_IFNAME={nccl} cannot work on this machine"
+    assert finding.why.startswith(why)
+    assert "export NCCL_SOCKET_IFNAME==eth0" in finding.fix
+
+
+@pytest.mark.parametrize("nccl", ["eth", "eth0", "=eth0", "^lo,docker", "^=lo,docker0", "wg,eth"])
+def test_nccl_values_that_work(nccl: str) -> None:
+    assert findings(gloo="eth0,wg0", nccl=nccl) == []
+
+
+def test_nccl_is_not_looked_at_without_gpus() -> None:
+    assert findings(nccl="=nothing", gpus=False) == []

@@ -1,0 +1,436 @@
+"""The port at which ranks will meet: which one, for whom, and what is said to those who try it."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.launch import wire
+from torchmuster.launch.network import interfaces, listening
+from torchmuster.launch.network.interfaces import Interface
+
+NONCE = "c0ffee" * 5
+MACHINE = [
+    Interface(name="lo", up=True, addresses=("127.0.0.1",)),
+    Interface(name="eth0", up=True, addresses=("10.0.0.5",)),
+    Interface(name="eth3", up=True, addresses=("127.0.0.3",)),
+]
+# Addresses of loopback, which stand for those of several interfaces.
+PLACES = [wire.Address(address=f"127.0.0.{last}", interface=f"eth{last}") for last in (2, 3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def three_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "candidates", lambda known=None: list(PLACES))
+
+
+@pytest.fixture
+def usual_ports(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Put the usual ports where at least three in a row are free, and say where."""
+    with contextlib.ExitStack() as held:
+        for start in random.sample(range(20_000, 29_000, 3), 100):
+            try:
+                for port in range(start, start + 3):
+                    held.enter_context(socket.create_server(("0.0.0.0", port)))
+            except OSError:
+                held.close()
+                continue
+            break
+    monkeypatch.setattr(listening, "USUAL_PORT", start)
+    monkeypatch.setattr(listening, "LAST_USUAL_PORT", start + 2)
+    return start
+
+
+async def opened(port: int | None = 0, address: str | None = None) -> listening.OpenPort:
+    return listening.open_port(port, address, interfaces=MACHINE).value
+
+
+def can_bind(address: str, port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+            sock.listen()
+        except OSError:
+            return False
+        return True
+
+
+async def say(address: str, port: int, words: bytes, *, hang_up: bool = False) -> bytes:
+    reader, writer = await asyncio.open_connection(address, port)
+    try:
+        writer.write(words)
+        if hang_up:
+            writer.write_eof()
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def test_all_addresses_listen_on_one_port_that_nobody_else_can_have() -> None:
+    async def run() -> None:
+        port = await opened()
+        number = port.port
+        assert port.addresses == tuple(PLACES)
+        for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4", "0.0.0.0"):
+            assert not can_bind(address, number)
+        await port.close()
+        assert can_bind("0.0.0.0", number)
+
+    asyncio.run(run())
+
+
+def test_whoever_knows_the_nonce_is_told_it_at_every_address() -> None:
+    async def run() -> list[bytes]:
+        port = await opened()
+        port.answer(NONCE)
+        try:
+            words = listening.request_line(NONCE)
+            return [await say(one.address, port.port, words) for one in port.addresses]
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()) == [NONCE.encode() + b"\n"] * 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"muster-reach who\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        listening.request_line("another nonce"),
+        listening.request_line(NONCE) + b"more",
+        listening.request_line(NONCE).rstrip(),
+        b"x" * 100_000,
+        b"\0\xff" * 300,
+        b"",
+    ],
+)
+def test_anybody_else_is_told_nothing_and_the_next_caller_is_served(words: bytes) -> None:
+    async def run() -> tuple[bytes, bytes]:
+        port = await opened()
+        port.answer(NONCE)
+        try:
+            stranger = await say("127.0.0.2", port.port, words, hang_up=True)
+            friend = await say("127.0.0.2", port.port, listening.request_line(NONCE))
+            return stranger, friend
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()) == (b"", NONCE.encode() + b"\n")
+
+
+def test_a_silent_caller_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "PATIENCE_S", 0.05)
+
+    async def run() -> bytes:
+        port = await opened()
+        port.answer(NONCE)
+        try:
+            return await asyncio.wait_for(say("127.0.0.2", port.port, b"muster-"), 10)
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()) == b""
+
+
+def is_open(caller: socket.socket) -> bool:
+    caller.setblocking(False)
+    try:
+        return caller.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_a_crowd_of_silent_callers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MOST_CALLERS", 8)
+    monkeypatch.setattr(listening, "PATIENCE_IN_A_CROWD_S", 0.01)
+
+    async def run() -> tuple[bytes, int]:
+        port = await opened()
+        port.answer(NONCE)
+        with contextlib.ExitStack() as silent:
+            callers = [silent.enter_context(socket.socket()) for _ in range(50)]
+            for caller in callers:
+                caller.settimeout(5)
+                caller.connect(("127.0.0.2", port.port))
+            try:
+                # Well before the patience with each of them ends.
+                words = listening.request_line(NONCE)
+                answer = await asyncio.wait_for(say("127.0.0.2", port.port, words), 4)
+                return answer, sum(map(is_open, callers))
+            finally:
+                await port.close()
+
+    answer, still_there = asyncio.run(run())
+    assert answer == NONCE.encode() + b"\n"
+    assert still_there <= 8
+
+
+def test_a_crowd_that_speaks_is_served_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MOST_CALLERS", 8)
+
+    async def run() -> list[bytes]:
+        port = await opened()
+        port.answer(NONCE)
+        words = listening.request_line(NONCE)
+        try:
+            return await asyncio.gather(*(say("127.0.0.2", port.port, words) for _ in range(300)))
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()) == [NONCE.encode() + b"\n"] * 300
+
+
+def test_the_kept_socket_still_listens_and_the_others_do_not() -> None:
+    async def run() -> None:
+        port = await opened()
+        port.answer(NONCE)
+        number = port.port
+        kept = await port.keep("127.0.0.3")
+        with kept:
+            assert kept.getsockname() == ("127.0.0.3", number)
+            assert kept.getblocking()
+            assert not os.get_inheritable(kept.fileno())
+            assert not can_bind("127.0.0.3", number)
+            assert can_bind("127.0.0.2", number)
+            with socket.create_connection(("127.0.0.3", number), timeout=5) as caller:
+                mine, _ = kept.accept()
+                mine.close()
+                assert caller.recv(1) == b""  # nobody answers with the nonce any more
+
+    asyncio.run(run())
+
+
+def test_keeping_an_address_that_was_not_opened_is_a_mistake_and_closes_nothing() -> None:
+    async def run() -> None:
+        port = await opened()
+        with pytest.raises(ValueError, match=r"10\.0\.0\.9 is not among the addresses"):
+            await port.keep("10.0.0.9")
+        assert len(port.addresses) == 3
+        await port.close()
+
+    asyncio.run(run())
+
+
+def test_the_queue_of_the_port_is_long_enough_for_a_crowd() -> None:
+    async def run() -> int:
+        port = await opened()
+        callers = []
+        with contextlib.ExitStack() as calls:
+            for _ in range(300):  # nobody takes them in
+                sock = calls.enter_context(socket.socket())
+                sock.settimeout(5)
+                sock.connect(("127.0.0.2", port.port))
+                callers.append(sock)
+        await port.close()
+        return len(callers)
+
+    assert asyncio.run(run()) == 300
+
+
+def close(port: listening.OpenPort) -> None:
+    asyncio.run(port.close())
+
+
+def test_the_usual_port_is_taken_if_it_is_free(usual_ports: int) -> None:
+    decision = listening.open_port(None, interfaces=MACHINE)
+    number = decision.value.port
+    close(decision.value)
+    assert number == usual_ports
+    assert decision.reason == f"port {usual_ports}: the usual one, and it is free"
+
+
+def test_the_next_free_port_is_taken_and_the_holder_of_the_usual_one_is_named(
+    usual_ports: int,
+) -> None:
+    # One address is enough to pass a port over.
+    with socket.create_server(("127.0.0.3", usual_ports)):
+        decision = listening.open_port(None, interfaces=MACHINE)
+        number = decision.value.port
+        close(decision.value)
+    assert number == usual_ports + 1
+    assert decision.reason.startswith(
+        f"port {number}: the next free one, for {usual_ports} is held by "
+    )
+    assert f"(pid {os.getpid()}, user " in decision.reason
+
+
+def test_two_jobs_at_once_get_different_ports(usual_ports: int) -> None:
+    async def run() -> tuple[int, int]:
+        one, other = await opened(None), await opened(None)
+        numbers = one.port, other.port
+        with await one.keep("127.0.0.2"):
+            third = await opened(None)
+            assert third.port == usual_ports + 2  # the first port is still held at one address
+            await third.close()
+        await other.close()
+        return numbers
+
+    assert asyncio.run(run()) == (usual_ports, usual_ports + 1)
+
+
+def test_any_port_is_taken_if_all_usual_ones_are_held(usual_ports: int) -> None:
+    with contextlib.ExitStack() as held:
+        for port in range(usual_ports, usual_ports + 3):
+            held.enter_context(socket.create_server(("127.0.0.4", port)))
+        decision = listening.open_port(None, interfaces=MACHINE)
+    number = decision.value.port
+    close(decision.value)
+    assert number not in range(usual_ports, usual_ports + 3)
+    assert decision.reason == (
+        f"port {number}: any, for {usual_ports} to {usual_ports + 2} are all taken"
+    )
+
+
+def test_a_port_that_was_asked_for(usual_ports: int) -> None:
+    decision = listening.open_port(usual_ports, interfaces=MACHINE)
+    number = decision.value.port
+    close(decision.value)
+    assert number == usual_ports
+    assert decision.reason == f"port {usual_ports}: it was asked for"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_port_that_was_asked_for_and_is_taken_is_refused_with_its_holder(alone: bool) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as sock:
+        port = sock.getsockname()[1]
+        ask = listening.open_loopback if alone else listening.open_port
+        with pytest.raises(Impossible) as refusal:
+            ask(port)
+    assert refusal.value.what == f"port {port} is asked for, but it is taken"
+    assert refusal.value.why.startswith("it is held by ")
+    assert f"(pid {os.getpid()}, " in refusal.value.why
+    assert refusal.value.fix == (
+        "give no port, which takes the next that is free, or end that program"
+    )
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_number_that_is_no_port(port: int) -> None:
+    with pytest.raises(Impossible, match=f"{port} is not a port"):
+        listening.open_port(port, interfaces=MACHINE)
+
+
+def test_only_the_given_address() -> None:
+    decision = listening.open_port(0, "127.0.0.9", interfaces=MACHINE)
+    addresses, number = decision.value.addresses, decision.value.port
+    close(decision.value)
+    assert addresses == (wire.Address(address="127.0.0.9", interface="lo"),)
+    assert decision.reason == (
+        f"port {number}: any free one was asked for; only at 127.0.0.9, which was asked for"
+    )
+
+
+def test_an_address_may_be_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"head": ["10.0.0.77", "127.0.0.9"]}
+    monkeypatch.setattr(interfaces, "resolve", lambda name: known.get(name, []))
+    decision = listening.open_port(0, "head", interfaces=MACHINE)
+    addresses = decision.value.addresses
+    close(decision.value)
+    assert [one.address for one in addresses] == ["127.0.0.9"]
+
+
+def test_an_interface_may_be_given() -> None:
+    decision = listening.open_port(0, "eth3", interfaces=MACHINE)
+    addresses = decision.value.addresses
+    close(decision.value)
+    assert addresses == (wire.Address(address="127.0.0.3", interface="eth3"),)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("lo", "it is an interface that others cannot reach"),
+        ("10.0.0.77", "it is no address of {host}"),
+        ("head", "it stands for 10.0.0.77, which is no address of {host}"),
+        ("nobody", "the name is not known here"),
+    ],
+)
+def test_an_address_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, why: str
+) -> None:
+    known = {"head": ["10.0.0.77"]}
+    monkeypatch.setattr(interfaces, "resolve", lambda name: known.get(name, []))
+    with pytest.raises(Impossible) as refusal:
+        listening.open_port(0, address, interfaces=MACHINE)
+    own = "127.0.0.2 (eth2), 127.0.0.3 (eth3), 127.0.0.4 (eth4)"
+    assert refusal.value.what == f"cannot listen at {address}"
+    assert refusal.value.why == f"{why.format(host=socket.gethostname())}; it has {own}"
+    assert refusal.value.fix == (
+        "give one of these, or none: then the one is taken that all other machines reach"
+    )
+
+
+def test_an_address_that_has_gone_meanwhile_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = wire.Address(address="203.0.113.7", interface="eth9")
+    monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone, *PLACES])
+    decision = listening.open_port(0, interfaces=MACHINE)
+    addresses = decision.value.addresses
+    close(decision.value)
+    assert addresses == tuple(PLACES)
+
+
+def test_no_address_at_all_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = wire.Address(address="203.0.113.7", interface="eth9")
+    monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone])
+    with pytest.raises(Impossible) as refusal:
+        listening.open_port(29400, interfaces=MACHINE)
+    assert refusal.value.what == "cannot listen on port 29400"
+    assert refusal.value.why == os.strerror(errno.EADDRNOTAVAIL)
+
+
+def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(address: str, port: int) -> socket.socket:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(listening, "_bind", forbid)
+    for ask in (listening.open_loopback, listening.open_port):
+        with pytest.raises(Impossible) as refusal:
+            ask(80)
+        assert refusal.value.why == "Permission denied; ports below 1024 belong to root"
+
+
+def test_a_machine_without_any_network_listens_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    none: Sequence[wire.Address] = []
+    monkeypatch.setattr(interfaces, "candidates", lambda known=None: none)
+    decision = listening.open_port(0, interfaces=MACHINE)
+    addresses = decision.value.addresses
+    close(decision.value)
+    assert [one.address for one in addresses] == ["127.0.0.1"]
+    assert decision.reason.endswith("; only at 127.0.0.1, for this machine has no other address")
+
+
+@pytest.mark.parametrize("port", [None, 0])
+def test_alone_the_port_is_open_on_loopback_only(port: int | None) -> None:
+    with listening.open_loopback(port) as sock:
+        address, number = sock.getsockname()
+        assert address == "127.0.0.1"
+        assert not can_bind("127.0.0.1", number)
+        assert can_bind("127.0.0.2", number)
+
+
+def test_a_port_can_be_had_again_at_once_after_connections_to_it() -> None:
+    with listening.open_loopback(0) as sock:
+        port = sock.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            accepted, _ = sock.accept()
+            accepted.close()  # the side that closes first keeps the port in TIME_WAIT
+    with listening.open_loopback(port) as again:
+        assert again.getsockname()[1] == port

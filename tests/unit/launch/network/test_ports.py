@@ -1,0 +1,103 @@
+"""Who holds a port, asked of the real system; and which ports it gives out."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from torchmuster.launch.network import ports
+
+LISTENS = """
+import socket, sys
+sock = socket.create_server(("127.0.0.1", 0))
+print(sock.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_holder_is_told_by_command_pid_and_user() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENS, "--api-key", "hunter2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        holder = ports.holder_of(int(child.stdout.readline()))
+        child.communicate("")
+    assert holder is not None
+    assert holder.startswith(f"{sys.executable} -c ")
+    assert holder.endswith(
+        f"--api-key [redacted] (pid {child.pid}, user {psutil.Process().username()})"
+    )
+
+
+def test_a_port_that_nobody_holds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert f"(pid {os.getpid()}, " in (ports.holder_of(port) or "")
+    assert ports.holder_of(port) is None
+
+
+def hidden(port: int, status: str = psutil.CONN_LISTEN) -> SimpleNamespace:
+    return SimpleNamespace(laddr=("0.0.0.0", port), status=status, pid=None)
+
+
+def test_a_holder_that_may_not_be_looked_at_is_told_by_its_owner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net/tcp").write_text(
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+        "   0: 0100007F:72D8 0200007F:1F90 01 00000000:00000000 00:00000000 00000000  1007  0 1\n"
+        "   1: 00000000:72D8 00000000:0000 0A 00000000:00000000 00:00000000 00000000 54321  0 2\n"
+    )
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [hidden(29400)])
+    assert ports.holder_of(29400, proc_root=tmp_path) == "a program of user 54321"
+    assert ports.holder_of(29400, proc_root=tmp_path / "none") == "another user's program"
+    assert ports.holder_of(29401, proc_root=tmp_path) is None
+
+
+def test_one_who_listens_is_told_before_one_who_was_given_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected = SimpleNamespace(laddr=("127.0.0.1", 29400), status="ESTABLISHED", pid=4_199_999)
+    listens = SimpleNamespace(laddr=("127.0.0.1", 29400), status="LISTEN", pid=os.getpid())
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected, listens])
+    assert f"(pid {os.getpid()}, " in (ports.holder_of(29400) or "")
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected])
+    assert ports.holder_of(29400) == "pid 4199999"  # it has ended meanwhile
+
+
+def test_where_only_ones_own_processes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process()])
+        assert f"(pid {os.getpid()}, " in (ports.holder_of(port) or "")
+        assert ports.holder_of(1) == "another user's program"
+
+
+def test_the_ports_that_the_system_gives_out(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/net/ipv4"
+    folder.mkdir(parents=True)
+    (folder / "ip_local_port_range").write_text("32768\t60999\n")
+    assert ports.ephemeral_range("linux", proc_root=tmp_path) == (32768, 60999)
+    (folder / "ip_local_port_range").write_text("garbled\n")
+    assert ports.ephemeral_range("linux", proc_root=tmp_path) is None
+    assert ports.ephemeral_range("win32") is None
+
+
+def test_this_system_gives_out_a_port_of_its_range() -> None:
+    known = ports.ephemeral_range(sys.platform)
+    assert known is not None
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert known[0] <= sock.getsockname()[1] <= known[1]

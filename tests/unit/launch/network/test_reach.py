@@ -1,0 +1,369 @@
+"""Who reaches whom: real sockets on loopback, and the choice among made-up results."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.launch import wire
+from torchmuster.launch.network import listening, reach
+from torchmuster.launch.network.interfaces import Interface
+
+NONCE = "c0ffee" * 5
+HERE = [Interface(name="lo", up=True, addresses=("127.0.0.1",))]
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+def tried(*targets: tuple[str, int], timeout_s: float = 5.0) -> list[wire.ReachResult]:
+    message = wire.Reach(
+        nonce=NONCE,
+        targets=tuple(wire.Target(address=address, port=port) for address, port in targets),
+        timeout_s=timeout_s,
+    )
+    return list(asyncio.run(reach.try_all(message, interfaces=HERE)).results)
+
+
+async def answered_by(serve: Serve) -> wire.ReachResult:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        target = wire.Target(address="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=5.0)
+        (result,) = (await reach.try_all(message, interfaces=HERE)).results
+        return result
+
+
+def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
+    async def run() -> tuple[wire.ReachResult, ...]:
+        port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
+        port.answer(NONCE)
+        target = wire.Target(address="127.0.0.1", port=port.port)
+        message = wire.Reach(nonce=NONCE, targets=(target, target), timeout_s=5.0)
+        try:
+            return (await reach.try_all(message, interfaces=HERE)).results
+        finally:
+            await port.close()
+
+    for result in asyncio.run(run()):
+        assert result.problem == ""
+        assert result.local == wire.Address(address="127.0.0.1", interface="lo")
+        assert 0 < result.seconds < 5
+
+
+def test_the_port_of_another_run_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_PAUSE_S", 0.0)
+
+    async def run() -> wire.ReachResult:
+        port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
+        port.answer("the nonce of another run")
+        target = wire.Target(address="127.0.0.1", port=port.port)
+        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=5.0)
+        try:
+            return (await reach.try_all(message, interfaces=HERE)).results[0]
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()).problem == "impostor"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"SSH-2.0-OpenSSH_9.2\r\n", b"\n", NONCE.encode() + b"x", b"z" * 100_000],
+)
+def test_another_program_is_an_impostor(words: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    assert asyncio.run(answered_by(serve)).problem == "impostor"
+
+
+def test_an_echo_is_an_impostor() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readline())
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    assert asyncio.run(answered_by(serve)).problem == "impostor"
+
+
+def test_one_who_is_hung_up_on_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_PAUSE_S", 0.0)
+    calls = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(await reader.readline())
+        if len(calls) == 3:
+            writer.write(NONCE.encode() + b"\n")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    assert asyncio.run(answered_by(serve)).problem == ""
+    assert calls == [listening.request_line(NONCE)] * 3
+
+
+def test_the_request_does_not_give_the_nonce_away() -> None:
+    assert NONCE.encode() not in listening.request_line(NONCE)
+
+
+def test_one_who_does_not_answer_is_a_timeout_and_holds_up_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = ("127.0.0.1", silent.getsockname()[1])
+        results = tried(*[target] * 20, timeout_s=0.2)
+    assert {result.problem for result in results} == {"timeout"}
+    assert max(result.seconds for result in results) < 2
+
+
+def test_packets_that_are_dropped_are_a_timeout() -> None:
+    # Linux drops what does not fit into the queue of a socket whose program takes nobody in.
+    with contextlib.ExitStack() as calls:
+        full = calls.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            caller = calls.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        (result,) = tried(("127.0.0.1", full.getsockname()[1]), timeout_s=0.3)
+    assert result.problem == "timeout"
+    assert result.local is None
+
+
+def failing_with(number: int) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def connect(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return connect
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.ECONNREFUSED, "refused"),
+        (errno.EHOSTUNREACH, "unreachable"),
+        (errno.ENETUNREACH, "no-route"),
+        (errno.ETIMEDOUT, "timeout"),
+        (errno.EPERM, "unreachable"),
+    ],
+)
+def test_what_the_system_says_of_an_address(
+    monkeypatch: pytest.MonkeyPatch, number: int, problem: str
+) -> None:
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_connect", failing_with(number))
+    (result,) = tried(("203.0.113.7", 29400))
+    assert result.problem == problem
+    assert result.local is None
+
+
+def test_an_address_that_this_machine_has_too_leads_to_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    assert [result.problem for result in tried(("127.0.0.1", port))] == ["impostor"]
+
+
+# ---- the choice
+
+
+ETH0 = wire.Address(address="10.0.0.5", interface="eth0")
+ETH1 = wire.Address(address="192.168.7.5", interface="eth1")
+DOCKER = wire.Address(address="172.17.0.1", interface="docker0")
+
+
+def heard(*addresses: wire.Address) -> wire.Listening:
+    return wire.Listening(port=29400, addresses=addresses, reason="")
+
+
+def reached(**problems: str) -> wire.Reached:
+    """``reached(eth0="", eth1="timeout")``"""
+    known = {one.interface: one.address for one in (ETH0, ETH1, DOCKER)}
+    return wire.Reached(
+        results=tuple(
+            wire.ReachResult(
+                target=wire.Target(address=known[interface], port=29400),
+                problem=problem,
+                seconds=0.1,
+                local=None if problem else wire.Address(address="10.0.0.6", interface="ens3"),
+            )
+            for interface, problem in problems.items()
+        )
+    )
+
+
+def refusal(
+    addresses: Sequence[wire.Address], by_node: dict[str, wire.Reached], system: str = "linux"
+) -> Impossible:
+    with pytest.raises(Impossible) as caught:
+        reach.choose_address("a", system, heard(*addresses), by_node, kind="ufw")
+    return caught.value
+
+
+def test_the_first_address_that_all_reach_is_chosen() -> None:
+    by_node = {
+        "b": reached(eth0="timeout", eth1="", docker0="impostor"),
+        "c": reached(eth0="", eth1="", docker0="impostor"),
+    }
+    decision = reach.choose_address("a", "linux", heard(ETH0, ETH1, DOCKER), by_node)
+    assert decision.value == "192.168.7.5"
+    assert decision.reason == (
+        "192.168.7.5 (eth1 of a): all 2 other machines reach it; 10.0.0.5 was passed over "
+        "(b: no answer in 5 s: a firewall drops it or the link is down)"
+    )
+
+
+def test_the_choice_with_one_other_machine_and_with_none() -> None:
+    one = reach.choose_address("a", "linux", heard(ETH0, ETH1), {"b": reached(eth0="", eth1="")})
+    assert one.reason == "10.0.0.5 (eth0 of a): b reaches it"
+    none = reach.choose_address("a", "linux", heard(ETH0), {})
+    assert none.reason == "10.0.0.5 (eth0 of a): no other machine takes part"
+
+
+def test_a_machine_that_reaches_nothing_is_named_with_the_cause_and_the_command() -> None:
+    by_node = {
+        "b": reached(eth0="timeout", docker0="impostor"),
+        "c": reached(eth0="", docker0="impostor"),
+    }
+    error = refusal([ETH0, DOCKER], by_node)
+    assert error.what == "b does not reach a at port 29400"
+    assert error.why.splitlines() == [
+        "10.0.0.5 (eth0): b: no answer in 5 s: a firewall drops it or the link is down",
+        "172.17.0.1 (docker0): b and c: it leads somewhere else: the same address is in use there "
+        "too (docker0, a bridge, a copied virtual machine)",
+    ]
+    assert error.fix.splitlines() == [
+        "let them in at a:",
+        "sudo ufw allow 29400/tcp",
+        "the ranks also talk to each other at ports that the system gives out: each machine has "
+        "to let the others in at these too",
+    ]
+
+
+def test_the_command_is_for_the_system_of_the_first_machine() -> None:
+    error = refusal([ETH0], {"b": reached(eth0="timeout")}, system="win32")
+    assert "New-NetFirewallRule" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        ("refused", "refused: a firewall rejects it, or the address leads to another machine"),
+        ("unreachable", "unreachable: a firewall or a router on the way says no"),
+    ],
+)
+def test_a_rejecting_firewall_is_opened_too(problem: str, why: str) -> None:
+    error = refusal([ETH0], {"b": reached(eth0=problem)})
+    assert error.why == f"10.0.0.5 (eth0): b: {why}"
+    assert "sudo ufw allow 29400/tcp" in error.fix
+
+
+def test_where_no_firewall_is_the_cause_no_command_is_given() -> None:
+    error = refusal([ETH0], {"b": reached(eth0="no-route")})
+    assert error.why == "10.0.0.5 (eth0): b: no route: the machine is not connected to this network"
+    assert error.fix == "give an address of a that all of them reach: --address"
+
+
+def test_machines_that_reach_different_addresses_have_none_in_common() -> None:
+    by_node = {"b": reached(eth0="", eth1="no-route"), "c": reached(eth0="timeout", eth1="")}
+    error = refusal([ETH0, ETH1], by_node)
+    assert error.what == "no address of a is reached by all of b and c"
+    assert error.fix.endswith("give an address of a that all of them reach: --address")
+
+
+def test_an_address_that_a_machine_did_not_try_is_not_chosen() -> None:
+    error = refusal([ETH1], {"b": reached(eth0="")})
+    assert error.why == "192.168.7.5 (eth1): b: was not tried"
+
+
+def test_ten_thousand_machines_are_told_briefly_and_quickly() -> None:
+    by_node = {f"n{number}": reached(eth0="timeout", eth1="refused") for number in range(10_000)}
+    error = refusal([ETH0, ETH1], by_node)
+    assert error.what == "n0, n1, n2 and 9,997 others do not reach a at port 29400"
+    assert len(str(error)) < 700
+
+
+def test_the_local_end_of_the_chosen_address() -> None:
+    result = reached(eth0="timeout", eth1="")
+    assert reach.local_end(result, "192.168.7.5") == wire.Address(
+        address="10.0.0.6", interface="ens3"
+    )
+    assert reach.local_end(result, "10.0.0.5") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "a"),
+        (["a", "b"], "a and b"),
+        (["a", "b", "c", "d"], "a, b, c and d"),
+        (["a", "b", "c", "d", "e"], "a, b, c and 2 others"),
+    ],
+)
+def test_several(names: list[str], text: str) -> None:
+    assert reach.several(names) == text
+
+
+# ---- loopback, and services that are not ours
+
+
+LOOPBACK = wire.Address(address="127.0.1.1", interface="lo")
+
+
+def test_a_machine_that_listens_where_others_can_reach_it() -> None:
+    reach.check_not_loopback("a", heard(LOOPBACK, ETH0), None, [ETH0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "others", "what", "why"),
+    [
+        (
+            "127.0.1.1",
+            [ETH0],
+            "the other machines cannot reach a at 127.0.1.1",
+            "this leads every machine to itself; a has 10.0.0.5 (eth0)",
+        ),
+        (
+            "myself",
+            [],
+            "the other machines cannot reach a at myself",
+            "on a this stands for 127.0.1.1, which leads every machine to itself; "
+            "a has no other address",
+        ),
+        (
+            None,
+            [],
+            "a has no address at which others could reach it",
+            "it has loopback only: its other interfaces are down or have no address",
+        ),
+    ],
+)
+def test_a_machine_that_listens_only_for_itself(
+    asked: str | None, others: list[wire.Address], what: str, why: str
+) -> None:
+    with pytest.raises(Impossible) as caught:
+        reach.check_not_loopback("a", heard(LOOPBACK), asked, others)
+    assert (caught.value.what, caught.value.why) == (what, why)
+
+
+def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
+    target = wire.Target(address=ETH0.address, port=29400)
+    reach.check_service("etcd", target, {"b": reached(eth0="impostor"), "c": reached(eth0="")})
+
+
+def test_a_service_that_does_not_answer() -> None:
+    target = wire.Target(address=ETH0.address, port=29400)
+    by_node = {"b": reached(eth0="impostor"), "c": reached(eth0="no-name")}
+    with pytest.raises(Impossible) as caught:
+        reach.check_service("etcd", target, by_node)
+    assert caught.value.what == "c does not reach etcd at 10.0.0.5:29400"
+    assert caught.value.why == "c: the name is not known there"
+
+
+def test_a_name_that_cannot_be_resolved() -> None:
+    assert [one.problem for one in tried(("nobody.invalid", 1))] == ["no-name"]

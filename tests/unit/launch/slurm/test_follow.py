@@ -1,0 +1,116 @@
+"""Following a job: never silent while it waits, every line of its log once, whatever Slurm does."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.launch.slurm.clients import require
+from torchmuster.launch.slurm.follow import LogLine, Poll, Rhythm, follow, left_running
+from torchmuster.launch.slurm.jobs import JobState, Kind
+
+FAST = Rhythm(look_s=0.01, poll_s=0.02, say_s=0.1)
+
+
+def state(kind: Kind, log: Path | None = None, reason: str = "") -> JobState:
+    return JobState(job="7", kind=kind, words=kind, log=log, reason=reason)
+
+
+def one_after_another(*states: JobState) -> Poll:
+    """Answer with each state in turn, then with the last for ever."""
+    left: Iterator[JobState] = iter(states)
+    return lambda job: next(left, states[-1])
+
+
+def test_the_reason_for_waiting_is_said_again() -> None:
+    events = follow("7", rhythm=FAST, poll=lambda job: state("pending", reason="Priority"))
+    times = []
+    for event in events:
+        assert isinstance(event, JobState)
+        times.append(time.monotonic())
+        if len(times) == 4:
+            break
+    events.close()  # type: ignore[attr-defined]
+    assert times[-1] - times[0] >= 2.9 * FAST.say_s
+
+
+def test_a_controller_that_takes_its_time_does_not_make_us_silent() -> None:
+    answered = threading.Event()
+
+    def poll(job: str) -> JobState:
+        answered.wait(10)
+        return state("done")
+
+    events = follow("7", rhythm=FAST, poll=poll)
+    assert next(events) == JobState(job="7", kind="unknown", words="Slurm is asked for job 7")
+    answered.set()
+    assert [one.kind for one in events if isinstance(one, JobState)] == ["done"]
+
+
+def test_every_line_comes_once_and_the_unfinished_one_at_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "slurm-7.log"
+    events = follow("7", rhythm=FAST, poll=one_after_another(state("running", log)))
+    assert next(events) == state("running", log)
+    log.write_bytes(b"first\nsec")
+    assert next(events) == LogLine(text="first")
+    with log.open("ab") as stream:
+        stream.write("ond ü\r\n".encode() + b"bad \xff\n")
+    assert next(events) == LogLine(text="second ü")
+    assert next(events) == LogLine(text="bad \N{REPLACEMENT CHARACTER}")
+    events.close()  # type: ignore[attr-defined]
+    with log.open("ab") as stream:
+        stream.write(b"end")
+    seen = list(follow("7", rhythm=FAST, poll=one_after_another(state("done", log))))
+    assert seen[0] == state("done", log)
+    assert [one.text for one in seen[1:] if isinstance(one, LogLine)] == [
+        "first",
+        "second ü",
+        "bad \N{REPLACEMENT CHARACTER}",
+        "end",
+    ]
+
+
+def test_a_log_that_begins_again_is_read_from_its_beginning(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("a long first line\n")
+    over = threading.Event()
+    events = follow(
+        "7", rhythm=FAST, poll=lambda job: state("done" if over.is_set() else "running", log)
+    )
+    assert [next(events), next(events)][1] == LogLine(text="a long first line")
+    log.write_text("again\n")
+    assert next(events) == LogLine(text="again")
+    over.set()
+    assert [one for one in events if isinstance(one, LogLine)] == []
+
+
+def test_when_slurm_does_not_answer_the_log_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    polls = one_after_another(state("running", log), state("unknown"))
+    events = follow("7", rhythm=FAST, poll=polls)
+    assert next(events) == state("running", log)
+    assert next(events) == state("unknown", log)
+    log.write_text("still here\n")
+    assert LogLine(text="still here") in [next(events) for _ in range(3)]
+    events.close()  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_poll_is_raised_to_the_follower() -> None:
+    def poll(job: str) -> JobState:
+        require(["no-such-client"])
+        raise AssertionError
+
+    with pytest.raises(Impossible, match="Slurm's no-such-client is not on this machine"):
+        list(follow("7", rhythm=FAST, poll=poll))
+
+
+def test_leaving_says_how_to_stop_the_job() -> None:
+    assert left_running("7") == ("job 7 goes on without being followed; to stop it: scancel 7")
+
+
+def test_nobody_waits_ten_seconds_for_a_word() -> None:
+    usual = Rhythm()
+    assert usual.say_s + usual.look_s < 10

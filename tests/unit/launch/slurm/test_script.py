@@ -1,0 +1,178 @@
+"""The job script: frozen, accepted by shellcheck, and impossible wishes refused before it exists."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest_regressions.file_regression import FileRegressionFixture
+
+from torchmuster.errors import Impossible
+from torchmuster.launch.slurm.script import SlurmRequest, render
+from torchmuster.launch.spec import Host, JobSpec
+
+MUSTER = ["/opt/venv/bin/python", "-m", "torchmuster", "run"]
+
+
+def spec(**changes: Any) -> JobSpec:
+    given: dict[str, Any] = {
+        "name": "pretrain",
+        "command": ("train.py",),
+        "folder": "/home/me/work",
+    }
+    return JobSpec(**{**given, **changes})
+
+
+SCRIPTS = {
+    "gpu": render(
+        spec(device="gpu"),
+        SlurmRequest(
+            nodes=4,
+            gpus_per_node=8,
+            cpus_per_node=64,
+            partition="a100",
+            account="proj-7",
+            qos="high",
+            time="2-12:00:00",
+            mem="512G",
+            warn_s=120,
+        ),
+        [*MUSTER, "train.py", "--lr", "3e-4"],
+        Path("runs"),
+    ),
+    "cpu": render(
+        spec(device="cpu", ranks=2), SlurmRequest(nodes=2), [*MUSTER, "smoke.py"], Path("runs")
+    ),
+    "hostile": render(
+        spec(name='it\'s "mine" \\ # $(id)', folder="/home/me/a 'b' #c"),
+        SlurmRequest(partition="a b; rm -rf /", time="1:00:00"),
+        [*MUSTER, "train.py", "$(touch x)", "it's", "a\n#SBATCH --nodes=99\nb", "`id`", "*", ""],
+        Path("/scratch/me/my runs"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_script_is_what_it_was(name: str, file_regression: FileRegressionFixture) -> None:
+    file_regression.check(SCRIPTS[name], basename=name, extension=".sbatch")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_has_nothing_to_say(name: str) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("apt-get install shellcheck")
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", "-"],
+        input=SCRIPTS[name],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_script_does_not_grow_with_the_nodes() -> None:
+    def size(nodes: int) -> int:
+        return len(render(spec(), SlurmRequest(nodes=nodes), MUSTER, Path("runs")))
+
+    assert size(9000) == size(1000)
+    assert size(1000) - size(1) == len("1000") - len("1")
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
+def test_every_word_arrives_as_it_was_typed(words: list[str]) -> None:
+    script = render(spec(), SlurmRequest(), [*MUSTER, *words], Path("runs"))
+    _, _, command = script.partition("\nexec ")
+    assert shlex.split(command) == [*MUSTER, *words]
+
+
+@given(st.text())
+def test_no_name_can_add_a_line_to_the_script(name: str) -> None:
+    usual = render(spec(), SlurmRequest(), MUSTER, Path("runs"))
+    try:
+        script = render(spec(name=name), SlurmRequest(), MUSTER, Path("runs"))
+    except Impossible:
+        return
+    assert len(script.splitlines()) == len(usual.splitlines())
+
+
+def test_runs_elsewhere_have_their_log_there() -> None:
+    script = render(spec(), SlurmRequest(), MUSTER, Path("/scratch/runs"))
+    assert "#SBATCH --output=/scratch/runs/slurm-%j.log\n" in script
+    script = render(spec(), SlurmRequest(), MUSTER, Path("/home/me/work/out/runs"))
+    assert "#SBATCH --output=out/runs/slurm-%j.log\n" in script
+
+
+def test_gpus_follow_from_the_ranks_where_gpus_are_meant() -> None:
+    script = render(spec(device="gpu", ranks=4), SlurmRequest(), MUSTER, Path("runs"))
+    assert "#SBATCH --gpus-per-node=4\n" in script
+
+
+@pytest.mark.parametrize(
+    ("changes", "request_", "run_root", "what", "fix"),
+    [
+        (
+            {"hosts": (Host(name="a"),)},
+            {},
+            "runs",
+            "--hosts and --slurm exclude each other",
+            "leave out --hosts, and say how many with --nodes",
+        ),
+        (
+            {"device": "cpu"},
+            {"gpus_per_node": 4},
+            "runs",
+            "--device cpu was asked for together with --gpus-per-node 4",
+            "leave out one of them",
+        ),
+        (
+            {"device": "gpu"},
+            {},
+            "runs",
+            "how many GPUs each node should have was not said",
+            "--gpus-per-node 8",
+        ),
+        (
+            {"ranks": 8},
+            {"gpus_per_node": 4},
+            "runs",
+            "8 ranks per node were asked for, but only 4 GPUs per node",
+            "--gpus-per-node 8",
+        ),
+        (
+            {},
+            {"warn_s": 70000},
+            "runs",
+            "a warning 70000 s before the end was asked for",
+            "--warn 120s",
+        ),
+        (
+            {"name": "two\nlines"},
+            {},
+            "runs",
+            "--job-name cannot be 'two\\nlines'",
+            "use a text without line breaks and control characters",
+        ),
+        (
+            {},
+            {},
+            "100%/runs",
+            "the folder for runs is '/home/me/work/100%/runs'",
+            "use a folder for runs without these in its path",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    changes: dict[str, Any], request_: dict[str, Any], run_root: str, what: str, fix: str
+) -> None:
+    with pytest.raises(Impossible) as caught:
+        render(spec(**changes), SlurmRequest(**request_), MUSTER, Path(run_root))
+    assert (caught.value.what, caught.value.fix) == (what, fix)
+
+
+def test_shared_gpus_may_have_more_ranks() -> None:
+    request = SlurmRequest(gpus_per_node=1)
+    assert "--gpus-per-node=1\n" in render(spec(ranks=4, share=True), request, MUSTER, Path("runs"))

@@ -1,0 +1,84 @@
+"""What srun is told, and whom the lines on its input are for."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmuster.launch import wire
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.slurm.allocation import Allocation
+from torchmuster.launch.slurm.srun import SrunTransport, command, environment_for_srun
+from torchmuster.launch.slurm.step import addressed
+
+ALLOCATION = Allocation(
+    job="41",
+    nodes=("n1", "n2"),
+    gpus=(8, 8),
+    cores=64,
+    tasks_per_node=8,
+    copies=1,
+    restarts=0,
+)
+
+
+def test_one_step_over_all_nodes_with_all_their_gpus() -> None:
+    words = command(ALLOCATION, ["keeper"])
+    assert words[:5] == ["srun", "--jobid=41", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    assert "--gres=gpu:8" in words
+    assert "--unbuffered" not in words  # it cuts lines
+    assert words[-3:] == ["keeper", "--place-from", "SLURM_PROCID"]
+
+
+def test_one_node_again() -> None:
+    words = command(ALLOCATION, ["keeper"], place=1)
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--gres=gpu:8"} <= set(words)
+    assert words[-3:] == ["keeper", "--place", "1"]
+
+
+def test_only_the_jobs_own_variables_reach_srun() -> None:
+    kept = {"HOME": "/", "SLURM_CONF": "c", "SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}
+    options = dict.fromkeys(
+        ["SLURM_GPUS_PER_TASK", "SLURM_UNBUFFEREDIO", "SLURM_NTASKS", "SLURM_EXPORT_ENV"], "1"
+    )
+    assert environment_for_srun({**kept, **options, "SRUN_CPUS_PER_TASK": "2"}) == kept
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([b"=a\n", b"+b\n=c\n", b"=d\n"]))))
+def test_everyone_gets_his_own_messages_in_order(messages: list[tuple[int, bytes]]) -> None:
+    written = b"".join(addressed(messages, [0, 1, 2])).splitlines(keepends=True)
+    for place in range(3):
+        mine = (b"%d " % place, b"* ")
+        got = b"".join(line[2:] for line in written if line.startswith(mine))
+        assert got == b"".join(lines for to, lines in messages if to == place)
+
+
+def test_what_all_get_is_written_once() -> None:
+    to_all = [(place, b"+x\n=y\n") for place in range(3)]
+    assert addressed(to_all, [0, 1, 2]) == [b"* +x\n* =y\n"]
+    assert addressed(to_all[:2], [0, 1]) == [b"* +x\n* =y\n"]  # the third has ended
+
+
+def test_what_some_get_does_not_reach_the_others() -> None:
+    assert addressed([(0, b"=x\n"), (2, b"=x\n")], [0, 1, 2]) == [b"0 =x\n", b"2 =x\n"]
+
+
+def test_without_srun_every_place_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    async def scene() -> wire.Trouble | None:
+        transport: Transport = SrunTransport(ALLOCATION)
+        assert transport.gave_up(1) is None
+        await transport.open(lambda place, channel: None)
+        trouble = transport.gave_up(1)
+        await transport.close()
+        return trouble
+
+    trouble = asyncio.run(scene())
+    assert trouble is not None
+    assert trouble.what == "srun could not start the keeper on n2"
+    assert trouble.why == "srun: No such file or directory"

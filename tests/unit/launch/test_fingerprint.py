@@ -1,0 +1,204 @@
+"""What would run on a machine, as one value that changes when the code does and only then."""
+
+import hashlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchmuster.launch import fingerprint, wire
+from torchmuster.launch.fingerprint import Bounds
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "model").mkdir(parents=True)
+    (folder / "train.py").write_text("import model.net\n")
+    (folder / "model/net.py").write_text("width = 8\n")
+    (folder / "zoo.py").write_text("animals = 2\n")
+    (folder / "notes.txt").write_text("hello\n")
+    return folder
+
+
+def take(folder: Path, script: str = "train.py", bounds: Bounds | None = None) -> wire.Fingerprint:
+    return fingerprint.take([script, "--epochs", "3"], False, str(folder), bounds=bounds)
+
+
+def test_the_fingerprint_of_a_small_project(project: Path) -> None:
+    found = take(project)
+    assert found.script_sha256 == hashlib.sha256(b"import model.net\n").hexdigest()
+    assert len(found.code_sha256) == 64
+    assert found.code_files == 3
+    assert found.packages_sha256 == fingerprint.packages_sha256(fingerprint.packages())
+
+
+def test_a_copy_at_another_place_has_the_same_fingerprint(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project, tmp_path / "elsewhere/copy")
+    assert take(project) == take(tmp_path / "elsewhere/copy")
+
+
+def change_a_file(folder: Path) -> None:
+    (folder / "model/net.py").write_text("width = 9\n")
+
+
+def change_the_last_file(folder: Path) -> None:
+    (folder / "zoo.py").write_text("animals = 3\n")
+
+
+def rename_a_file(folder: Path) -> None:
+    (folder / "model/net.py").rename(folder / "model/web.py")
+
+
+def add_a_file(folder: Path) -> None:
+    (folder / "model/loss.py").touch()
+
+
+def remove_a_file(folder: Path) -> None:
+    (folder / "model/net.py").unlink()
+
+
+@pytest.mark.parametrize(
+    "change", [change_a_file, change_the_last_file, rename_a_file, add_a_file, remove_a_file]
+)
+def test_a_change_beside_the_script_is_seen(project: Path, change: Callable[[Path], None]) -> None:
+    before = take(project)
+    change(project)
+    after = take(project)
+    assert after.script_sha256 == before.script_sha256
+    assert after.code_sha256 != before.code_sha256
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "notes.txt",
+        ".git/hooks/hook.py",
+        ".hidden.py",
+        "model/__pycache__/net.cpython-311.py",
+        "env/lib/python3.11/site-packages/numpy/__init__.py",
+        "node_modules/gyp/gyp.py",
+        "myenv/lib/helper.py",
+        "runs/2026-01-01/code/train.py",
+    ],
+)
+def test_what_is_not_the_users_code_does_not_count(project: Path, file: str) -> None:
+    for mark in ("myenv/pyvenv.cfg", "runs/2026-01-01/run.json"):
+        (project / mark).parent.mkdir(parents=True, exist_ok=True)
+        (project / mark).touch()
+    before = take(project)
+    (project / file).parent.mkdir(parents=True, exist_ok=True)
+    (project / file).write_text("changed = True\n")
+    assert take(project) == before
+
+
+def test_a_script_that_lies_inside_a_run_is_still_looked_at(project: Path) -> None:
+    (project / "run.json").touch()
+    assert take(project).code_files == 3
+
+
+def test_a_script_that_is_not_there(project: Path) -> None:
+    found = take(project, "trian.py")
+    assert found.script_sha256 == ""
+    assert take(project / "nowhere").script_sha256 == ""
+
+
+def test_only_the_folder_of_the_script_counts(project: Path) -> None:
+    (project / "scripts").mkdir()
+    (project / "scripts/train.py").touch()
+    assert take(project, "scripts/train.py").code_files == 1
+    assert take(project, str(project / "scripts/train.py")).code_files == 1
+
+
+@pytest.mark.parametrize(
+    "bounds", [Bounds(files=1), Bounds(size_bytes=20), Bounds(entries=3), Bounds(seconds=-1)]
+)
+def test_a_folder_that_is_too_large_is_given_up(project: Path, bounds: Bounds) -> None:
+    found = take(project, bounds=bounds)
+    assert found.code_sha256 == ""
+    assert found.code_files <= 2
+    assert found.script_sha256 != ""
+
+
+def test_a_folder_as_large_as_the_machine_takes_no_time() -> None:
+    begun = time.monotonic()
+    found = take(Path("/"))
+    assert time.monotonic() - begun < 10
+    assert found.code_sha256 == ""
+
+
+def test_a_folder_that_links_to_itself_ends(project: Path) -> None:
+    (project / "again").symlink_to(project)
+    (project / "gone.py").symlink_to(project / "nowhere.py")
+    assert take(project).code_files == 4
+
+
+def in_modules(folder: Path, module: str, python_path: str = "") -> wire.Fingerprint:
+    return fingerprint.take([module], True, str(folder), python_path=python_path)
+
+
+def test_a_module_is_found_without_being_imported(project: Path) -> None:
+    (project / "model/__init__.py").write_text("raise SystemExit('imported')\n")
+    found = in_modules(project, "model.net")
+    assert found.script_sha256 == hashlib.sha256(b"width = 8\n").hexdigest()
+    assert found.code_files == 4  # all that can be imported from the working directory
+    assert "model" not in sys.modules
+
+
+def test_a_package_is_run_by_its_main(project: Path) -> None:
+    (project / "model/__main__.py").write_text("main\n")
+    assert in_modules(project, "model").script_sha256 == hashlib.sha256(b"main\n").hexdigest()
+
+
+def test_a_module_that_is_not_there(project: Path) -> None:
+    assert in_modules(project, "model.nowhere").script_sha256 == ""
+    assert in_modules(project, "no_such_package_at_all.train").script_sha256 == ""
+
+
+def test_a_module_on_the_python_path(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "lib/tool").mkdir(parents=True)
+    (tmp_path / "lib/tool/run.py").write_text("tool\n")
+    found = in_modules(project, "tool.run", f"/nowhere:{tmp_path / 'lib'}")
+    assert found.script_sha256 == hashlib.sha256(b"tool\n").hexdigest()
+    assert found.code_files == 1
+
+
+def test_an_installed_module(tmp_path: Path) -> None:
+    file = fingerprint.module_file("torchmuster.cli.main", str(tmp_path))
+    assert file is not None
+    assert file.as_posix().endswith("torchmuster/cli/main.py")
+    main = fingerprint.module_file("torchmuster", str(tmp_path))
+    assert main is not None
+    assert main.name == "__main__.py"
+
+
+def installed(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / f"{name}.dist-info").mkdir(parents=True)
+        package, version = name.split("-")
+        text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        (folder / f"{name}.dist-info/METADATA").write_text(text)
+
+
+def test_packages_by_their_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path / "a", "My.Odd_Name-1.5", "numpy-2.1.0", "pip-24.0")
+    installed(tmp_path / "b", "numpy-1.26.4")
+    (tmp_path / "a/broken-1.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    found = fingerprint.packages()
+    assert found == {"my-odd-name": "1.5", "numpy": "2.1.0"}
+    other = fingerprint.packages_sha256({**found, "numpy": "1.26.4"})
+    assert fingerprint.packages_sha256(found) != other
+    assert fingerprint.packages_sha256(dict(reversed(found.items()))) == (
+        fingerprint.packages_sha256(found)
+    )
+
+
+def test_this_installation_is_read_quickly() -> None:
+    begun = time.monotonic()
+    found = fingerprint.packages()
+    assert time.monotonic() - begun < 3  # 0.1 s, on a machine that has nothing else to do
+    assert {"torch", "torchmuster", "psutil"} <= set(found)

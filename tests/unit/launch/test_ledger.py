@@ -1,0 +1,192 @@
+"""What the folder of a run says of it is true, also when its launcher was killed."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchmuster.launch import ledger
+from torchmuster.launch.spec import Host, JobSpec, Limits
+from torchmuster.runfolder import RunFolder, create
+
+SPEC = JobSpec(
+    name="train",
+    command=("train.py", "--api-key", "s3cr3t-value", "--lr", "1"),
+    folder="/home/ana",
+    hosts=(Host(name="a"), Host(name="b", ranks=4)),
+    environment={"HF_TOKEN": "hf_aaaaaaaaaaaaaaaaaaaaaaaa", "NCCL_DEBUG": "INFO"},
+    limits=Limits(grace_s=60.0),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create(tmp_path / "runs", "train")
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that can be a launcher."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def written_by(run: RunFolder, launcher: ledger.Launcher) -> None:
+    content = json.loads(run.job.read_text())
+    run.job.write_text(json.dumps({**content, "launcher": dataclasses.asdict(launcher)}))
+
+
+def launcher_of(process: psutil.Process) -> ledger.Launcher:
+    stat = Path(f"/proc/{process.pid}/stat")
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19]) if stat.exists() else None
+    return ledger.Launcher(
+        host=socket.gethostname(),
+        pid=process.pid,
+        created_unix_s=process.create_time(),
+        start_ticks=ticks,
+    )
+
+
+def phase(run: RunFolder) -> str | None:
+    state = ledger.read_state(run)
+    return None if state is None else state.phase
+
+
+def test_what_was_launched_is_read_again_without_its_secrets(run: RunFolder) -> None:
+    assert ledger.read_job(run) is None
+    ledger.write_job(run, SPEC, token="0123")
+    job = ledger.read_job(run)
+    assert job is not None
+    assert job.command == ["train.py", "--api-key", "[redacted]", "--lr", "1"]
+    assert (job.folder, job.hosts, job.token) == ("/home/ana", ["a", "b:4"], "0123")
+    assert (job.grace_s, job.slurm_job) == (60.0, None)
+    assert job.launcher.pid == os.getpid()
+    assert job.launcher.is_of_this_machine
+    assert "s3cr3t-value" not in run.job.read_text()
+    assert "hf_aaaa" not in run.job.read_text()
+    assert json.loads(run.job.read_text())["spec"]["environment"]["NCCL_DEBUG"] == "INFO"
+
+
+def test_phases_and_the_end(run: RunFolder) -> None:
+    ledger.write_job(run, SPEC)
+    diary = ledger.Diary(run)
+    assert phase(run) is None
+    for name in ("roll-call", "starting", "running"):
+        diary.phase(name)
+        state = ledger.read_state(run)
+        assert state is not None
+        assert (state.phase, state.active, state.exit_code) == (name, True, None)
+    diary.ended("failed", 1, "rank 1 failed")
+    state = ledger.read_state(run)
+    assert state is not None
+    assert (state.phase, state.active, state.exit_code) == ("failed", False, 1)
+    assert state.headline == "rank 1 failed"
+    assert state.started_unix_s <= state.since_unix_s <= time.time()
+
+
+def test_a_run_whose_launcher_was_killed_has_died(
+    run: RunFolder, other: "subprocess.Popen[bytes]"
+) -> None:
+    ledger.write_job(run, SPEC)
+    written_by(run, launcher_of(psutil.Process(other.pid)))
+    ledger.Diary(run).phase("running")
+    assert phase(run) == "running"
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert phase(run) == "died"  # a zombie is not alive
+    other.wait()
+    state = ledger.read_state(run)
+    assert state is not None
+    assert (state.phase, state.active, state.headline) == ("died", False, "the launcher was killed")
+
+
+def test_a_later_process_with_the_same_number_is_not_the_launcher(
+    run: RunFolder, other: "subprocess.Popen[bytes]"
+) -> None:
+    ledger.write_job(run, SPEC)
+    launcher = launcher_of(psutil.Process(other.pid))
+    ledger.Diary(run).phase("running")
+    ticks = launcher.start_ticks
+    earlier = dataclasses.replace(
+        launcher,
+        created_unix_s=launcher.created_unix_s - 60,
+        start_ticks=None if ticks is None else ticks - 1,
+    )
+    written_by(run, earlier)
+    assert earlier.process() is None
+    assert phase(run) == "died"
+    # Where only the clock's time is known, it decides.
+    assert dataclasses.replace(earlier, start_ticks=None).process() is None
+    assert dataclasses.replace(launcher, start_ticks=None).process() is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere starts are told by the clock")
+def test_setting_the_clock_does_not_make_another_process_of_the_launcher() -> None:
+    launcher = ledger.Launcher.this()
+    moved = dataclasses.replace(launcher, created_unix_s=launcher.created_unix_s + 3600)
+    process = moved.process()
+    assert process is not None
+    assert process.pid == os.getpid()
+
+
+def test_of_a_launcher_on_another_machine_the_file_is_believed(run: RunFolder) -> None:
+    ledger.write_job(run, SPEC)
+    elsewhere = ledger.Launcher(host="login-1", pid=os.getpid(), created_unix_s=0.0)
+    written_by(run, elsewhere)
+    ledger.Diary(run).phase("running")
+    assert phase(run) == "running"
+    assert elsewhere.process() is None
+
+
+def test_a_slurm_job_lives_without_its_submitter(run: RunFolder) -> None:
+    ledger.write_job(run, SPEC, slurm_job="42")
+    gone = ledger.Launcher(host=socket.gethostname(), pid=2**22 + 1, created_unix_s=0.0)
+    written_by(run, gone)
+    ledger.Diary(run).phase("submitted")
+    assert phase(run) == "submitted"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"phase": "running"}', "\x00" * 9])
+def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> None:
+    run.state.write_text(content)
+    run.job.write_text(content)
+    assert ledger.read_state(run) is None
+    assert ledger.read_job(run) is None
+
+
+def test_what_a_newer_version_wrote_beside_is_ignored(run: RunFolder) -> None:
+    ledger.write_job(run, SPEC)
+    ledger.Diary(run).ended("finished", 0, "finished well")
+    for path in (run.job, run.state):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "mood": "good"}))
+    written = json.loads(run.job.read_text())
+    written["launcher"]["boot"] = "x"
+    run.job.write_text(json.dumps(written))
+    assert phase(run) == "finished"
+    assert ledger.read_job(run) is not None
+
+
+def test_a_run_that_was_only_just_made_is_waited_for(run: RunFolder) -> None:
+    writer = threading.Timer(0.2, lambda: ledger.write_job(run, SPEC))
+    writer.start()
+    job = ledger.await_job(run)
+    writer.join()
+    assert job is not None
+
+
+def test_a_run_that_was_made_long_ago_is_not_waited_for(run: RunFolder) -> None:
+    long_ago = time.time() - 3600
+    os.utime(run.marker, (long_ago, long_ago))
+    began = time.monotonic()
+    assert ledger.await_job(run) is None
+    assert time.monotonic() - began < 1

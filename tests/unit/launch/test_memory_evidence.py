@@ -1,0 +1,205 @@
+"""What a machine knows of memory: made-up cgroup trees, and one real kill by the kernel."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT, Peaks, Watch
+from torchmuster.units import GiB, MiB
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+V1_MOUNT = "33 31 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+KILL = (
+    "6,{number},99,-;{where}: Killed process {pid} (python3) total-vm:9kB, anon-rss:{anon}kB, "
+    "file-rss:1024kB, shmem-rss:0kB, UID:0\n"
+)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cgroups and /proc are Linux's")
+
+
+def write(root: Path, files: Mapping[str, object]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+@pytest.fixture
+def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A container whose job may use 64 GiB of a machine of 256 GiB."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=256 * GiB))
+    write(tmp_path, {"proc/self/cgroup": "0::/pod/job", "proc/self/mountinfo": V2_MOUNT})
+    write(tmp_path / "sys/fs/cgroup", {"pod/memory.max": 64 * GiB, "pod/job/memory.max": "max"})
+    set_kills(tmp_path, 2)
+    (tmp_path / "kmsg").write_text(
+        "6,41,98,-;Out of memory: Killed process 77 (old) anon-rss:1kB\n"
+    )
+    return tmp_path
+
+
+def set_kills(root: Path, job: int, pod: int | None = None) -> None:
+    counts = {"pod/job": job, "pod": job if pod is None else pod}
+    for name, count in counts.items():
+        events = f"low 0\nhigh 0\nmax 12\noom 3\noom_kill {count}\noom_group_kill 0"
+        write(root / "sys/fs/cgroup", {f"{name}/memory.events": events})
+
+
+def begin(root: Path) -> Watch:
+    return Watch.begin(root / "proc", root / "sys", root / "kmsg")
+
+
+def peaks(root: Path, **kilobytes: int) -> Peaks:
+    for pid, size in kilobytes.items():
+        status = f"Name:\tpython3\nVmHWM:\t{size:8} kB\nVmRSS:\t{size // 2:8} kB"
+        write(root, {f"proc/{pid.removeprefix('p')}/status": status})
+    seen = Peaks(root / "proc")
+    seen.sample([int(pid.removeprefix("p")) for pid in kilobytes])
+    return seen
+
+
+@LINUX
+def test_a_kill_that_the_cgroup_counted_is_explained_with_peak_and_limit(version_2: Path) -> None:
+    watch = begin(version_2)
+    seen = peaks(version_2, p500=61 * 2**20)
+    set_kills(version_2, 3)
+    expected = f"{KERNEL_KILLED_IT}; its peak was 61.0 GiB of the 64.0 GiB this cgroup may use"
+    assert watch.explain(500, -9, seen) == expected
+    assert watch.explain(500, 137, seen) == expected
+    limit = f"{KERNEL_KILLED_IT}; the limit is the 64.0 GiB this cgroup may use"
+    assert watch.explain(500, -9) == limit
+
+
+@LINUX
+def test_what_the_ranks_used_together_is_told_when_one_alone_does_not_explain_it(
+    version_2: Path,
+) -> None:
+    watch = begin(version_2)
+    seen = peaks(version_2, **{f"p{pid}": 16 * 2**20 for pid in range(500, 508)})
+    set_kills(version_2, 3)
+    assert watch.explain(500, -9, seen) == (
+        f"{KERNEL_KILLED_IT}; its peak was 16.0 GiB, with the other ranks 64.0 GiB, "
+        "of the 64.0 GiB this cgroup may use"
+    )
+
+
+@LINUX
+def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(version_2: Path) -> None:
+    watch = begin(version_2)
+    set_kills(version_2, 2, pod=9)
+    seen = peaks(version_2, p77=2**20)
+    words = "the kernel did not do it for want of memory; its peak was 1.0 GiB"
+    assert watch.explain(77, -9, seen) == words
+
+
+@LINUX
+def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
+    assert Watch.begin(tmp_path, tmp_path, tmp_path / "kmsg").explain(5, -9) == ""
+
+
+@LINUX
+def test_the_kernel_s_log_names_the_victim_its_size_and_which_limit_it_was(version_2: Path) -> None:
+    watch = begin(version_2)
+    with (version_2 / "kmsg").open("a") as log:
+        log.write("6,42,98,-;something else\n SUBSYSTEM=net\n")
+        where = "Out of memory (oom_kill_allocating_task)"
+        log.write(KILL.format(number=43, where=where, pid=500, anon=200 * 2**20))
+        log.write(KILL.format(number=44, where="Memory cgroup out of memory", pid=501, anon=2**20))
+    assert watch.explain(500, -9) == (
+        f"{KERNEL_KILLED_IT}; its peak was 200 GiB of the 256 GiB this machine has"
+    )
+    assert "of the 64.0 GiB this cgroup may use" in watch.explain(501, -9)
+    assert KERNEL_KILLED_IT not in watch.explain(502, -9)
+    assert KERNEL_KILLED_IT not in watch.explain(77, -9)  # that was before
+
+
+@LINUX
+def test_a_worker_that_the_kernel_killed_is_evidence_for_its_rank(version_2: Path) -> None:
+    watch = begin(version_2)
+    assert watch.explain(500, 1) == ""
+    set_kills(version_2, 3)
+    words = "the kernel killed a process of this job meanwhile: out of memory"
+    assert watch.explain(500, 1) == words
+    assert watch.explain(500, -15) == ""
+
+
+@LINUX
+def test_version_1_counts_in_another_file(version_2: Path) -> None:
+    write(version_2, {"proc/self/cgroup": "4:memory:/job", "proc/self/mountinfo": V1_MOUNT})
+    files = {
+        "job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0",
+        "job/memory.limit_in_bytes": 2 * GiB,
+        "memory.limit_in_bytes": 9223372036854771712,
+    }
+    write(version_2 / "sys/fs/cgroup/memory", files)
+    watch = begin(version_2)
+    files["job/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 1"
+    write(version_2 / "sys/fs/cgroup/memory", files)
+    words = f"{KERNEL_KILLED_IT}; the limit is the 2.0 GiB this cgroup may use"
+    assert watch.explain(500, -9) == words
+
+
+def test_the_peak_of_a_process_outlives_it() -> None:
+    program = "data = bytearray(64 * 2**20); del data; print(flush=True); input()"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen = Peaks()
+        assert seen.of(child.pid) is None
+        seen.sample([child.pid, os.getpid()])
+        child.communicate(b"\n")
+    seen.sample([child.pid])
+    peak = seen.of(child.pid)
+    assert peak is not None
+    if sys.platform == "linux":  # elsewhere only the present size is known
+        assert 64 * MiB < peak < 512 * MiB
+    assert seen.together_bytes > (psutil.Process().memory_info().rss // 2)
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A real cgroup, of whichever version is here, that may use 64 MiB."""
+    version_1, version_2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent = version_1 if version_1.is_dir() else version_2
+    folder = parent / f"torchmuster-test-{os.getpid()}"
+    try:
+        if parent == version_2:
+            (parent / "cgroup.subtree_control").write_text("+memory")
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs root and writable memory cgroups (docker run --privileged): {error}")
+    try:
+        for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max"):
+            if (folder / name).exists():
+                (folder / name).write_text(str(64 * MiB))
+        if (folder / "memory.swap.max").exists():
+            (folder / "memory.swap.max").write_text("0")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
+    # As in a container: whoever watches is in the same cgroup as the victim.
+    program = f"""
+        import os, pathlib, subprocess, sys, time
+        pathlib.Path({str(small_cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
+        from torchmuster.launch.memory_evidence import Peaks, Watch
+        watch, peaks = Watch.begin(), Peaks()
+        hungry = "data = []\\nwhile True: data.append(bytearray(2**20))"
+        child = subprocess.Popen([sys.executable, "-c", hungry])
+        while child.poll() is None:
+            peaks.sample([child.pid])
+            time.sleep(0.001)
+        print(child.returncode, watch.explain(child.pid, child.returncode, peaks))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout.startswith(f"-9 {KERNEL_KILLED_IT}; its peak was "), done
+    assert done.stdout.strip().endswith(" MiB of the 64.0 MiB this cgroup may use")

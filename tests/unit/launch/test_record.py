@@ -1,0 +1,90 @@
+"""What a machine says of itself, also where its torch is broken."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchmuster import __version__
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.launch import record, wire
+from torchmuster.launch.network.interfaces import Interface
+
+
+def test_this_very_machine() -> None:
+    before = time.time()
+    found = record.this_node(
+        interfaces=[Interface(name="eth0", up=True, addresses=("10.0.0.5", "fe80::5"))]
+    )
+    assert before <= found.clock_unix_s <= time.time()
+    assert found == wire.NodeRecord(
+        host=platform.node(),
+        user=psutil.Process().username(),
+        pid=os.getpid(),
+        system=sys.platform,
+        machine=platform.machine(),
+        python=platform.python_version(),
+        torch=record.torch_version(),
+        torchmuster=__version__,
+        cores=usable_cores().value,
+        clock_unix_s=found.clock_unix_s,
+        addresses=(wire.Address(address="10.0.0.5", interface="eth0"),),
+    )
+
+
+def test_it_is_quick_and_does_not_import_torch() -> None:
+    code = (
+        "import sys, time; from torchmuster.launch import record\n"
+        "begun = time.perf_counter(); found = record.this_node()\n"
+        "print(time.perf_counter() - begun, 'torch' in sys.modules, found.torch)"
+    )
+    run = [sys.executable, "-c", code]
+    words = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert float(words[0]) < 0.3  # 2 ms, on a machine that has nothing else to do
+    assert words[1] == "False"
+    assert words[2] == record.torch_version()
+
+
+def folder_with_torch(place: Path, version: str) -> list[str]:
+    (place / "torch").mkdir()
+    (place / "torch/__init__.py").write_text("raise ImportError('libcudart.so.12 is missing')\n")
+    (place / "torch/version.py").write_text(version)
+    return [str(place)]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "from typing import Optional\n__version__ = '2.13.0+cu126'\ndebug = False\n",
+            "2.13.0+cu126",
+        ),
+        ('__version__: str = "2.9.1"\n', "2.9.1"),
+    ],
+)
+def test_the_version_is_read_with_its_build_and_nothing_is_run(
+    tmp_path: Path, text: str, version: str
+) -> None:
+    assert record.torch_version(folder_with_torch(tmp_path, text)) == version
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    assert record.torch_version([str(tmp_path)]) is None
+
+
+def test_what_an_uninstall_left_behind_is_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    assert record.torch_version([str(tmp_path)]) is None
+
+
+def test_half_an_installation_is_no_torch(tmp_path: Path) -> None:
+    folders = folder_with_torch(tmp_path, "")
+    (tmp_path / "torch/version.py").unlink()
+    assert record.torch_version(folders) is None
+    (tmp_path / "torch/version.py").write_bytes(b"\xff\xfe\0")
+    assert record.torch_version(folders) is None

@@ -1,0 +1,113 @@
+"""Every process of a run is found by its token, wherever it went; no other is touched."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from torchmuster.launch.keeper import sweep
+
+# A process that starts another one in a session of its own and does not wait for it.
+STARTS_A_GRANDCHILD = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+                 start_new_session=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    name = os.urandom(8).hex()
+    yield name
+    sweep.kill(name, within_s=5.0)
+
+
+def started(token: str, program: str = "print(flush=True); input()") -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, sweep.TOKEN_VARIABLE: token},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # it, or its grandchild, is there
+    return process
+
+
+def ended(process: "subprocess.Popen[bytes]") -> int:
+    code = process.wait(timeout=10)
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+    return code
+
+
+def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> None:
+    child = started(token, STARTS_A_GRANDCHILD)
+    found = {one.pid: one for one in sweep.processes_of(token)}
+    assert child.pid in found
+    (grandchild,) = (one for pid, one in found.items() if pid != child.pid)
+    assert os.getsid(grandchild.pid) == grandchild.pid
+    child.kill()
+    ended(child)
+    assert [one.pid for one in sweep.processes_of(token)] == [grandchild.pid]
+    assert sweep.kill(token, within_s=5.0) == []
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_keeper_s_part_leaves_the_other_s_alone(token: str) -> None:
+    first, second, tenth = started(f"{token}.1"), started(f"{token}.2"), started(f"{token}.10")
+    assert sweep.kill(f"{token}.1", within_s=5.0) == []
+    assert ended(first) == -9
+    assert {one.pid for one in sweep.processes_of(token)} == {second.pid, tenth.pid}
+    # The whole run's token finds every part.
+    assert sweep.kill(token, within_s=5.0) == []
+    assert (ended(second), ended(tenth)) == (-9, -9)
+
+
+def test_a_longer_token_that_begins_alike_is_another_run(token: str) -> None:
+    other = started(f"{token}0")
+    assert sweep.processes_of(token) == []
+    assert sweep.kill(f"{token}0", within_s=5.0) == []
+    assert ended(other) == -9
+
+
+def test_whoever_sweeps_does_not_end_itself(token: str) -> None:
+    program = (
+        "import os, sys; from torchmuster.launch.keeper import sweep\n"
+        f"token = os.environ[{sweep.TOKEN_VARIABLE!r}]\n"
+        "print(sweep.kill(token, within_s=2), sweep.processes_of(token))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, sweep.TOKEN_VARIABLE: token},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[] []\n"
+
+
+def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them(token: str) -> None:
+    program = (
+        "import subprocess, sys, time\nprint(flush=True)\n"
+        "while True:\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    time.sleep(0.05)\n"
+    )
+    process = started(token, program)
+    time.sleep(0.2)
+    assert sweep.kill(token, within_s=10.0) == []
+    assert ended(process) == -9
+    assert sweep.processes_of(token) == []
+
+
+def test_where_nothing_runs_nothing_is_waited_for(token: str) -> None:
+    began = time.monotonic()
+    assert sweep.kill(token, within_s=30.0) == []
+    assert time.monotonic() - began < 5

@@ -1,0 +1,519 @@
+"""Which rank is to blame: recorded deaths of torch 2.13, and the orders in which reports can come."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import known_failures, wire
+from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
+from torchmuster.launch.verdict import NodeEnd, Stop, of_attempt
+from torchmuster.units import GiB
+
+LOGS = "runs/x/logs"
+CLOSED = (
+    "RuntimeError: [/w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:914."
+)
+LATE = "RuntimeError: [/w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"  # fmt: skip
+# Two ranks under torchrun, one of them failing in the way of the name; gloo, nothing left out.
+RECORDED: dict[str, dict[str, dict[str, object]]] = json.loads(
+    (Path(__file__).parent / "torch_2_13_failures.json").read_text(encoding="utf-8")
+)
+
+
+def failure(
+    rank: int,
+    error: str = "",
+    *,
+    exit_code: int = 1,
+    ago_s: float = 0.0,
+    evidence: str = "",
+    last_lines: str = "",
+    peak_rss_bytes: int | None = None,
+) -> wire.Failure:
+    trace = (
+        "Traceback (most recent call last):\n"
+        + '  File "/home/ann/train.py", line 13, in <module>\n'
+    )
+    return wire.Failure(
+        rank=rank,
+        local_rank=0,
+        exit_code=exit_code,
+        ago_s=ago_s,
+        error=error,
+        traceback=f"{trace}{error}\n" if error and "ended itself" not in error else "",
+        evidence=evidence,
+        last_lines=last_lines,
+        peak_rss_bytes=peak_rss_bytes,
+    )
+
+
+def ended(host: str, *failures: wire.Failure, at_s: float = 100.0, words: str = "") -> NodeEnd:
+    message = wire.Ended(attempt=0, good=not (failures or words), failures=failures, words=words)
+    return NodeEnd(host=host, ended=message, ended_s=at_s)
+
+
+def judged(
+    *ends: NodeEnd,
+    noticed_s: float = 100.0,
+    world_size: int | None = None,
+    stop: Stop | None = None,
+) -> Finding:
+    return of_attempt(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size, stop=stop)
+
+
+def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
+    """The verdict on a recorded death; as reported, unless told otherwise, at the same moment."""
+    ends = []
+    for word, rank in RECORDED[name].items():
+        lines = rank["log"]
+        code = rank["exit_code"]
+        assert isinstance(lines, list)
+        assert isinstance(code, int)
+        log = "\n".join(lines)
+        begin = log.find("Traceback (most recent call last):")
+        begin = begin if "Exception Group" not in log else log.find("[rank1]:   + Exception Group")
+        traceback = log[begin:].replace(f"[rank{word}]: ", "") if begin >= 0 else ""
+        error = traceback.rstrip().rpartition("\n")[2]
+        one = wire.Failure(
+            rank=int(word),
+            local_rank=int(word),
+            exit_code=code,
+            ago_s=(ago_s or {}).get(int(word), 0.0),
+            error=error,
+            traceback=traceback,
+            last_lines=log,
+        )
+        ends.append(ended("ab"[int(word)], one))
+    return judged(*ends, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("raise", "rank 1 on b failed: ValueError: the batch is empty"),
+        ("raise-before-init", "rank 1 on b failed: RuntimeError: before the rendezvous"),
+        ("kill-9", "rank 1 on b failed: killed (SIGKILL)"),
+        ("exit-3", "rank 1 on b failed: exit code 3"),
+        ("segmentation-fault", "rank 1 on b failed: segmentation fault (SIGSEGV)"),
+        ("abort", "rank 1 on b failed: aborted (SIGABRT)"),
+        ("sigusr1", "rank 1 on b failed: ended by SIGUSR1"),
+        (
+            "shape-mismatch",
+            "rank 1 on b failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)",
+        ),
+        ("no-module", "rank 1 on b failed: ModuleNotFoundError: No module named 'nosuchmodule'"),
+        ("no-cuda", "rank 1 on b failed: AssertionError: Torch not compiled with CUDA enabled"),
+        ("usage", "rank 1 on b failed: t.py: error: unrecognized arguments: --nope"),
+        (
+            "no-nccl",
+            "all 2 ranks failed: RuntimeError: Distributed package doesn't have NCCL built in",
+        ),
+        (
+            "message-of-many-lines",
+            "rank 1 on b failed: RuntimeError: Error(s) in loading state_dict: Missing key x",
+        ),
+        ("chained", "rank 1 on b failed: RuntimeError: outer"),
+        ("exception-group", "rank 1 on b failed: ExceptionGroup: several (2 sub-exceptions)"),
+        (
+            "collective-mismatch",
+            "rank 0 on a failed: aborted (SIGABRT): [enforce fail at pair.cc:456] op.preamble.length <= "
+            "op.nbytes. 8 vs 4. Received data size doesn't match expected size. Is there a "
+            "distributed collective mismatch in your code?",
+        ),
+        (
+            "hang",
+            "rank 0 on a failed: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
+        ),
+        (
+            "no-client",
+            "rank 0 on a failed: torch.distributed.DistStoreError: Timed out after 7 seconds waiting "
+            "for clients. 1/2 clients joined.",
+        ),
+        ("store-killed", "rank 0 on a failed: killed (SIGKILL)"),
+        ("send-to-killed", "rank 1 on b failed: killed (SIGKILL)"),
+        (
+            "no-interface",
+            "rank 1 on b failed: RuntimeError: [enforce fail at device.cc:84] ifa != nullptr. Unable "
+            "to find address for: nosuch0",
+        ),
+    ],
+)
+def test_the_headline_of_recorded_deaths(name: str, what: str) -> None:
+    finding = recorded(name)
+    assert finding.what == what
+    assert finding.status is Status.FAILURE
+    assert finding.name == "rank-failed"
+
+
+@pytest.mark.parametrize(
+    ("name", "culprit"), [("raise", 1), ("kill-9", 1), ("store-killed", 0), ("no-interface", 1)]
+)
+def test_the_cause_is_found_even_if_its_consequence_is_dated_earlier(
+    name: str, culprit: int
+) -> None:
+    finding = recorded(name, ago_s={1 - culprit: 1.5})
+    assert finding.what.startswith(f"rank {culprit} on ")
+    assert f"rank {1 - culprit} then lost its connection to it" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "fix"),
+    [
+        (
+            "no-module",
+            "nosuchmodule is not installed",
+            "python -m pip install nosuchmodule  # on b",
+        ),
+        ("no-nccl", '"nccl", which needs NVIDIA GPUs', "init_process_group()"),
+        ("no-cuda", "torch on b is built without it", "install a CUDA build of torch"),
+        ("host-memory", "has no memory left", "Slurm --mem"),
+        ("usage", "did not understand its arguments", "--help"),
+        ("collective-mismatch", "tensors of different sizes", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+        ("port-taken", "in use by another program", "ss -ltnp"),
+        ("no-interface", "interface that b lacks", "unset both"),
+        ("segmentation-fault", "native code", "reinstall"),
+        ("sigusr1", "no handler", "signal.SIGUSR1"),
+        ("kill-9", "killed from outside: kill -9, a scheduler", "journalctl and dmesg on b"),
+        ("exit-3", "sys.exit", "read the end of its log"),
+        ("raise", "raised at /home/ann/job/t.py:13", ""),
+    ],
+)
+def test_why_and_fix_of_recorded_deaths(name: str, why: str, fix: str) -> None:
+    finding = recorded(name)
+    assert why in finding.why
+    assert fix in finding.fix
+    assert bool(fix) == bool(finding.fix)
+
+
+@pytest.mark.parametrize(
+    "name", ["hang", "monitored-barrier", "no-client", "store-wait", "no-store"]
+)
+def test_where_ranks_only_waited_the_one_that_kept_them_waiting_is_named(name: str) -> None:
+    finding = recorded(name)
+    ended_rank = next(rank for rank, one in RECORDED[name].items() if one["exit_code"] == -15)
+    assert f"rank {ended_rank} had not failed but had to be ended: look there first" in finding.why
+
+
+def test_the_evidence_is_the_traceback_and_the_log() -> None:
+    finding = recorded("raise")
+    assert finding.evidence.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "/home/ann/job/t.py", line 13, in <module>',
+        '    if case == "raise": raise ValueError("the batch is empty")',
+        "                        ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+        "ValueError: the batch is empty",
+        "log: runs/x/logs/rank-1.log",
+    ]
+
+
+def test_a_long_traceback_is_cut_to_its_end() -> None:
+    deep = wire.Failure(
+        rank=0,
+        local_rank=0,
+        exit_code=1,
+        ago_s=0,
+        error="RecursionError: too deep",
+        traceback="Traceback (most recent call last):\n"
+        + "  frame\n" * 500
+        + "RecursionError: too deep",
+    )
+    lines = judged(ended("a", deep)).evidence.splitlines()
+    assert len(lines) == 26
+    assert lines[-2:] == ["RecursionError: too deep", "log: runs/x/logs/rank-0.log"]
+
+
+def test_among_causes_the_earliest_counts_however_late_it_was_reported() -> None:
+    finding = judged(
+        ended("a", failure(0, "KeyError: 'x'", ago_s=0.5), at_s=100.0),
+        ended("b", failure(3, "ValueError: no", ago_s=5.0), failure(2, CLOSED), at_s=104.0),
+    )
+    assert finding.what == "rank 3 on b failed: ValueError: no"
+    assert finding.why.splitlines() == [
+        "raised at /home/ann/train.py:13",
+        "rank 0 on a failed too: KeyError: 'x'",
+        "rank 2 then lost its connection to it",
+    ]
+
+
+def test_the_same_error_on_several_ranks_is_told_once() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU {} has"
+    ends = [ended("a", *(failure(rank, text.format(2 + rank, rank)) for rank in range(4)))]
+    finding = judged(*ends, world_size=8)
+    assert finding.what.startswith(
+        "rank 0 on a failed: torch.OutOfMemoryError: CUDA out of memory."
+    )
+    assert "ranks 1-3 failed in the same way" in finding.why
+    assert "the GPU has no memory left" in finding.why
+    assert "smaller batch" in finding.fix
+    assert judged(*ends, world_size=4).what.startswith("all 4 ranks failed: torch.OutOfMemoryError")
+
+
+def test_a_kill_by_the_kernel_is_explained() -> None:
+    evidence = f"{KERNEL_KILLED_IT}; its peak was 61.0 GiB of the 64.0 GiB this cgroup may use"
+    killed = failure(
+        1, exit_code=-9, evidence=evidence, last_lines="UserWarning: No module named 'x'"
+    )
+    finding = judged(ended("b", killed, failure(0, CLOSED, ago_s=1)))
+    assert finding.what == "rank 1 on b failed: killed by the kernel: out of memory"
+    assert evidence in finding.why
+    assert "fewer DataLoader workers, smaller batches or fewer ranks on b" in finding.fix
+    assert "UserWarning" in finding.evidence
+
+
+def test_a_kill_that_nobody_explains_tells_the_peak() -> None:
+    finding = judged(ended("b", failure(1, exit_code=-9, peak_rss_bytes=3 * GiB)))
+    assert "its peak was 3.0 GiB" in finding.why
+
+
+def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame() -> None:
+    finding = judged(
+        ended("a", failure(0, CLOSED), at_s=100.0),
+        ended("b", failure(1, exit_code=-9), failure(2, exit_code=-15), at_s=105.5),
+        noticed_s=100.1,
+    )
+    assert finding.what == "rank 0 on a failed: RuntimeError: Connection closed by peer."
+    assert "ranks 1-2 had not failed but had to be ended" in finding.why
+
+
+def test_a_kill_that_is_reported_a_little_late_is_still_the_cause() -> None:
+    finding = judged(
+        ended("a", failure(0, CLOSED), at_s=100.0),
+        ended("b", failure(1, exit_code=-9), at_s=101.0),
+        noticed_s=100.1,
+    )
+    assert finding.what == "rank 1 on b failed: killed (SIGKILL)"
+
+
+def test_a_kill_by_the_kernel_is_a_cause_even_after_the_end_was_asked_for() -> None:
+    finding = judged(
+        ended("a", failure(0, CLOSED), at_s=100.0),
+        ended("b", failure(1, exit_code=-9, evidence=f"{KERNEL_KILLED_IT}; …"), at_s=109.0),
+    )
+    assert finding.what == "rank 1 on b failed: killed by the kernel: out of memory"
+
+
+def test_torchrun_s_own_kill_of_a_rank_that_hangs_is_not_the_cause() -> None:
+    finding = judged(
+        ended("a", failure(0, LATE, ago_s=30.0), failure(1, exit_code=-9)), noticed_s=100.0
+    )
+    assert finding.what.startswith("rank 0 on a failed: RuntimeError: Timed out waiting 8000ms")
+    assert "rank 1 had not failed but had to be ended: look there first" in finding.why
+
+
+def test_a_lost_machine_is_the_cause_of_lost_connections() -> None:
+    silent = "not heard for 10 s: the link is cut, or the machine is gone"
+    finding = judged(
+        ended("a", failure(0, LATE), failure(1, LATE), at_s=95.0),
+        NodeEnd(host="b", lost=silent, lost_s=100.0),
+    )
+    assert finding.name == "host-lost"
+    assert finding.what == f"b was lost: {silent}"
+    assert "ranks 0-1 then lost their connection to it" in finding.why
+    assert finding.fix == "see whether b is up and can be reached: ssh b uptime"
+
+
+def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
+    finding = judged(
+        ended("a", failure(0, "ValueError: no"), at_s=95.0),
+        NodeEnd(host="b", lost="gone", lost_s=100.0),
+    )
+    assert finding.what == "rank 0 on a failed: ValueError: no"
+    assert "b was lost too: gone" in finding.why
+
+
+def test_an_agent_that_failed_itself_is_named_with_its_error() -> None:
+    words = (
+        "torchrun's agent ended with code 1\nW UserWarning: Failed to initialize NumPy: No module "
+        "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
+    )
+    finding = judged(ended("a", words=words))
+    assert finding.name == "agent-failed"
+    assert finding.what == (
+        "a failed: torchrun's agent ended with code 1: ImportError: libcudart.so.12: cannot open"
+    )
+    assert finding.evidence == words
+
+
+def test_agents_that_were_ended_are_not_to_blame() -> None:
+    signal = (
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15"
+    )
+    finding = judged(
+        ended("a", words=f"torchrun's agent ended with code 1\n{signal}", at_s=100.2),
+        ended("b", words="torchrun's agent was ended by SIGKILL", at_s=100.0),
+        ended("c", words="torchrun's agent was ended by SIGKILL", at_s=107.0),
+    )
+    assert finding.what == "b failed: torchrun's agent was ended by SIGKILL"
+
+
+def test_a_run_that_was_stopped_says_so_and_blames_nobody() -> None:
+    stop = Stop(words="Ctrl-C", at_s=100.0)
+    interrupted = ended(
+        "a", failure(0, "KeyboardInterrupt", ago_s=3.0), failure(1, CLOSED, ago_s=0.5)
+    )
+    finding = judged(interrupted, stop=stop)
+    assert (finding.name, finding.status) == ("stopped", Status.NOTE)
+    assert finding.what == "stopped: Ctrl-C"
+    failed_before = ended("a", failure(0, "ValueError: no", ago_s=0.2))
+    assert judged(failed_before, stop=stop).what == "rank 0 on a failed: ValueError: no"
+
+
+def test_a_script_s_own_words_are_the_headline() -> None:
+    words = judged(ended("a", failure(0, "the script ended itself: no data in /data", exit_code=1)))
+    assert words.what == "rank 0 on a failed: no data in /data"
+    number = judged(ended("a", failure(0, "the script ended itself: 3", exit_code=3)))
+    assert number.what == "rank 0 on a failed: exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "what", "why"),
+    [
+        (1, "exit code 1, without a traceback", "hid the error"),
+        (2, "exit code 2", "argparse"),
+        (126, "exit code 126: not executable", "may not be run"),
+        (127, "exit code 127: command not found", "not installed on a"),
+        (130, "interrupted (SIGINT)", "Ctrl-C"),
+        (137, "killed (SIGKILL)", "killed from outside"),
+        (143, "ended from outside (SIGTERM)", "asked it to end"),
+        (-2, "interrupted (SIGINT)", "Ctrl-C"),
+        (-4, "illegal instruction (SIGILL)", "newer processor than the one of a"),
+        (-6, "aborted (SIGABRT)", "C++"),
+        (-7, "bus error (SIGBUS)", "/dev/shm is full (DataLoader)"),
+        (-11, "segmentation fault (SIGSEGV)", "native code"),
+        (-15, "ended from outside (SIGTERM)", "asked it to end"),
+        (-31, "ended by signal 31", "sent it this signal"),
+        (42, "exit code 42", "sys.exit"),
+    ],
+)
+def test_exit_codes_without_words(exit_code: int, what: str, why: str) -> None:
+    finding = judged(ended("a", failure(0, exit_code=exit_code)))
+    assert finding.what == f"rank 0 on a failed: {what}"
+    assert why in finding.why
+
+
+NCCL_GONE = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:268, remote process \
+exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer b<40123>"""
+NCCL_OLD = """torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal \
+error, NCCL version 2.14.3
+ncclInternalError: Internal check failed.
+Last error:
+Net : Call to recv from 10.0.0.2<50260> failed : Connection reset by peer"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CLOSED,
+        LATE,
+        NCCL_GONE,
+        NCCL_OLD,
+        "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting",
+        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 6000ms while trying",
+        "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /default_pg/0//never",
+        "RuntimeError: [/w/gloo/transport/tcp/pair.cc:80] writev [10.0.0.1]:5: Broken pipe",
+        "torch.distributed.DistStoreError: Socket Timeout",
+    ],
+)
+def test_errors_that_speak_of_a_peer_stand_behind_every_cause(error: str) -> None:
+    finding = judged(
+        ended("a", failure(0, error, ago_s=2)), ended("b", failure(1, exit_code=-11, ago_s=1))
+    )
+    assert finding.what == "rank 1 on b failed: segmentation fault (SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
+        "network address. port: 41969, code: -98, name: EADDRINUSE, message: address already in use",
+        "requests.exceptions.ConnectionError: HTTPSConnectionPool: Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_a_network_error_of_the_script_s_own_is_a_cause(error: str) -> None:
+    finding = judged(
+        ended("a", failure(0, error, ago_s=2)), ended("b", failure(1, exit_code=-11, ago_s=1))
+    )
+    assert finding.what.startswith("rank 0 on a failed: ")
+
+
+def test_a_timeout_that_aborts_the_process_speaks_of_a_peer_too() -> None:
+    watchdog = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 "
+        "PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: "
+        "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)"
+    )
+    finding = judged(
+        ended("a", failure(3, exit_code=-6, last_lines=watchdog, ago_s=2)),
+        ended("b", failure(1, "ValueError: no")),
+    )
+    assert finding.what == "rank 1 on b failed: ValueError: no"
+    assert "rank 3 then lost its connection to it" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        ("torch.AcceleratorError: CUDA error: invalid device ordinal", 'os.environ["LOCAL_RANK"]'),
+        (
+            "torch.AcceleratorError: CUDA error: device-side assert triggered",
+            "CUDA_LAUNCH_BLOCKING=1",
+        ),
+        (
+            "RuntimeError: CUDA error: no kernel image is available for",
+            "torch.cuda.get_arch_list()",
+        ),
+        ("RuntimeError: CUDA error: misaligned address\nmore", "CUDA_LAUNCH_BLOCKING=1"),
+        ("RuntimeError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "gloo"),
+        ("OSError: [Errno 98] Address already in use", "ss -ltnp"),
+        ("ImportError: numpy.core.multiarray failed to import", 'pip install "numpy<2"'),
+        ("ValueError: numpy.dtype size changed, may indicate", 'pip install "numpy<2"'),
+        (
+            "DistStoreError: use_libuv was requested but PyTorch was build without libuv",
+            "USE_LIBUV=0",
+        ),
+        (
+            "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is",
+            "--shm-size",
+        ),
+        ("RuntimeError: unable to allocate shared memory(shm) for file </torch_5>", "--shm-size"),
+        ("RuntimeError: DataLoader worker (pid(s) 5) exited unexpectedly", "Slurm --mem"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/x'", "copy it to a"),
+        ("OSError: [Errno 28] No space left on device", "df -h"),
+        ("OSError: [Errno 24] Too many open files", "ulimit -n"),
+    ],
+)
+def test_well_known_errors_have_a_fix(error: str, fix: str) -> None:
+    finding = judged(ended("a", failure(0, error)))
+    assert finding.what == f"rank 0 on a failed: {error.splitlines()[0]}"
+    assert fix in finding.fix
+    assert finding.why
+
+
+def test_every_text_of_the_tables_is_whole() -> None:
+    texts = [(one.why, one.fix) for one in known_failures.ERRORS]
+    texts += [(one.why, one.fix) for one in known_failures.EXITS.values()]
+    for why, fix in texts:
+        assert why
+        assert "{" not in (why + fix).replace("{host}", "").replace("{1}", "")
+
+
+def test_secrets_and_escapes_of_an_error_are_not_shown() -> None:
+    error = "RuntimeError: \x1b[2Jlogin with hf_abcdefghijklmnopqrstuvwx failed"
+    finding = judged(ended("a", failure(0, error)))
+    assert finding.what == "rank 0 on a failed: RuntimeError: login with [redacted] failed"
+    assert "hf_abc" not in finding.evidence
+    assert "\x1b" not in finding.evidence
+
+
+def test_a_failure_that_nobody_explains_is_still_a_finding() -> None:
+    finding = judged(NodeEnd(host="a"))
+    assert finding.what == "the run failed, and no machine said why"
+    assert finding.fix == "read the logs: runs/x/logs"

@@ -1,0 +1,199 @@
+"""How the launcher speaks: in order, to the terminal and the run's log, and never held up by either."""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.voice import TerminalVoice
+from torchmuster.runfolder import RunFolder, create
+
+FINDING = Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why="no data")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create(tmp_path / "runs", "train")
+
+
+class Terminal:
+    """Standard output and error as a pipe each, read or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends: dict[str, tuple[int, io.TextIOWrapper]] = {}
+        self._monkeypatch = monkeypatch
+        for name in ("stdout", "stderr"):
+            reading, writing = os.pipe()
+            self.ends[name] = (reading, os.fdopen(writing, "w", encoding="utf-8"))
+
+    def voice(
+        self, run: RunFolder, *, colour: bool = False, own_colour: bool = False
+    ) -> TerminalVoice:
+        """Return a voice that speaks here."""
+        for name, (_, stream) in self.ends.items():
+            self._monkeypatch.setattr(sys, name, stream)
+        return TerminalVoice(run, colour=colour, own_colour=own_colour)
+
+    def read(self, name: str) -> str:
+        """Return all that was shown; nothing can be shown after that."""
+        reading, stream = self.ends.pop(name)
+        stream.close()
+        with os.fdopen(reading, encoding="utf-8") as shown:
+            return shown.read()
+
+    def go_away(self, name: str) -> None:
+        """Stop reading for good."""
+        reading, stream = self.ends[name]
+        os.close(reading)
+        self.ends[name] = (os.open(os.devnull, os.O_RDONLY), stream)
+
+    def fill(self, name: str) -> None:
+        """Be a terminal that was paused."""
+        _, stream = self.ends[name]
+        os.set_blocking(stream.fileno(), False)
+        try:
+            while True:
+                os.write(stream.fileno(), b"x" * 65536)
+        except BlockingIOError:
+            os.set_blocking(stream.fileno(), True)
+
+    def close(self) -> None:
+        """Read the rest, so that nobody waits any more."""
+        for name in list(self.ends):
+            reading, _ = self.ends[name]
+            os.set_blocking(reading, False)
+            try:
+                while os.read(reading, 1 << 20):
+                    time.sleep(0.01)
+            except BlockingIOError:
+                pass
+            self.read(name)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    one = Terminal(monkeypatch)
+    yield one
+    monkeypatch.undo()
+    one.close()
+
+
+def test_ranks_speak_on_standard_output_and_the_launcher_on_standard_error(
+    run: RunFolder, terminal: Terminal
+) -> None:
+    voice = terminal.voice(run)
+    with voice.speaking():
+        voice.say("the CPU, as asked\n1 thread per rank")
+        voice.world(2)
+        voice.output(0, "loss 1\nonly here\n")
+        voice.output(1, "loss 1\n")
+        voice.show([FINDING])
+    own = "muster: the CPU, as asked\nmuster: 1 thread per rank\n"
+    ranks = "[all 2 ranks] loss 1\n[rank 0] only here\n"
+    found = "failure  rank 1 failed\n         why  no data\n"
+    assert terminal.read("stdout") == ranks
+    assert terminal.read("stderr") == own + found
+    assert run.console.read_text() == own + ranks + found
+
+
+def test_what_a_rank_wrote_before_the_launcher_spoke_comes_before_it(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = tmp_path / "both"  # a terminal shows the two streams as one
+    with both.open("a") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        voice = TerminalVoice(run)
+        with voice.speaking():
+            voice.world(2)
+            for number in range(20):
+                voice.output(number % 2, f"said {number}\n")
+                voice.say(f"spoken {number}")
+        monkeypatch.undo()
+    expected = [
+        line
+        for number in range(20)
+        for line in (f"[rank {number % 2}] said {number}", f"muster: spoken {number}")
+    ]
+    assert both.read_text().splitlines() == expected
+    assert run.console.read_text().splitlines() == expected
+
+
+def test_a_new_attempt_shows_the_end_of_the_one_before_first(
+    run: RunFolder, terminal: Terminal
+) -> None:
+    voice = terminal.voice(run)
+    with voice.speaking():
+        voice.world(1)
+        voice.output(0, "last words\n")
+        voice.world(2)
+        voice.output(1, "again\n")
+    assert terminal.read("stdout") == "last words\n[rank 1] again\n"
+
+
+def test_a_paused_terminal_does_not_hold_up_the_launcher(
+    run: RunFolder, terminal: Terminal
+) -> None:
+    terminal.fill("stdout")
+    terminal.fill("stderr")
+    voice = terminal.voice(run)
+    began = time.monotonic()
+    with voice.speaking():
+        voice.world(2)
+        voice.output(0, "loss 1\n")
+        voice.say("rank 1 failed; starting again")
+        assert time.monotonic() - began < 2  # others take a launcher that is silent for dead
+    assert time.monotonic() - began < 8
+    log = run.console.read_text()
+    assert log == "[rank 0] loss 1\nmuster: rank 1 failed; starting again\n"
+
+
+def test_a_terminal_that_has_gone_does_not_end_the_run(run: RunFolder, terminal: Terminal) -> None:
+    terminal.go_away("stdout")
+    terminal.go_away("stderr")
+    voice = terminal.voice(run)
+    with voice.speaking():
+        voice.world(2)
+        for number in range(100):
+            voice.output(0, f"step {number}\n")
+            if number % 25 == 0:
+                voice.say("still here")
+        voice.show([FINDING])
+    log = run.console.read_text()
+    assert log.count("muster: still here\n") == 4
+    assert "[rank 0] step 99\n" in log
+    assert log.endswith("why  no data\n")
+
+
+def test_colours_are_for_terminals_and_never_for_the_log(
+    run: RunFolder, terminal: Terminal
+) -> None:
+    voice = terminal.voice(run, colour=True, own_colour=False)
+    with voice.speaking():
+        voice.world(1)
+        voice.output(0, "\x1b[32mgreen\x1b[0m\n")
+        voice.show([FINDING])
+    assert terminal.read("stdout") == "\x1b[32mgreen\x1b[0m\n"
+    assert "\x1b" not in terminal.read("stderr")
+    assert "\x1b" not in run.console.read_text()
+
+
+def test_the_launcher_s_own_colour_is_standard_error_s(run: RunFolder, terminal: Terminal) -> None:
+    voice = terminal.voice(run, own_colour=True)
+    with voice.speaking():
+        voice.show([FINDING])
+    assert terminal.read("stderr").startswith("\x1b[31mfailure")
+    assert "\x1b" not in run.console.read_text()
+
+
+def test_an_error_message_cannot_steer_the_terminal(run: RunFolder, terminal: Terminal) -> None:
+    voice = terminal.voice(run)
+    with voice.speaking():
+        voice.world(1)
+        voice.output(0, "\x1b]0;owned\x07plain\x1b[2J\n")
+    assert terminal.read("stdout") == "plain\n"
