@@ -9,6 +9,7 @@
     │   ├── TooFewDevices                   fewer devices meet the conditions than were asked for
     │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
     │   └── NoSuchRun                       a run id or folder that does not exist
+    ├── MachineLost                         a machine of the run can no longer be heard
     └── NotNow                     exit 3   it exists, but something else is using it at the moment
         └── DevicesBusy                     GPUs claimed or in use; waiting can help
 
@@ -104,6 +105,10 @@ class CudaAlreadyInitialised(Impossible):
 
 class NoSuchRun(Impossible):
     """A run id or folder that does not exist."""
+
+
+class MachineLost(MusterError):
+    """A machine of a run that can no longer be heard."""
 
 
 class NotNow(MusterError):

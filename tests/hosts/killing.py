@@ -112,7 +112,7 @@ class Run:
             new = (pid for pid in host.pids() if pid not in self.before[host.name])
             lines = [line for pid in new if (line := command_line(pid))]
             lines = [line for line in lines if not (cut and line.startswith("sshd"))]
-            lines = [line for line in lines if not line.split()[0].endswith("/sshd")]
+            lines = [line for line in lines if "[listener]" not in line]
             if lines:
                 found[host.name] = lines
         return found
@@ -144,9 +144,9 @@ def command_line(pid: int) -> str:
 
 
 def runs_module(module: str) -> Callable[[int], bool]:
-    """Match processes of ``python -m module``."""
-    pattern = re.compile(rf"-m {re.escape(module)}(?: |$)")
-    return lambda pid: bool(pattern.search(command_line(pid)))
+    """Match processes of ``python -m module``, and not the ssh that has it started elsewhere."""
+    pattern = re.compile(rf"\S*python\S* -m {re.escape(module)}(?: |$)")
+    return lambda pid: bool(pattern.match(command_line(pid)))
 
 
 is_keeper = runs_module("torchmuster.launch.keeper")

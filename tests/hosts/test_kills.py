@@ -40,7 +40,6 @@ CASES = [
     Case(phase="starting", victim="agent", host="node1", says=_AGENT),
     Case(phase="starting", victim="keeper", says=_KEEPER),
     Case(phase="starting", victim="launcher", host="node1", says=None),
-    Case(phase="starting", victim="ssh session", says=_SESSION),
     Case(phase="starting", victim="host", says=_SILENCE),
     Case(phase="running", victim="rank 1", says=_RANK),
     Case(phase="running", victim="agent", says=_AGENT),
@@ -48,12 +47,10 @@ CASES = [
     Case(phase="running", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="ssh session", says=_SESSION),
     Case(phase="running", victim="host", host="node1", says=None),
-    Case(phase="running", victim="link", says=_SILENCE),
     Case(phase="ending", victim="rank 1", says=_RANK),
     Case(phase="ending", victim="agent", says=_AGENT),
     Case(phase="ending", victim="keeper", says=_KEEPER),
     Case(phase="ending", victim="launcher", host="node1", says=None),
-    Case(phase="ending", victim="ssh session", says=_SESSION),
     Case(phase="ending", victim="link", says=_SILENCE),
 ]
 
@@ -77,7 +74,7 @@ def test_a_watchman_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_pa
     run.await_one("node2", is_rank(1))
     first = run.await_one("node2", is_watchman)
     Kill(victim="watchman").strike(run)
-    await_true("another", lambda: first not in [*run.find("node2", is_watchman), first][:1])
+    await_true("another", lambda: any(one != first for one in run.find("node2", is_watchman)))
     assert run.process.poll() is None
     # Killed with the keeper go the ranks, but not what they started in sessions of their own.
     killed_s = Kill(victim="keeper").strike(run)
@@ -145,7 +142,7 @@ def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None
 def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, time\n"
-        "def save(*_):\n    time.sleep(8); print('saved', flush=True); sys.exit(0)\n"
+        "def save(*_):\n    time.sleep(6); print('saved', flush=True); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
@@ -171,7 +168,6 @@ def test_a_flood_of_output_does_not_keep_a_keeper_whose_link_was_cut(
     run = Run.launch(lab2, tmp_path, script)
     run.transcript.wait_for("1 xxx", 60)
     cut_s = Kill(victim="link").strike(run)
-    try:
-        run.seconds_until_clean(cut_s)
-    finally:
-        run.end()
+    run.seconds_until_clean(cut_s)
+    assert run.end() == 1
+    assert re.search(_SILENCE.format(host="node2"), run.transcript.text("err"))

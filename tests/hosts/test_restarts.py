@@ -31,6 +31,8 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
     run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
     assert run.transcript.end(timeout=60) == 0
     assert "finished well" in run.transcript.text("err")
+    (log,) = tmp_path.glob("runs/*/logs/rank-1.log")
+    assert re.findall(r"round \d", log.read_text()) == ["round 0", "round 1"]
     run.seconds_until_clean(time.monotonic())
 
 

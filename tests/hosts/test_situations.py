@@ -20,6 +20,7 @@ from hosts.faults import (
     DockerBridge,
     Fault,
     Loss,
+    NoSshd,
     OnlyOpenPorts,
     PortTaken,
     SecondNetwork,
@@ -75,8 +76,12 @@ SITUATIONS = [
         says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(
-        name="own names are unknown",
-        faults=[own_name_is_unknown("node1"), own_name_is_unknown("node2")],
+        name="own names are unknown, and no ssh server here",
+        faults=[
+            own_name_is_unknown("node1"),
+            own_name_is_unknown("node2"),
+            NoSshd(host="node1"),
+        ],
         says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(

@@ -11,6 +11,7 @@ a job they are the plain ones of that job's machine.
 
 import itertools
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -130,6 +131,7 @@ class SlurmLab:
         self.await_idle()
 
     def __enter__(self) -> "SlurmLab":
+        remove_abandoned()
         try:
             self._lay_out()
             self._start("munged", self._munged())
@@ -296,11 +298,25 @@ PartitionName=hi Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=
         for machine in [*self.names, "switch"]:
             namespace = self._namespace(machine)
             with suppress(subprocess.CalledProcessError):
-                for pid in self.pids_on(machine):  # steps do not end with their slurmd
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, 9)
-                _ip("netns", "del", namespace)
+                _remove(namespace)
             shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove what labs left behind whose tests were killed: their process is gone."""
+    for path in Path("/run/netns").glob("musl*-*"):
+        owner = re.match(r"musl(\d+)-\d+-", path.name)
+        if owner and not Path("/proc", owner[1]).exists():
+            with suppress(subprocess.CalledProcessError):  # another run may be at it, too
+                _remove(path.name)
+            shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
+
+
+def _remove(namespace: str) -> None:
+    for pid in _ip("netns", "pids", namespace).split():  # steps do not end with their slurmd
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), 9)
+    _ip("netns", "del", namespace)
 
 
 def _address(number: int) -> str:

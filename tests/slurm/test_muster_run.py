@@ -1,5 +1,6 @@
 """``muster run`` through a real Slurm: submitted, inside an allocation, cancelled, warned, refused."""
 
+import json
 import re
 import subprocess
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from muster_command import muster_argv
 from slurm.slurm_lab import SlurmLab, await_until
-from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+from torchmuster.launch.keeper import sweep
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -33,15 +34,11 @@ def run(*words: str, cwd: Path, before: tuple[str, ...] = ()) -> tuple[int, str]
     return done.returncode, done.stdout
 
 
-def living_ranks() -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if TOKEN_VARIABLE in process.environ():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def living_ranks(folder: Path) -> list[psutil.Process]:
+    """The processes of the runs in a folder that are alive, on whichever node."""
+    jobs = [json.loads(path.read_text()) for path in folder.glob("runs/*/job.json")]
+    assert jobs
+    return [process for job in jobs for process in sweep.processes_of(job["token"])]
 
 
 @contextmanager
@@ -115,7 +112,22 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
         await_until(lambda: any("running" in line for line in lines), "the ranks' first line", 60)
         cluster.run("scancel", job)
     assert any("cancelled" in line for line in lines), lines
-    await_until(lambda: not living_ranks(), "no rank is left", 15)
+    await_until(lambda: not living_ranks(tmp_path), "no rank is left", 15)
+
+
+def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
+    cluster: SlurmLab, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
+    )
+    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
+        await_until(lambda: any("running" in line for line in lines), "the ranks' first line", 60)
+        stop = muster_argv(["stop", "last"])
+        done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert f"Slurm was told to cancel job {job}" in done.stderr
+        assert done.returncode == 0
+    await_until(lambda: not living_ranks(tmp_path), "no rank is left", 15)
 
 
 def test_a_failing_rank_fails_the_job_with_its_cause(cluster: SlurmLab, tmp_path: Path) -> None:
@@ -125,7 +137,7 @@ def test_a_failing_rank_fails_the_job_with_its_cause(cluster: SlurmLab, tmp_path
     code, said = run("--slurm", "--nodes", "2", *CPU, "train.py", cwd=tmp_path)
     assert code == 1
     assert "failure  rank 1 on node2 failed: AssertionError: no data here" in said
-    assert not living_ranks()
+    assert not living_ranks(tmp_path)
 
 
 WARNED = """

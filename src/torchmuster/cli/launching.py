@@ -14,8 +14,7 @@ def stay(
     """Launch a job and show how it goes until it is over."""
     from torchmuster.launch.launcher import launch
 
-    voice = job_flags.voice_for(run)
-    return launch(spec, transport, run, voice, survives_hangup=survives_hangup)
+    return launch(spec, transport, run, job_flags.voice_for, survives_hangup=survives_hangup)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:

@@ -61,6 +61,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     active = state is None or state.active
     process = job.launcher.process()
+    if active and job.slurm_job and not job.launcher.is_of_this_machine:
+        from torchmuster.launch.slurm.submit import cancel
+
+        cancel(job.slurm_job)
+        output.say(f"muster: {run.id}: Slurm was told to cancel job {job.slurm_job}")
+        return ExitCode.GOOD
     if active and not job.launcher.is_of_this_machine:
         raise Impossible(
             f"{run.id} was launched on {job.launcher.host}",

@@ -49,5 +49,8 @@ class Transport(Protocol):
     def gave_up(self, place: int) -> wire.Trouble | None:
         """Return why a machine will not come, once that is certain (ssh was refused); else None."""
 
+    def rejoins(self, place: int) -> bool:
+        """Say whether a machine that was lost at the roll-call may come again by itself."""
+
     async def close(self) -> None:
         """End everything that was opened."""

@@ -58,6 +58,10 @@ class HostTransport:
         """Return why a machine will not come."""
         return (self._service if place else self._local).gave_up(place)
 
+    def rejoins(self, place: int) -> bool:
+        """Guests may come again, with a new code."""
+        return place > 0
+
     async def close(self) -> None:
         """Close the door."""
         await self._service.close()

@@ -55,6 +55,11 @@ _RAISE_TIMEOUT = (
 
 ERRORS: tuple[Known, ...] = (
     Known(
+        pattern=r"The connection to etcd has failed|etcd\.EtcdConnectionFailed",
+        why="the etcd server at which the agents meet stopped answering",
+        fix="curl http://HOST:2379/health  # and look at the server's log",
+    ),
+    Known(
         pattern=r"(?:CUDA|HIP) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         why="the GPU has no memory left for what this step needs",
         fix=_LESS_GPU_MEMORY,
@@ -83,7 +88,7 @@ ERRORS: tuple[Known, ...] = (
         fix='python -m pip install "numpy<2"  # or a newer version of the package that complains',
     ),
     Known(
-        pattern=r"No module named '([\w.]+)'",
+        pattern=r"No module named '?([\w.]+)'?",  # runpy leaves out the quotes
         why="{1} is not installed in the environment that this rank ran in on {host}",
         fix="python -m pip install {1}  # on {host}; a package's name can differ from its module's",
     ),
@@ -99,8 +104,9 @@ ERRORS: tuple[Known, ...] = (
         fix=_LOCAL_GPU,
     ),
     Known(
-        pattern=r"EADDRINUSE|[Aa]ddress already in use",
-        why="the port that the script wants to open is in use by another program",
+        pattern=r"EADDRINUSE|[Aa]ddress already in use"
+        r"|failed to listen on any local network address",
+        why="the port that is to be opened is in use by another program",
         fix='leave the address to the launcher: init_process_group() or init_method="env://"; or see '
         "who has it: ss -ltnp",
     ),

@@ -2,46 +2,112 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import from_error
-from torchmuster.launch import ledger
-from torchmuster.launch.channel import Transport
+from torchmuster.launch import wire
+from torchmuster.launch.channel import Arrive, Channel, Transport
 from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.supervisor import Outcome, Supervisor
-from torchmuster.launch.voice import TerminalVoice
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
+
+if TYPE_CHECKING:
+    from torchmuster.launch import ledger
+    from torchmuster.launch.supervisor import Outcome, Supervisor
+    from torchmuster.launch.voice import TerminalVoice
 
 
 def launch(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    voice: TerminalVoice,
+    make_voice: Callable[[RunFolder], "TerminalVoice"],
     *,
     survives_hangup: bool = False,
 ) -> int:
     """Launch a job and stay with it until it is over; return the exit code of the command."""
-    return asyncio.run(_launch(spec, transport, run, voice, survives_hangup))
+
+    async def work() -> int:
+        # The machines are called first: keepers start while this process imports what it needs.
+        called = _Called(transport)
+        await called.call()
+        return await _launch(spec, called, run, make_voice(run), survives_hangup)
+
+    return asyncio.run(work())
+
+
+class _Called:
+    """A transport whose machines were called before anybody was there to take them in."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._early: list[tuple[int, Channel]] = []
+        self._arrive: Arrive = lambda place, channel: self._early.append((place, channel))
+        self._failed: MusterError | None = None
+
+    async def call(self) -> None:
+        """Call the machines; what goes wrong is told when somebody takes them in."""
+        try:
+            await self._transport.open(lambda place, channel: self._arrive(place, channel))
+        except MusterError as error:
+            self._failed = error
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The machines that are expected."""
+        return self._transport.places
+
+    async def open(self, arrive: Arrive) -> None:
+        """Take in those that came already, and then all others."""
+        if self._failed is not None:
+            raise self._failed
+        self._arrive = arrive
+        for place, channel in self._early:
+            arrive(place, channel)
+
+    async def reopen(self, place: int) -> None:
+        """Call a machine again that was lost."""
+        await self._transport.reopen(place)
+
+    def waiting_for(self, place: int) -> str:
+        """Say in a few words why a machine is not here yet."""
+        return self._transport.waiting_for(place)
+
+    def gave_up(self, place: int) -> wire.Trouble | None:
+        """Return why a machine will not come."""
+        return self._transport.gave_up(place)
+
+    def rejoins(self, place: int) -> bool:
+        """Say whether a machine that was lost may come again by itself."""
+        return self._transport.rejoins(place)
+
+    async def close(self) -> None:
+        """End everything that was opened."""
+        await self._transport.close()
 
 
 async def _launch(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    voice: TerminalVoice,
+    voice: "TerminalVoice",
     survives_hangup: bool,
 ) -> int:
+    from torchmuster.launch import ledger
+    from torchmuster.launch.supervisor import Supervisor
+
     began = time.monotonic()
     diary = ledger.Diary(run)
     logs = str(run.logs.resolve())
     supervisor = Supervisor(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
-    ledger.write_job(run, spec, token=supervisor.token)
+    slurm_job = os.environ.get("SLURM_JOB_ID")
+    ledger.write_job(run, spec, token=supervisor.token, slurm_job=slurm_job)
     with voice.speaking():
         voice.say(f"run {run.id}")
         try:
@@ -59,7 +125,11 @@ async def _launch(
 
 
 def _conclude(
-    outcome: Outcome, diary: ledger.Diary, voice: TerminalVoice, run: RunFolder, took_s: float
+    outcome: "Outcome",
+    diary: "ledger.Diary",
+    voice: "TerminalVoice",
+    run: RunFolder,
+    took_s: float,
 ) -> int:
     took = format_seconds(took_s)
     if outcome.good:
@@ -83,7 +153,9 @@ def _shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _signals(supervisor: Supervisor, voice: TerminalVoice, survives_hangup: bool) -> Iterator[None]:
+def _signals(
+    supervisor: "Supervisor", voice: "TerminalVoice", survives_hangup: bool
+) -> Iterator[None]:
     """Turn signals into requests for as long as the run lasts."""
     loop = asyncio.get_running_loop()
 

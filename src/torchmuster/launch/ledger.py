@@ -185,7 +185,7 @@ def read_state(run: RunFolder) -> State | None:
     except TypeError:
         return None
     job = read_job(run)
-    here = job is not None and job.launcher.is_of_this_machine and not job.slurm_job
+    here = job is not None and job.launcher.is_of_this_machine
     if not state.active or not here or (job is not None and job.launcher.process() is not None):
         return state
     fresh = _read(run.state)  # it may have ended between the two looks

@@ -6,16 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Channel
 
 Reply = TypeVar("Reply", bound=wire.Message)
-_ALIVE_EVERY_S = 2.0
-
-
-class Lost(MusterError):
-    """A machine that can no longer be heard."""
 
 
 class Node:
@@ -39,22 +34,25 @@ class Node:
         self._replies: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
         self._on_change: Callable[[], None] = lambda: None
         self._tasks: list[asyncio.Task[None]] = []
+        self._sign: asyncio.Task[None] | None = None
 
     def listen(
-        self,
-        *,
-        on_output: Callable[[int, str], None],
-        on_change: Callable[[], None],
-        lost_after_s: float | None,
+        self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
     ) -> None:
-        """Begin to take in what the machine says, and to notice when it falls silent."""
+        """Begin to take in what the machine says."""
         self._on_change = on_change
-        self._tasks = [
-            asyncio.create_task(self._take_in(on_output)),
-            asyncio.create_task(self._say_alive()),
-        ]
-        if lost_after_s is not None:
-            self._tasks.append(asyncio.create_task(self._notice_silence(lost_after_s)))
+        self._tasks = [asyncio.create_task(self._take_in(on_output))]
+
+    def say_alive(self) -> None:
+        """Give the machine a sign of life, unless it has not taken the last one yet."""
+        if not self.lost and (self._sign is None or self._sign.done()):
+            self._sign = asyncio.create_task(self.channel.send(wire.Alive()))
+
+    def notice_silence(self, lost_after_s: float) -> None:
+        """Take the machine for lost if it was not heard for too long."""
+        silent_s = time.monotonic() - self.heard_s
+        if silent_s > lost_after_s:
+            self.lose(f"not heard for {silent_s:.0f} s: the link is cut, or the machine is gone")
 
     async def ask(
         self,
@@ -86,11 +84,11 @@ class Node:
                 why = f"no answer within {within_s:.0f} s"
                 if replies is self._replies:
                     self.lose(why)
-                raise Lost(f"{self.name} does not answer", why=why) from None
+                raise MachineLost(f"{self.name} does not answer", why=why) from None
             match reply:
                 case None:
                     replies.put_nowait(None)  # for whoever asks next
-                    raise Lost(f"{self.name} is lost", why=self.lost)
+                    raise MachineLost(f"{self.name} is lost", why=self.lost)
                 case wire.Refused():
                     raise error_from(reply.trouble)
                 case wire.Waiting():
@@ -127,9 +125,10 @@ class Node:
 
     async def close(self) -> None:
         """Let go of the machine; its keeper ends what is left there."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *filter(None, [self._sign])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         # A process whose output nobody reads does not end.
         draining = asyncio.create_task(self._drain())
         try:
@@ -154,7 +153,7 @@ class Node:
             self.heard_s = time.monotonic()
             match message:
                 case None:
-                    words = self.channel.why_closed()
+                    words = self.channel.why_closed().rstrip(".")
                     self.lose(words or "its keeper was killed, or ended without a word")
                     return
                 case wire.Alive():
@@ -173,20 +172,6 @@ class Node:
             self.ended = message
             self.ended_s = time.monotonic()
             self._on_change()
-
-    async def _say_alive(self) -> None:
-        while not self.lost:
-            await self.channel.send(wire.Alive())
-            await asyncio.sleep(_ALIVE_EVERY_S)
-
-    async def _notice_silence(self, lost_after_s: float) -> None:
-        while not self.lost:
-            await asyncio.sleep(0.25)
-            silent_s = time.monotonic() - self.heard_s
-            if silent_s > lost_after_s:
-                self.lose(
-                    f"not heard for {silent_s:.0f} s: the link is cut, or the machine is gone"
-                )
 
 
 def error_from(trouble: wire.Trouble, host: str = "") -> MusterError:

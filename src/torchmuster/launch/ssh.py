@@ -2,20 +2,26 @@
 
 The command on the other side is always the same: a keeper. The script, its arguments and everything
 else travel through the pipe, so nothing a user gives is ever read by a remote shell.
+
+This machine itself, if it is among the hosts, is not called: many have no ssh server, or do not accept
+their own key.
 """
 
 import asyncio
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchmuster.devices.processes import user_of_this_process
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive
 from torchmuster.launch.local import KEEPER
+from torchmuster.launch.network import interfaces
 from torchmuster.launch.pipe import PipeChannel
 from torchmuster.launch.spec import Host
 
@@ -41,6 +47,14 @@ def keeper_command(host: str, python: str) -> list[str]:
     return ["ssh", *_OPTIONS, "--", host, f"exec {remote}"]
 
 
+def is_here(host: str) -> bool:
+    """Say whether a host as written is this machine and this user; no name service is asked."""
+    user, _, name = host.rpartition("@")
+    if user and user != user_of_this_process():
+        return False
+    return interfaces.is_local(name, look_up=lambda _: ())
+
+
 class SshTransport:
     """One place for each host, in the order they were written."""
 
@@ -51,7 +65,8 @@ class SshTransport:
                 why=f"the launcher keeps a connection to each, and {MOST_HOSTS} is the most it will",
                 fix="muster run --slurm …  # or Kubernetes: a scheduler starts any number",
             )
-        if shutil.which("ssh") is None:
+        self._here = {place for place, host in enumerate(hosts) if is_here(host.name)}
+        if len(self._here) < len(hosts) and shutil.which("ssh") is None:
             raise Impossible(
                 "there is no ssh on this machine",
                 why="the other hosts are reached through OpenSSH",
@@ -88,8 +103,11 @@ class SshTransport:
         assert self._arrive is not None
         async with self._gate:
             name = self._hosts[place].name
+            command = keeper_command(name, self._python)
+            if place in self._here:
+                command = [sys.executable, *KEEPER]
             try:
-                channel = await PipeChannel.open(keeper_command(name, self._python))
+                channel = await PipeChannel.open(command)
             except OSError as error:  # too many processes or open files
                 self._failed[place] = diagnose(name, self._python, 1, f"ssh: {error}")
                 return
@@ -110,11 +128,16 @@ class SshTransport:
 
     def waiting_for(self, place: int) -> str:
         """Say how long ssh has been at it."""
-        return f"ssh is connecting, {time.monotonic() - self._called_s[place]:.0f} s"
+        who = "its keeper is starting" if place in self._here else "ssh is connecting"
+        return f"{who}, {time.monotonic() - self._called_s[place]:.0f} s"
 
     def gave_up(self, place: int) -> wire.Trouble | None:
         """Return why ssh ended before a keeper spoke."""
         return self._failed.get(place)
+
+    def rejoins(self, place: int) -> bool:
+        """Nobody comes by itself."""
+        return False
 
     async def close(self) -> None:
         """End the calls that nobody answered."""

@@ -6,32 +6,34 @@ It does not know how machines are reached (that is the transport's) nor how a ma
 
 import asyncio
 import contextlib
+import itertools
 import os
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.errors import Impossible, MachineLost, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import compare, verdict, wire
 from torchmuster.launch.agent import GRACE_VARIABLE
-from torchmuster.launch.channel import Channel, Transport
+from torchmuster.launch.channel import Transport
 from torchmuster.launch.meeting import Meeting, meet
 from torchmuster.launch.network.reach import several
-from torchmuster.launch.node import Lost, Node, error_from
+from torchmuster.launch.node import Node
+from torchmuster.launch.roll_call import RollCall
 from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.waiting import Stopped, Waiting
 
-T = TypeVar("T")
-# While something is being waited for, somebody is told at least this often.
-FIRST_WORD_S, NEXT_WORD_S = 5.0, 9.0
 _LONGEST_PAUSE_S = 30.0
 # What an ending machine may take beyond its grace, before it is given up.
 _END_WITHIN_S = 8.0
 _LEAVE_WITHIN_S = 3.0
-# A machine that was lost may come back: it is called again this often.
-_CALL_AGAIN_AFTER_S = 1.0
+_MACHINES_SHOWN = 16
+# What torch says while it starts does not show that a rank is at work.
+_LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
 
 
 class Voice(Protocol):
@@ -48,10 +50,6 @@ class Voice(Protocol):
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Show findings."""
-
-
-class Stopped(Exception):
-    """Somebody asked for the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,29 +82,34 @@ class Supervisor:
         self._logs = logs
         self.token = token or os.urandom(16).hex()
         self._on_phase = on_phase
-        self._nodes: dict[int, Node] = {}
-        self._arrivals = 0
-        self._changed = asyncio.Event()
-        self._stop = asyncio.Event()
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
         self._heard_ranks: set[int] = set()
         self._many = len(transport.places) > 1
+        self._waiting = Waiting(voice.say)
+        self._roll = RollCall(
+            transport,
+            self._waiting,
+            token=self.token,
+            join_s=spec.limits.join_s,
+            # A pipe to this machine ends by itself; only a network can fall silent.
+            lost_after_s=spec.limits.lost_after_s if self._many else None,
+            on_output=self._output,
+        )
 
     def stop(self, why: str, *, grace_s: float | None = None) -> None:
         """Ask for the end of the run; asked a second time, without any grace."""
-        again = self._stop.is_set()
+        again = self._waiting.stopped
         self._stop_why = self._stop_why or why
         self._stop_grace_s = 0.0 if again else (grace_s or self._spec.limits.grace_s)
-        self._stop.set()
-        self._changed.set()
+        self._waiting.stop()
         if again:
-            for node in self._nodes.values():
+            for node in self._roll.nodes:
                 self._later(node.stop(0.0, why))
 
     def pass_on(self, name: str) -> None:
         """Pass a signal on to every rank."""
-        for node in self._nodes.values():
+        for node in self._roll.nodes:
             self._later(node.channel.send(wire.Signal(name=name)))
 
     async def run(self) -> Outcome:
@@ -114,9 +117,13 @@ class Supervisor:
         outcome = Outcome(good=False, stopped=True)
         try:
             self._on_phase("roll-call")
-            await self._transport.open(self._arrive)
-            await self._call_the_roll(range(len(self._transport.places)))
-            await self._prepare(list(self._nodes.values()))
+            await self._transport.open(self._roll.arrive)
+            await self._roll.call(range(len(self._transport.places)))
+            if self._many:
+                self._voice.say(self._roll.words())
+                described = [_described(node) for node in self._roll.nodes]
+                self._refuse(compare.all_nodes(described, self._spec))
+            await self._prepare(self._roll.nodes)
             outcome = await self._attempts()
         except Stopped:
             await self._end_everywhere()
@@ -124,70 +131,6 @@ class Supervisor:
         finally:
             await self._leave(outcome)
         return outcome
-
-    # ---- roll-call
-
-    def _arrive(self, place: int, channel: Channel) -> None:
-        name = self._transport.places[place]
-        # A keeper that was lost and still ends its ranks must not end those of the one after it.
-        part = f"{self.token}.{place}.{self._arrivals}"
-        self._arrivals += 1
-        node = Node(place, name, channel, part)
-        # A pipe to this machine ends by itself; only a network can fall silent.
-        silence = self._spec.limits.lost_after_s if self._many else None
-        node.listen(on_output=self._output, on_change=self._changed.set, lost_after_s=silence)
-        self._nodes[place] = node
-        self._changed.set()
-
-    async def _call_the_roll(self, places: Sequence[int], *, again: bool = False) -> None:
-        deadline = time.monotonic() + self._spec.limits.join_s
-        async with self._telling(self._roll):
-            while missing := [place for place in places if not self._present(place)]:
-                for place in missing:
-                    if trouble := self._transport.gave_up(place):
-                        if not again or time.monotonic() > deadline:
-                            raise error_from(trouble)
-                        await self._unless_stopped(asyncio.sleep(_CALL_AGAIN_AFTER_S))
-                        await self._transport.reopen(place)
-                    if place in self._nodes:
-                        await self._greet(self._nodes[place])
-                if time.monotonic() > deadline:
-                    raise NotNow(
-                        f"{self._roll()}",
-                        why=f"not everybody answered within {self._spec.limits.join_s:.0f} s",
-                        fix="start the missing machines, or wait longer: --join-timeout 10m",
-                    )
-                await self._something_new(0.2)
-        if self._many:
-            self._voice.say(self._roll())
-            described = [_described(node) for node in self._in_order()]
-            self._refuse(compare.all_nodes(described, self._spec))
-
-    def _present(self, place: int) -> bool:
-        node = self._nodes.get(place)
-        return node is not None and node.record is not None and not node.lost
-
-    async def _greet(self, node: Node) -> None:
-        if node.lost:
-            raise Lost(f"{node.name} is lost", why=node.lost)
-        hello = await self._unless_stopped(node.hear(wire.Hello, within_s=self._spec.limits.join_s))
-        if hello.protocol != wire.PROTOCOL:
-            raise error_from(compare.other_protocol(node.name, hello))
-        node.record = hello.record
-        node.clock_offset_s = hello.record.clock_unix_s - time.time()
-
-    def _roll(self) -> str:
-        """Say who is here and who is not: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
-        names = self._transport.places
-        here = [place for place in range(len(names)) if self._present(place)]
-        words = [f"{names[place]} ok" for place in here[:12]]
-        if len(here) > 12:
-            words.append(f"… {len(here) - 12} more ok")
-        away = [place for place in range(len(names)) if place not in here]
-        words += [f"{names[one]} missing ({self._transport.waiting_for(one)})" for one in away[:8]]
-        if len(away) > 8:
-            words.append(f"… {len(away) - 8} more missing")
-        return f"{len(here)} of {len(names)} joined: {', '.join(words)}"
 
     # ---- before the start
 
@@ -210,7 +153,7 @@ class Supervisor:
                 f" ({blocked})" if blocked else ""
             )
 
-        async with self._telling(words):
+        async with self._waiting.telling(words):
             await self._each(nodes, prepare)
         if self._many:
             await self._compare()
@@ -219,7 +162,7 @@ class Supervisor:
     def _say_reasons(self, nodes: Sequence[Node]) -> None:
         """Say why each machine gives what it gives, machines with the same reason together."""
         machines: dict[str, list[str]] = {}
-        for node in sorted(nodes, key=lambda one: one.place):
+        for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
                 machines.setdefault(reason, []).append(node.name)
         for reason, names in machines.items():
@@ -248,7 +191,7 @@ class Supervisor:
         )
 
     async def _compare(self) -> None:
-        nodes = self._in_order()
+        nodes = self._roll.nodes
         described = [_described(node) for node in nodes]
         packages = {}
         for place in compare.ask_for_packages(described):
@@ -282,41 +225,31 @@ class Supervisor:
                 f"{finding.what}; starting again in {pause:.0f} s "
                 f"(restart {attempt} of {self._spec.max_restarts})"
             )
-            await self._unless_stopped(asyncio.sleep(pause))
-
-    async def _call_back_the_lost(self) -> None:
-        whole = {place for place, node in self._nodes.items() if node.prepared and not node.lost}
-        lost = [place for place in range(len(self._transport.places)) if place not in whole]
-        for place in lost:
-            if place in self._nodes:  # else it has been called already
-                await self._nodes.pop(place).close()
-                await self._transport.reopen(place)
-        if lost:
-            await self._call_the_roll(lost, again=True)
-            await self._prepare([self._nodes[place] for place in lost], again=True)
+            await self._waiting.unless_stopped(asyncio.sleep(pause))
 
     async def _attempt(self, attempt: int) -> Finding | None:
         """Run once; return None if it went well, else what went wrong."""
         self._heard_ranks.clear()
         self._on_phase("starting")
-        for node in self._nodes.values():
+        for node in self._roll.nodes:
             node.expect(attempt)
         try:
-            await self._call_back_the_lost()
-            nodes = self._in_order()
+            if back := await self._roll.call_back_the_lost():
+                await self._prepare(back, again=True)
+            nodes = self._roll.nodes
             for node in nodes:
                 node.expect(attempt)
-            async with self._telling(lambda: "the machines are trying to reach each other"):
-                meeting = await self._unless_stopped(
+            async with self._waiting.telling(lambda: "the machines are trying to reach each other"):
+                meeting = await self._waiting.unless_stopped(
                     meet(self._spec, nodes, attempt=attempt, say=self._voice.say)
                 )
             await self._start(nodes, meeting, attempt)
-        except Lost:
+        except MachineLost:
             return await self._fail()
         self._on_phase("running")
-        async with self._telling(self._silent_start):
+        async with self._waiting.telling(self._silent_start):
             while True:
-                await self._something_new(1.0)
+                await self._waiting.something_new(1.0)
                 if any(not node.ended.good if node.ended else node.lost for node in nodes):
                     return await self._fail()
                 if all(node.ended for node in nodes):
@@ -324,16 +257,17 @@ class Supervisor:
 
     async def _start(self, nodes: Sequence[Node], meeting: Meeting, attempt: int) -> None:
         sizes = [node.prepared.ranks for node in nodes if node.prepared]
+        first_ranks = [0, *itertools.accumulate(sizes)]
         world_size = sum(sizes)
         self._voice.world(world_size)
 
         async def start(node: Node) -> None:
-            place = nodes.index(node)
+            place = node.place
             message = wire.Start(
                 attempt=attempt,
                 node_rank=place,
                 nodes=len(nodes),
-                first_rank=sum(sizes[:place]),
+                first_rank=first_ranks[place],
                 world_size=world_size,
                 backend=self._spec.backend,
                 endpoint=meeting.endpoint,
@@ -347,15 +281,18 @@ class Supervisor:
             await node.start(message, within_s=30.0)
 
         await self._each(nodes, start)
-        spread = ", ".join(f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True))
-        count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
-        self._voice.say(f"{count} started" + (f": {spread}" if self._many else ""))
+        spread = [f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True)]
+        if len(spread) > _MACHINES_SHOWN:
+            spread = [f"on {len(spread):,} machines"]
+        count = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+        self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
 
     def _silent_start(self) -> str:
         return "" if self._heard_ranks else "the ranks are starting; nothing was printed yet"
 
     def _output(self, rank: int, text: str) -> None:
-        self._heard_ranks.add(rank)
+        if not _LIBRARY_WORDS.match(text):
+            self._heard_ranks.add(rank)
         self._voice.output(rank, text)
         if self._many:  # of one machine, the ranks themselves write there
             log = Path(self._logs, f"rank-{rank}.log")
@@ -368,7 +305,7 @@ class Supervisor:
     async def _fail(self) -> Finding:
         """End all machines because one failed; return the verdict."""
         noticed_s = time.monotonic()
-        nodes = self._in_order()
+        nodes = self._roll.nodes
         await self._end_everywhere()
         return verdict.of_attempt(
             [
@@ -388,7 +325,7 @@ class Supervisor:
         )
 
     async def _end_everywhere(self) -> None:
-        waiting = [node for node in self._nodes.values() if not node.lost and not node.ended]
+        waiting = [node for node in self._roll.nodes if not node.lost and not node.ended]
         grace_s = self._stop_grace_s
         for node in waiting:
             self._later(node.stop(grace_s, self._stop_why))
@@ -398,11 +335,9 @@ class Supervisor:
             slow = [node.name for node in waiting if not node.ended and not node.lost]
             return f"ending; waiting for {', '.join(slow[:8])}" if slow else ""
 
-        async with self._telling(words):
+        async with self._waiting.telling(words):
             while time.monotonic() < deadline and words():
-                self._changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.2)
+                await self._waiting.something_new(0.2, although_stopped=True)
         if slow := words():
             self._voice.say(f"given up: {slow}")
         for node in waiting:
@@ -421,15 +356,13 @@ class Supervisor:
                 await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
             await node.close()
 
+        await self._roll.close()
         # One that cannot be let go of must not keep the others.
-        leaving = (leave(node) for node in self._nodes.values())
+        leaving = (leave(node) for node in self._roll.nodes)
         await asyncio.gather(*leaving, return_exceptions=True)
         await self._transport.close()
 
     # ---- waiting
-
-    def _in_order(self) -> list[Node]:
-        return [self._nodes[place] for place in sorted(self._nodes)]
 
     async def _each(self, nodes: Sequence[Node], work: Callable[[Node], Awaitable[None]]) -> None:
         """Do something with all machines at once; the first that fails decides."""
@@ -444,53 +377,11 @@ class Supervisor:
 
         tasks = [asyncio.ensure_future(named(node)) for node in nodes]
         try:
-            await self._unless_stopped(asyncio.gather(*tasks))
+            await self._waiting.unless_stopped(asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _unless_stopped(self, work: Awaitable[T]) -> T:
-        """Wait for something, but not longer than somebody wants the run."""
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Stopped
-            return task.result()
-        finally:
-            stop.cancel()
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
-
-    async def _something_new(self, within_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), within_s)
-        self._changed.clear()
-        if self._stop.is_set():
-            raise Stopped
-
-    @contextlib.asynccontextmanager
-    async def _telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
-        """Say every few seconds what is being waited for."""
-
-        async def tell() -> None:
-            await asyncio.sleep(FIRST_WORD_S)
-            while True:
-                if text := words():
-                    self._voice.say(text)
-                await asyncio.sleep(NEXT_WORD_S)
-
-        task = asyncio.create_task(tell())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     def _later(self, work: Awaitable[None]) -> None:
         """Send without waiting for it: one machine that is stuck must not hold up the others."""

@@ -148,14 +148,6 @@ def test_of_a_launcher_on_another_machine_the_file_is_believed(run: RunFolder) -
     assert elsewhere.process() is None
 
 
-def test_a_slurm_job_lives_without_its_submitter(run: RunFolder) -> None:
-    ledger.write_job(run, SPEC, slurm_job="42")
-    gone = ledger.Launcher(host=socket.gethostname(), pid=2**22 + 1, created_unix_s=0.0)
-    written_by(run, gone)
-    ledger.Diary(run).phase("submitted")
-    assert phase(run) == "submitted"
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"phase": "running"}', "\x00" * 9])
 def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> None:
     run.state.write_text(content)

@@ -1,8 +1,10 @@
 """How the launcher speaks: in order, to the terminal and the run's log, and never held up by either."""
 
+import contextlib
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,15 +65,15 @@ class Terminal:
             os.set_blocking(stream.fileno(), True)
 
     def close(self) -> None:
-        """Read the rest, so that nobody waits any more."""
+        """Go on reading until nobody writes any more."""
+        while any(thread.name == "console" for thread in threading.enumerate()):
+            for reading, _ in self.ends.values():
+                os.set_blocking(reading, False)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reading, 1 << 20)
+            time.sleep(0.01)
         for name in list(self.ends):
-            reading, _ = self.ends[name]
-            os.set_blocking(reading, False)
-            try:
-                while os.read(reading, 1 << 20):
-                    time.sleep(0.01)
-            except BlockingIOError:
-                pass
+            os.set_blocking(self.ends[name][0], True)
             self.read(name)
 
 

@@ -119,6 +119,10 @@ class JoinService:
         """Return None: a machine can join for as long as it is waited for."""
         return None
 
+    def rejoins(self, place: int) -> bool:
+        """Return True: a place that was given up is free for whoever has its new code."""
+        return True
+
     async def close(self) -> None:
         """Stop listening, let go of everybody; the codes are worth nothing from here on."""
         self._closed = True

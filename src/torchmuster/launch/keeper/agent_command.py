@@ -56,8 +56,10 @@ def agent_command(share: Share) -> list[str]:
         f"--log-dir={share.records / 'torchrun'}",
         "--no-python",
     ]
+    # torchrun replaces ${local_rank} and $$ in a command; what was typed should arrive as it is.
+    command = [word.replace("$", "$$") for word in rank_command(share)]
     report = str(share.records / "agent.json")
-    return [sys.executable, "-m", "torchmuster.launch.agent", report, *flags, *rank_command(share)]
+    return [sys.executable, "-m", "torchmuster.launch.agent", report, *flags, *command]
 
 
 def _rendezvous(share: Share) -> list[str]:

@@ -157,7 +157,7 @@ class Keeper:
             raise Impossible(
                 f"there is no folder {message.folder} on this machine",
                 why="the script runs in the same folder on every machine",
-                fix="copy the code there, or give another folder with --folder",
+                fix="copy the code to that folder there, or start from a folder that all machines have",
             )
         if self._job is not None:  # prepared again after a restart: what is held is kept
             await self._tell_prepared()

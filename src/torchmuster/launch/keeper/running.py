@@ -13,6 +13,7 @@ from typing import Protocol
 import psutil
 
 from torchmuster.launch import wire
+from torchmuster.launch.agent import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.keeper import records, sweep
 from torchmuster.launch.keeper.agent_command import (
     Share,
@@ -128,8 +129,13 @@ class DirectEngine:
         waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
         failed: dict[int, records.Exit] = {}
         left = set(waits)
+        grace_s = None
         while left:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            done, left = await asyncio.wait(
+                left, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                self._kill()
             new = {waits[one] for one in done if one.result() != 0}
             if new and not failed:
                 for process in new:
@@ -138,6 +144,7 @@ class DirectEngine:
                         pid=process.pid, code=process.returncode or 0, at_unix_s=time.time()
                     )
                 self.terminate()
+                grace_s = float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
         return Exits(failed=failed)
 
     def terminate(self) -> None:
@@ -145,6 +152,11 @@ class DirectEngine:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
 
 def engine_for(share: Share, environment: Mapping[str, str], system: str = sys.platform) -> Engine:

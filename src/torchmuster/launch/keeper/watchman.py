@@ -16,6 +16,7 @@ from torchmuster.launch.keeper import sweep
 
 _DONE = b"done\n"
 _KILL_WITHIN_S = 10.0
+_GO_WITHIN_S = 2.0
 
 
 class Watchman:
@@ -31,11 +32,13 @@ class Watchman:
             self._process = self._start()
 
     def dismiss(self) -> None:
-        """Nothing is left to be ended."""
+        """Nothing is left to be ended: it goes before the keeper does."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(_DONE)
             self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GO_WITHIN_S)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(

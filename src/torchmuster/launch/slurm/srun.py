@@ -148,6 +148,10 @@ class SrunTransport:
             fix=_way_out(said, self._allocation.job),
         )
 
+    def rejoins(self, place: int) -> bool:
+        """Nobody comes by itself."""
+        return False
+
     async def close(self) -> None:
         """Let the keepers end, and srun with them."""
         await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))

@@ -1,0 +1,172 @@
+"""The roll-call: who is here, who is missing and why. What it costs grows with the machines, not faster."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+from torchmuster.errors import MachineLost, MusterError, NotNow
+from torchmuster.launch import compare, wire
+from torchmuster.launch.channel import Channel, Transport
+from torchmuster.launch.node import Node, error_from
+from torchmuster.launch.waiting import Waiting
+
+_SHOWN_HERE, _SHOWN_MISSING = 12, 8
+# A machine that was lost may come back: it is called again this often.
+_CALL_AGAIN_AFTER_S = 1.0
+# Many machines that come at once are looked at together.
+_LOOK_EVERY_S = 0.05
+_ALIVE_EVERY_S, _TURNS = 2.0, 8
+
+
+class RollCall:
+    """The machines of a run, as they come, go and come back."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        waiting: Waiting,
+        *,
+        token: str,
+        join_s: float,
+        lost_after_s: float | None,
+        on_output: Callable[[int, str], None],
+    ) -> None:
+        self._transport = transport
+        self._waiting = waiting
+        self._token = token
+        self._join_s = join_s
+        self._lost_after_s = lost_after_s
+        self._on_output = on_output
+        self._nodes: dict[int, Node] = {}
+        self._arrivals = 0
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._refusals: list[MusterError] = []
+        self._care: asyncio.Task[None] | None = None
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines that are here, in the order of their ranks."""
+        return [self._nodes[place] for place in sorted(self._nodes)]
+
+    def arrive(self, place: int, channel: Channel) -> None:
+        """Take in a machine that has come."""
+        # A keeper that was lost and still ends its ranks must not end those of the one after it.
+        part = f"{self._token}.{place}.{self._arrivals}"
+        self._arrivals += 1
+        node = Node(place, f"machine {place + 1}", channel, part)
+        node.listen(on_output=self._on_output, on_change=self._waiting.change)
+        self._nodes[place] = node
+        if self._care is None:
+            self._care = asyncio.create_task(self._look_after_them())
+        task = asyncio.create_task(self._greet(node))
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    async def call(self, places: Iterable[int], *, again: bool = False) -> None:
+        """Wait until these machines are here; ``again``, one that cannot come yet is called again."""
+        deadline = time.monotonic() + self._join_s
+        missing = set(places)
+        async with self._waiting.telling(self.words):
+            while missing := {place for place in missing if not self._is_here(place)}:
+                if self._refusals:
+                    raise self._refusals.pop(0)
+                await self._deal_with_refused(missing, again=again, until_s=deadline)
+                if time.monotonic() > deadline:
+                    raise NotNow(
+                        self.words(),
+                        why=f"not everybody answered within {self._join_s:.0f} s",
+                        fix="start the missing machines, or wait longer: --join-timeout 10m",
+                    )
+                await self._waiting.something_new(0.2)
+                await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
+        self._name_all()
+
+    async def call_back_the_lost(self) -> list[Node]:
+        """Call every machine again that was lost or is not prepared; return those that came."""
+        whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
+        lost = [place for place in range(len(self._transport.places)) if place not in whole]
+        for place in lost:
+            if place in self._nodes:  # else it has been called already
+                await self._nodes.pop(place).close()
+                await self._transport.reopen(place)
+        if lost:
+            await self.call(lost, again=True)
+        return [self._nodes[place] for place in lost]
+
+    async def close(self) -> None:
+        """Stop looking after the machines."""
+        tasks = [*self._greetings, *filter(None, [self._care])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def words(self) -> str:
+        """Say who is here and who is not: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
+        names = self._transport.places
+        here = [place for place in range(len(names)) if self._is_here(place)]
+        away = sorted(set(range(len(names))).difference(here))
+        words = [f"{names[place]} ok" for place in here[:_SHOWN_HERE]]
+        if len(here) > _SHOWN_HERE:
+            words.append(f"… {len(here) - _SHOWN_HERE:,} more ok")
+        for place in away[:_SHOWN_MISSING]:
+            words.append(f"{names[place]} missing ({self._transport.waiting_for(place)})")
+        if len(away) > _SHOWN_MISSING:
+            words.append(f"… {len(away) - _SHOWN_MISSING:,} more missing")
+        return f"{len(here):,} of {len(names):,} joined: {', '.join(words)}"
+
+    def _is_here(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        return node is not None and node.record is not None and not node.lost
+
+    async def _look_after_them(self) -> None:
+        """Give every machine a sign of life regularly, and notice those that give none."""
+        pause_s = _ALIVE_EVERY_S / _TURNS
+        for turn in itertools.count():
+            began = time.monotonic()
+            await asyncio.sleep(pause_s)
+            # While we ourselves were held up, nobody could be heard.
+            deaf_s = time.monotonic() - began - pause_s
+            for node in list(self._nodes.values()):
+                node.heard_s += deaf_s
+                # Not all at once: there may be thousands.
+                if (node.place + turn) % _TURNS == 0:
+                    node.say_alive()
+                if self._lost_after_s is not None:
+                    node.notice_silence(self._lost_after_s)
+
+    async def _greet(self, node: Node) -> None:
+        try:
+            hello = await node.hear(wire.Hello, within_s=self._join_s)
+        except MachineLost as error:
+            if self._nodes.get(node.place) is node and not self._transport.rejoins(node.place):
+                self._name_all()
+                error.what = f"{node.name} is lost"
+                self._refusals.append(error)
+        except MusterError as error:
+            self._refusals.append(error)
+        else:
+            if hello.protocol != wire.PROTOCOL:
+                self._name_all()
+                self._refusals.append(error_from(compare.other_protocol(node.name, hello)))
+            node.clock_offset_s = hello.record.clock_unix_s - time.time()
+            node.record = hello.record
+        self._waiting.change()
+
+    async def _deal_with_refused(
+        self, missing: Iterable[int], *, again: bool, until_s: float
+    ) -> None:
+        for place in missing:
+            trouble = self._transport.gave_up(place)
+            if trouble is None:
+                continue
+            if not again or time.monotonic() > until_s:
+                raise error_from(trouble)
+            await self._waiting.unless_stopped(asyncio.sleep(_CALL_AGAIN_AFTER_S))
+            await self._transport.reopen(place)
+
+    def _name_all(self) -> None:
+        """Give the machines the names people know; a list of many names takes time to make."""
+        names = self._transport.places
+        for place, node in self._nodes.items():
+            node.name = names[place]

@@ -1,0 +1,213 @@
+"""Every way to end a run: all of it ends, in time, and says so."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from ranks.launched import WAITING, cpu, launched
+from torchmuster.launch import ledger
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+GRACE_S = 5.0
+# Beyond the grace the product promises to need little; the rest is for a busy machine.
+SLACK_S = 5.0
+# A rank with a data loader in a session of its own, which no signal to a group reaches.
+STUBBORN = """\
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("waiting", os.environ["RANK"], flush=True)
+time.sleep(600)
+"""
+POLITE = """\
+import os, signal, sys, time
+def save(number, frame):
+    print("saved", os.environ["RANK"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("waiting", os.environ["RANK"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(own_machine: Path) -> Path:
+    (own_machine / "waiting.py").write_text(WAITING)
+    (own_machine / "stubborn.py").write_text(STUBBORN)
+    (own_machine / "polite.py").write_text(POLITE)
+    return own_machine
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGINT, "muster: Ctrl-C: ending all ranks (once more to end them at once)"),
+        (signal.SIGTERM, "muster: asked to end (SIGTERM): ending all ranks"),
+        (signal.SIGHUP, "muster: the terminal has gone: ending all ranks"),
+    ],
+    ids=["interrupt", "terminate", "hangup"],
+)
+def test_a_signal_lets_the_ranks_save_and_ends_everything(
+    folder: Path, number: signal.Signals, words: str
+) -> None:
+    with launched(folder, *cpu("polite.py")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        asked_s = run.send(number)
+        result = run.end()
+        assert time.monotonic() - asked_s < GRACE_S + SLACK_S
+        assert run.alive() == []
+    assert result.code == 130, run
+    assert words in result.err
+    assert "muster: stopped after " in result.err
+    assert "nothing of it is running any more" in result.err
+    assert "failure" not in result.err
+    for rank in (0, 1):
+        assert f"saved {rank}\n" in run.run.rank_log(rank).read_text()
+    state = ledger.read_state(run.run)
+    assert state is not None
+    assert (state.phase, state.exit_code) == ("stopped", 130)
+
+
+def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> None:
+    with launched(folder, *cpu("stubborn.py", "--grace", "1")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        asked_s = run.send(signal.SIGINT)
+        result = run.end()
+        took_s = time.monotonic() - asked_s
+        assert run.alive() == []
+    assert result.code == 130, run
+    assert 1.0 <= took_s < 1.0 + SLACK_S
+
+
+def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
+    with launched(folder, *cpu("stubborn.py", "--grace", "50")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        run.send(signal.SIGINT)
+        run.wait_for("Ctrl-C")
+        again_s = run.send(signal.SIGINT)
+        result = run.end()
+        assert time.monotonic() - again_s < SLACK_S
+        assert run.alive() == []
+    assert result.code == 130, run
+
+
+def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
+    with launched(folder, *cpu("waiting.py")) as run:
+        run.wait_for("2 ranks started")  # the agent is importing torch
+        run.send(signal.SIGINT)
+        result = run.end(GRACE_S + SLACK_S)
+        assert run.alive() == []
+    assert result.code == 130, run
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -> None:
+    with launched(folder, *cpu("stubborn.py")) as run:
+        run.wait_for(*(["2 ranks started"] if when == "starting" else ["waiting 0", "waiting 1"]))
+        run.send(signal.SIGKILL)
+        run.end()
+        run.wait_until_nothing_lives(10.0)
+        state = ledger.read_state(run.run)
+    assert state is not None
+    assert (state.phase, state.headline) == ("died", "the launcher was killed")
+
+
+def test_a_killed_keeper_is_told_and_leaves_nothing(folder: Path) -> None:
+    with launched(folder, *cpu("stubborn.py")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        (keeper,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.keeper"]
+        keeper.kill()
+        result = run.end(10.0)
+        run.wait_until_nothing_lives(5.0)
+    assert result.code == 1, run
+    assert f"failure  {os.uname().nodename} was lost: " in result.err
+
+
+def test_stop_ends_a_run_and_says_so(folder: Path, muster: Muster) -> None:
+    with launched(folder, *cpu("waiting.py")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        stopped = muster("stop", "last")
+        assert (stopped.code, stopped.err) == (0, f"muster: {run.run.id} has ended\n")
+        assert run.end(2.0).code == 130
+        assert run.alive() == []
+    again = muster("stop", "last")
+    assert again.code == 0
+    assert again.err == f"muster: {run.run.id} had ended before: stopped on request\n"
+
+
+def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
+    with launched(folder, *cpu("waiting.py")) as run:
+        run.wait_for("muster: run ")
+        stopped = muster("stop", "last")
+        assert stopped.code == 0, stopped
+        assert run.end(2.0).code == 130
+        assert run.alive() == []
+
+
+def test_stop_kills_a_launcher_that_does_not_react_and_all_it_started(
+    folder: Path, muster: Muster
+) -> None:
+    with launched(folder, *cpu("stubborn.py")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        run.send(signal.SIGSTOP)
+        stopped = muster("stop", run.run.id, "--within", "1")
+        assert stopped.code == 0, stopped
+        assert "did not end within 1 s; killing its launcher" in stopped.err
+        assert run.end(2.0).code == -signal.SIGKILL
+        run.wait_until_nothing_lives(10.0)
+
+
+def test_a_run_that_outlives_its_shell(folder: Path, muster: Muster) -> None:
+    (folder / "counting.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "print('waiting', os.environ['RANK'], flush=True)\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.05)\n"
+        "for number in range(300): print('line', number)\n"
+        "sys.exit(3)\n"
+    )
+    # The shell of a terminal that is closed: everything in its session is hung up, then killed.
+    with launched(folder, *cpu("counting.py", "--detach")) as run:
+        result = run.end()
+        assert result.code == 0, run
+        assert result.out == f"{run.run.id}\n"
+        assert "muster: running without this terminal" in result.err
+        assert f"muster attach {run.run.id}" in result.err
+        job = ledger.read_job(run.run)
+        assert job is not None
+        process = job.launcher.process()
+        assert process is not None
+        process.send_signal(signal.SIGHUP)
+        with launched(folder, "attach", "last") as watching:
+            watching.wait_for("waiting 0", "waiting 1")
+            watching.send(signal.SIGINT)
+            watched = watching.end()
+        assert watched.code == 0, watching
+        assert f"muster: {run.run.id} goes on; to end it: muster stop {run.run.id}" in watched.err
+        listed = muster("runs")
+        assert f"{run.run.id}  running  " in listed.out
+        assert process.is_running()
+        with launched(folder, "attach", "last") as following:
+            following.wait_for("waiting 0", "waiting 1")
+            (folder / "go").touch()
+            followed = following.end()
+        run.wait_until_nothing_lives(5.0)
+    assert followed.code == 1, following
+    shown = [line for line in followed.out.splitlines() if line.startswith("[all 2 ranks] line ")]
+    assert shown == [f"[all 2 ranks] line {number}" for number in range(300)]
+    assert "failed: exit code 3" in followed.out
+    afterwards = muster("attach", run.run.id)
+    assert (afterwards.code, afterwards.out) == (1, followed.out)
+
+
+def test_a_detached_run_that_cannot_begin_says_so_here(folder: Path, muster: Muster) -> None:
+    result = muster("run", "--detach", "--num-gpus", "2", "waiting.py")
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.count("asked for 2 GPUs: none can be had here") == 1

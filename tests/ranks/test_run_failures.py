@@ -1,0 +1,202 @@
+"""What a failed run says: which rank, why, and what to do; once, at the end, whatever came between."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, Result
+from ranks.launched import START_WITHIN_S, cpu
+from torchmuster.launch import ledger
+from torchmuster.runfolder import list_runs
+from torchmuster.units import MiB
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+HOST = os.uname().nodename
+
+
+@pytest.fixture
+def run(muster: Muster, own_machine: Path) -> "Run":
+    return Run(muster, own_machine)
+
+
+class Run:
+    """Runs a script that fails as two ranks."""
+
+    def __init__(self, muster: Muster, folder: Path) -> None:
+        self._muster = muster
+        self.folder = folder
+
+    def __call__(self, script: str, *flags: str) -> Result:
+        (self.folder / "train.py").write_text(script)
+        wide = {"COLUMNS": "400"}
+        result = self._muster(*cpu("train.py", *flags), env=wide, timeout_s=START_WITHIN_S)
+        assert result.code == 1, result
+        return result
+
+    def headline(self, result: Result) -> str:
+        """Return the one failure that was told; the run's folder says the same."""
+        (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
+        state = ledger.read_state(list_runs(self.folder / "runs")[0])
+        assert state is not None
+        assert (state.phase, state.exit_code) == ("failed", 1)
+        assert state.headline.splitlines()[0] == told.removeprefix("failure  ")
+        return told.removeprefix("failure  ")
+
+
+def of_any_rank(headline: str) -> str:
+    """Return what happened to both ranks; the second may have been ended before it got there."""
+    who, _, what = headline.partition(" failed: ")
+    assert who in ("all 2 ranks", f"rank 0 on {HOST}", f"rank 1 on {HOST}")
+    return what
+
+
+def test_the_first_rank_s_traceback_is_told_although_both_raise(run: Run) -> None:
+    result = run(
+        "import os, time, torch.distributed as dist, torch\n"
+        "dist.init_process_group('gloo')\n"
+        "def step(rank):\n"
+        "    if rank == 1:\n"
+        "        raise ValueError('rank 1 has no data')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "step(dist.get_rank())\n"
+    )
+    assert run.headline(result) == f"rank 1 on {HOST} failed: ValueError: rank 1 has no data"
+    assert "rank 0 then lost its connection to it" in result.err
+    assert "train.py:5" in result.err
+    assert "raise ValueError('rank 1 has no data')" in result.err
+    (folder,) = (run.folder / "runs").iterdir()
+    assert f"log: {folder}/logs/rank-1.log" in result.err
+    assert "ValueError: rank 1 has no data" in (folder / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ending", "what"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("sys.exit('there is no data')", "there is no data"),
+    ],
+)
+def test_a_rank_that_ends_itself(run: Run, ending: str, what: str) -> None:
+    result = run(
+        f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(600)\n",
+    )
+    assert run.headline(result) == f"rank 1 on {HOST} failed: {what}"
+    assert "Traceback" not in result.err
+
+
+def test_a_kill_from_outside_is_explained(run: Run) -> None:
+    result = run(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    assert run.headline(result) == f"rank 0 on {HOST} failed: killed (SIGKILL)"
+    assert "killed from outside: kill -9" in result.err
+    assert "rank 1 was then ended" in result.err
+
+
+def test_a_kill_by_the_kernel_for_want_of_memory_is_explained(run: Run) -> None:
+    memory = Path("/sys/fs/cgroup/memory")
+    folder = memory / f"torchmuster-run-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs root and a writable memory cgroup (docker run --privileged): {error}")
+    try:
+        for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+            if (folder / name).exists():
+                (folder / name).write_text(str(64 * MiB))
+        # The rank alone enters the small cgroup, so that the kernel cannot choose another victim.
+        result = run(
+            "import os, pathlib, time\n"
+            "if os.environ['RANK'] == '1':\n"
+            f"    pathlib.Path({str(folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+            "    data = []\n"
+            "    while True: data.append(bytearray(2**20))\n"
+            "time.sleep(600)\n"
+        )
+    finally:
+        folder.rmdir()
+    headline = run.headline(result)
+    if "out of memory" not in headline:  # the kernel's log may not be read here
+        assert headline == f"rank 1 on {HOST} failed: killed (SIGKILL)"
+        assert not os.access("/dev/kmsg", os.R_OK), result.err
+        return
+    assert headline == f"rank 1 on {HOST} failed: killed by the kernel: out of memory"
+    assert "its peak was" in result.err
+
+
+def test_a_script_that_cannot_be_read_by_python(run: Run) -> None:
+    result = run("import os\nif True\n    pass\n")
+    assert of_any_rank(run.headline(result)) == "SyntaxError: expected ':'"
+    assert 'train.py", line 2' in result.err
+    assert "launch/rank.py" not in result.err + result.out
+
+
+def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(run: Run) -> None:
+    result = run("import no_such_package_here\n")
+    expected = "ModuleNotFoundError: No module named 'no_such_package_here'"
+    assert of_any_rank(run.headline(result)) == expected
+    assert "fix  python -m pip install no_such_package_here" in result.err
+
+
+def test_restarts_begin_anew_and_say_so(muster: Muster, own_machine: Path) -> None:
+    (own_machine / "train.py").write_text(
+        "import os, time\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print('attempt', attempt, 'port', os.environ['MASTER_PORT'], flush=True)\n"
+        "if attempt < 2 and os.environ['RANK'] == '1': raise ValueError(f'attempt {attempt}')\n"
+        "if attempt < 2: time.sleep(600)\n"
+    )
+    result = muster(*cpu("train.py", "--max-restarts", "2"), timeout_s=100)
+    assert result.code == 0, result
+    told = [line for line in result.err.splitlines() if "starting again" in line]
+    assert told == [
+        f"muster: rank 1 on {HOST} failed: ValueError: attempt 0; starting again in 1 s "
+        "(restart 1 of 2)",
+        f"muster: rank 1 on {HOST} failed: ValueError: attempt 1; starting again in 2 s "
+        "(restart 2 of 2)",
+    ]
+    (run,) = list_runs(own_machine / "runs")
+    for rank in (0, 1):
+        said = re.findall(r"attempt (\d) port (\d+)", run.rank_log(rank).read_text())
+        assert [attempt for attempt, _ in said] == ["0", "1", "2"]
+        assert len({port for _, port in said}) == 3  # a store of its own each time
+    console = run.console.read_text().splitlines()
+    # What the ranks wrote before stands before what is said of it.
+    raised = next(n for n, line in enumerate(console) if line.endswith("ValueError: attempt 0"))
+    assert raised < console.index(told[0])
+    assert json.loads(run.job.read_text())["spec"]["max_restarts"] == 2
+
+
+def test_ranks_that_are_saving_get_the_whole_grace(muster: Muster, own_machine: Path) -> None:
+    # Longer than torchrun's own patience would be.
+    (own_machine / "train.py").write_text(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(6); print('saved', os.environ['RANK'], flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "if os.environ['RANK'] == '0': time.sleep(1); os.kill(int(os.environ['TOP']), 15)\n"
+        "time.sleep(600)\n"
+    )
+    (own_machine / "top.py").write_text(
+        "import os, sys\nos.environ['TOP'] = str(os.getpid())\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'torchmuster', *sys.argv[1:]])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "top.py", *cpu("train.py", "--grace", "20")],
+        cwd=own_machine,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 130, done
+    (run,) = list_runs(own_machine / "runs")
+    for rank in (0, 1):
+        assert f"saved {rank}\n" in run.rank_log(rank).read_text()

@@ -1,0 +1,68 @@
+"""The way ranks are started on Windows, where torchrun's agent cannot run, tried on this system."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks.launched import START_WITHIN_S, cpu
+from torchmuster.launch import ledger
+from torchmuster.runfolder import list_runs
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+# muster, with a keeper that takes this system for Windows.
+MUSTER = """\
+import sys
+from torchmuster.launch import local
+local.KEEPER = ("-c", '''
+import asyncio, os
+from torchmuster.launch.keeper.ends import PipeEnd
+from torchmuster.launch.keeper.keeper import Keeper
+async def keep():
+    os._exit(await Keeper(PipeEnd(), system="win32").run())
+asyncio.run(keep())
+''')
+from torchmuster.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+SCRIPT = """\
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("sum", total.item(), os.environ.get("TORCHELASTIC_RUN_ID", "no agent"), flush=True)
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise ValueError("rank 1 has no data")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-c", MUSTER, *cpu("train.py"), *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=START_WITHIN_S,
+    )
+
+
+def test_two_ranks_meet_without_an_agent(own_machine: Path) -> None:
+    done = run(own_machine)
+    assert done.returncode == 0, done
+    assert "[all 2 ranks] sum 3.0 no agent" in done.stdout
+
+
+def test_the_rank_that_fails_is_named(own_machine: Path) -> None:
+    done = run(own_machine, "fail")
+    assert done.returncode == 1, done
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("failure")]
+    assert told.endswith(" failed: ValueError: rank 1 has no data")
+    (folder,) = list_runs(own_machine / "runs")
+    state = ledger.read_state(folder)
+    assert state is not None
+    assert state.phase == "failed"

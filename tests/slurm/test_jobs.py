@@ -1,0 +1,316 @@
+"""Job scripts on a real cluster: submitted, followed, warned, cancelled, preempted, requeued."""
+
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.slurm_lab import SlurmLab, await_until
+from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.launch.slurm import jobs
+from torchmuster.launch.slurm.follow import LogLine, Rhythm, follow
+from torchmuster.launch.slurm.jobs import JobState
+from torchmuster.launch.slurm.script import SlurmRequest, render
+from torchmuster.launch.slurm.submit import cancel, submit
+from torchmuster.launch.spec import JobSpec
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_muster.py")))
+FAST = Rhythm(look_s=0.05, poll_s=0.1, say_s=1.0)
+
+Submit = Callable[..., str]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Submit:
+    """``start("wait", "5", nodes=2)`` renders and submits, and returns the job's number."""
+
+    def start(*words: str, name: str = "job", folder: Path = tmp_path, **request: Any) -> str:
+        folder.mkdir(exist_ok=True)
+        spec = JobSpec(name=name, command=("train.py",), folder=str(folder), device="auto")
+        script = render(spec, SlurmRequest(**request), [*FAKE, *words], Path("runs"))
+        return submit(script, run_root=folder / "runs")
+
+    return start
+
+
+def told(events: list[JobState | LogLine]) -> list[dict[str, Any]]:
+    """What the fake muster told, in order."""
+    return [
+        json.loads(one.text) for one in events if isinstance(one, LogLine) and one.text[0] == "{"
+    ]
+
+
+def kinds(events: list[JobState | LogLine]) -> list[str]:
+    """The states in order, each once where it is said again."""
+    seen = [one.kind for one in events if isinstance(one, JobState)]
+    return [kind for number, kind in enumerate(seen) if number == 0 or kind != seen[number - 1]]
+
+
+def until(
+    events: Iterator[JobState | LogLine], holds: Callable[[JobState | LogLine], bool]
+) -> list[JobState | LogLine]:
+    seen = []
+    for event in events:
+        seen.append(event)
+        if holds(event):
+            return seen
+    raise AssertionError(f"the job ended first: {seen}")
+
+
+def has_told(**what: object) -> Callable[[JobState | LogLine], bool]:
+    def holds(event: JobState | LogLine) -> bool:
+        return (
+            isinstance(event, LogLine)
+            and event.text.startswith("{")
+            and what.items() <= json.loads(event.text).items()
+        )
+
+    return holds
+
+
+def test_a_job_is_followed_from_the_queue_to_its_end(
+    cluster: SlurmLab, start: Submit, tmp_path: Path
+) -> None:
+    words = ["wait", "1", "it's", 'a "b" \\c', "$HOME `id` ; # x", "line\nbreak", "ü", "*", ""]
+    job = start(*words, name='it\'s "mine" \\ # $(id)', nodes=3, gpus_per_node=2, time="10")
+    assert 'JobName=it\'s "mine" \\ # $(id)\n' in cluster.run("scontrol", "show", "job", job)
+    events = list(follow(job, rhythm=FAST))
+    assert told(events)[0] == {"words": words, "folder": str(tmp_path), "restart": None}
+    assert told(events)[-1] == {"task": "waited"}
+    assert kinds(events)[-1] == "done"
+    assert "running" in kinds(events)
+    last = events[-1]
+    assert isinstance(last, JobState)
+    assert last.final
+    assert (last.exit_code, last.nodes) == (0, "node[1-3]")
+    assert last.words == f"job {job} ended well on node[1-3]"
+    assert last.log == tmp_path / "runs" / f"slurm-{job}.log"
+
+
+def test_a_folder_with_any_name_serves(cluster: SlurmLab, start: Submit, tmp_path: Path) -> None:
+    folder = tmp_path / "a \"b\" 'c' #d $(id) ü"
+    job = start("exit", "0", folder=folder)
+    events = list(follow(job, rhythm=FAST))
+    assert told(events)[0]["folder"] == str(folder)
+    assert (folder / "runs" / f"slurm-{job}.log").is_file()
+
+
+def test_a_failure_has_its_exit_code(cluster: SlurmLab, start: Submit) -> None:
+    job = start("exit", "7")
+    last = list(follow(job, rhythm=FAST))[-1]
+    assert isinstance(last, JobState)
+    assert (last.kind, last.exit_code, last.reason) == ("failed", 7, "NonZeroExitCode")
+    assert last.words == f"job {job} failed on node1: exit code 7"
+
+
+def test_a_log_that_cannot_be_opened_is_the_stated_cause(
+    cluster: SlurmLab, start: Submit, tmp_path: Path
+) -> None:
+    cluster.run("scontrol", "update", "partition=main", "state=down")  # so that it waits
+    try:
+        job = start("exit", "0")
+        (tmp_path / "runs").rmdir()
+    finally:
+        cluster.run("scontrol", "update", "partition=main", "state=up")
+    last = list(follow(job, rhythm=FAST))[-1]
+    assert isinstance(last, JobState)
+    assert last.kind == "failed"
+    assert f"could not open its log {tmp_path}/runs/slurm-{job}.log" in last.words
+
+
+def test_cancelling_ends_the_program_politely(cluster: SlurmLab, start: Submit) -> None:
+    job = start("wait", "60", nodes=2)
+    events = follow(job, rhythm=FAST)
+    until(events, has_told(restart=None))
+    cancel(job)
+    rest = list(events)
+    assert {"signal": "SIGTERM"} in told(rest)
+    assert kinds(rest)[-1] == "cancelled"
+    cancel(job)  # once more does no harm
+
+
+def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
+    with pytest.raises(MusterError, match="job 999999 could not be cancelled") as caught:
+        cancel("999999")
+    assert "Invalid job id" in caught.value.why
+    assert jobs.poll("999999").kind == "gone"
+
+
+def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submit) -> None:
+    first = start("wait", "60", nodes=3, gpus_per_node=4)
+    until(follow(first, rhythm=FAST), has_told(restart=None))
+    second = start("exit", "0", nodes=3, gpus_per_node=4)
+    heard: list[tuple[float, JobState]] = []
+    for event in follow(second, rhythm=FAST):
+        assert isinstance(event, JobState)
+        heard.append((time.monotonic(), event))
+        if len(heard) == 5:
+            break
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(heard)]
+    assert max(gaps) < 2 * FAST.say_s
+    assert heard[-1][1].reason == "Resources"
+    assert heard[-1][1].words.startswith(
+        f"job {second} waits: waiting for enough nodes, GPUs or memory to become free (Resources)"
+    )
+    cancel(first)
+    assert kinds(list(follow(second, rhythm=FAST)))[-1] == "done"
+
+
+def test_leaving_early_leaves_the_job_alone(cluster: SlurmLab, start: Submit) -> None:
+    job = start("wait", "60")
+    events = follow(job, rhythm=FAST)
+    until(events, has_told(restart=None))
+    assert isinstance(events, Iterator)
+    events.close()  # type: ignore[attr-defined]  # as a loop does that Ctrl-C breaks
+    assert jobs.poll(job).kind == "running"
+
+
+def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Submit) -> None:
+    job = start("exit", "0", nodes=9)
+    events = until(
+        follow(job, rhythm=FAST),
+        lambda event: isinstance(event, JobState) and event.reason == "PartitionNodeLimit",
+    )
+    last = events[-1]
+    assert isinstance(last, JobState)
+    assert last.hopeless
+    assert last.words == (
+        f"job {job} will not start by itself: it asks for more nodes than the partition has or"
+        " allows (PartitionNodeLimit)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "what", "fix"),
+    [
+        (
+            {"partition": "nosuch"},
+            "Slurm did not take the job: Invalid partition name specified",
+            "partitions here: main*; hi (* is the default)",
+        ),
+        (
+            {"gpus_per_node": 9},
+            "Slurm did not take the job: Requested node configuration is not available",
+            "main* 3 nodes with 4 cores, 4000 MB, GPUs: gpu:a100:4",
+        ),
+        (
+            {"mem": "9000G"},
+            "Slurm did not take the job: Requested node configuration is not available",
+            "4000 MB",
+        ),
+        (
+            {"time": "soon"},
+            "Slurm did not take the job: Invalid --time specification",
+            "time limits here: main* 1:00:00; hi 1:00:00",
+        ),
+    ],
+)
+def test_what_slurm_refuses_has_its_words_and_a_way_out(
+    cluster: SlurmLab, start: Submit, request_: dict[str, Any], what: str, fix: str
+) -> None:
+    with pytest.raises(Impossible) as caught:
+        start("exit", "0", **request_)
+    assert caught.value.what == what
+    assert "sbatch: error: " in caught.value.why
+    assert fix in caught.value.fix
+    assert caught.value.exit_code == ExitCode.IMPOSSIBLE
+
+
+def test_the_warning_reaches_the_program_itself(cluster: SlurmLab, start: Submit) -> None:
+    # Slurm looks every few seconds, and warns that much early: of a minute, 57 s before its end.
+    job = start("wait", "30", time="1", warn_s=57)
+    events = until(follow(job, rhythm=FAST), has_told(signal="SIGUSR1"))
+    assert {"signal": "SIGTERM"} not in told(events)
+
+
+@pytest.mark.timeout(90)
+def test_a_requeued_job_goes_on_in_the_same_log(cluster: SlurmLab, start: Submit) -> None:
+    job = start("wait", "60", nodes=2)
+    events = follow(job, rhythm=FAST)
+    first = until(events, has_told(restart=None))
+    cluster.run("scontrol", "requeue", job)
+    second = until(events, has_told(restart="1"))
+    assert told(second)[0] == {"signal": "SIGTERM"}
+    assert "requeued" in kinds(second)
+    again = next(one for one in second if isinstance(one, JobState) and one.kind == "requeued")
+    assert again.words.startswith(
+        f"job {job} was put back into the queue (once so far) and waits: "
+    )
+    await_until(lambda: jobs.poll(job).kind == "running", "Slurm, too, says that it runs")
+    log = jobs.poll(job).log
+    assert log is not None
+    assert log.read_text().startswith(told_text(first))
+
+
+def told_text(events: list[JobState | LogLine]) -> str:
+    return "".join(f"{one.text}\n" for one in events if isinstance(one, LogLine))
+
+
+@pytest.mark.timeout(120)
+def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
+    cluster: SlurmLab, start: Submit
+) -> None:
+    job = start("wait", "60", nodes=3, gpus_per_node=4, partition="main", warn_s=30)
+    events = follow(job, rhythm=FAST)
+    until(events, has_told(restart=None))
+    higher = start("wait", "1", nodes=2, gpus_per_node=4, partition="hi")
+    seen = until(events, has_told(restart="1"))
+    signals = [one["signal"] for one in told(seen) if "signal" in one]
+    assert signals == ["SIGUSR1", "SIGTERM"]  # the warning first, with time to save
+    lines = [one.text for one in seen if isinstance(one, LogLine)]
+    # Once in a hundred times Slurm calls a preemption a requeue.
+    assert any(re.search("DUE TO (PREEMPTION|JOB REQUEUE)", line) for line in lines), lines
+    assert "requeued" in kinds(seen)
+    assert jobs.poll(higher).kind == "done"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) -> None:
+    job = start("wait", "100", nodes=3, gpus_per_node=4)
+    if not requeue:
+        own_cluster.run("scontrol", "update", f"job={job}", "requeue=0")
+    events = follow(job, rhythm=FAST)
+    until(events, has_told(restart=None))
+    own_cluster.end_machine("node2")
+    if requeue:
+        seen = until(events, lambda one: isinstance(one, JobState) and "DOWN" in one.reason)
+        assert kinds(seen)[-1] == "requeued"
+        last = seen[-1]
+        assert isinstance(last, JobState)
+        assert "waits: nodes that it needs are down, drained" in last.words
+        own_cluster.start_machine("node2")
+        until(events, has_told(restart="1"))
+    else:
+        seen = list(events)
+        last = seen[-1]
+        assert isinstance(last, JobState)
+        assert (last.kind, last.final) == ("node-fail", True)
+        assert last.words.startswith(f"job {job} was ended on node")
+        assert last.words.endswith(": a node failed")
+    assert any(isinstance(one, LogLine) and "DUE TO NODE FAILURE" in one.text for one in seen)
+
+
+def test_inside_a_job_its_allocation_is_known(cluster: SlurmLab, start: Submit) -> None:
+    job = start("allocation", nodes=2, gpus_per_node=3, cpus_per_node=2)
+    (_, answer) = told(list(follow(job, rhythm=FAST)))
+    assert answer["allocation"] == (
+        f"Allocation(job='{job}', nodes=('node1', 'node2'), gpus=(3, 3), cores=2,"
+        " tasks_per_node=1, copies=1, restarts=0)"
+    )
+
+
+def test_a_job_inherits_the_shell_but_not_the_allocation_around_it(
+    cluster: SlurmLab, start: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SETTING", "a b")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    job = start("variables", "MY_SETTING", "SLURM_GPUS_PER_TASK")
+    (_, answer) = told(list(follow(job, rhythm=FAST)))
+    assert answer["variables"] == {"MY_SETTING": "a b", "SLURM_GPUS_PER_TASK": None}

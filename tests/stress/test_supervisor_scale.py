@@ -1,0 +1,185 @@
+"""The launcher's own work with 10,000 machines: roll-call, comparison, meeting place, start, end.
+
+The machines are simulated in this process and answer at once, so what is measured is the supervisor.
+"""
+
+import asyncio
+import gc
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from torchmuster.finding import Finding
+from torchmuster.launch import wire
+from torchmuster.launch.channel import Arrive
+from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.supervisor import Supervisor
+
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
+
+
+class Machine:
+    """A channel to a machine that does everything at once."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self._said: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.messages = 0
+        here = wire.Address(
+            address=f"10.{place >> 16}.{place >> 8 & 255}.{place & 255}", interface="eth0"
+        )
+        self._here = here
+        record = wire.NodeRecord(
+            host=f"node{place}",
+            user="ana",
+            pid=1,
+            system="linux",
+            machine="x86_64",
+            python="3.11.7",
+            torch="2.13.0",
+            torchmuster="0",
+            cores=8,
+            clock_unix_s=time.time(),
+            addresses=(here,),
+        )
+        self._say(wire.Hello(protocol=wire.PROTOCOL, record=record))
+
+    def _say(self, message: wire.FromKeeper | None) -> None:
+        self.messages += not isinstance(message, wire.Alive)
+        self._said.put_nowait(message)
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        self.messages += not isinstance(message, wire.Alive)
+        match message:
+            case wire.Prepare():
+                code = wire.Fingerprint(
+                    script_sha256="s", code_sha256="c", code_files=1, packages_sha256="p"
+                )
+                prepared = wire.Prepared(
+                    ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code, logs="/"
+                )
+                self._say(prepared)
+            case wire.Listen():
+                self._say(wire.Listening(port=29400, addresses=(self._here,), reason="free"))
+            case wire.Reach():
+                results = tuple(
+                    wire.ReachResult(target=one, problem="", seconds=0.0, local=self._here)
+                    for one in message.targets
+                )
+                self._say(wire.Reached(results=results))
+            case wire.Start():
+                self._say(wire.Started(attempt=message.attempt, pid=1, command=()))
+                self._say(wire.Ended(attempt=message.attempt, good=True))
+            case wire.Alive():
+                self._say(wire.Alive())
+
+    async def receive(self) -> wire.FromKeeper | None:
+        return await self._said.get()
+
+    def why_closed(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        self._say(None)
+
+
+class Fleet:
+    """A transport to machines that are all there."""
+
+    def __init__(self, size: int) -> None:
+        self._names = [f"node{place}" for place in range(size)]
+        self.machines: list[Machine] = []
+
+    @property
+    def places(self) -> Sequence[str]:
+        return self._names
+
+    async def open(self, arrive: Arrive) -> None:
+        for place in range(len(self._names)):
+            self.machines.append(Machine(place))
+            arrive(place, self.machines[-1])
+
+    async def reopen(self, place: int) -> None:
+        raise AssertionError("nobody is lost")
+
+    def waiting_for(self, place: int) -> str:
+        return "on its way"
+
+    def gave_up(self, place: int) -> wire.Trouble | None:
+        return None
+
+    def rejoins(self, place: int) -> bool:
+        return False
+
+    async def close(self) -> None:
+        pass
+
+
+class Silent:
+    """A voice that only keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+    def world(self, size: int) -> None:
+        self.size = size
+
+    def output(self, rank: int, text: str) -> None:
+        raise AssertionError("nobody prints")
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        self.words += [one.what for one in findings]
+
+
+@dataclass(frozen=True)
+class Cost:
+    machines: int
+    cpu_s: float
+    memory_kib: float
+    messages: float
+
+
+def measure(size: int, logs: Path) -> Cost:
+    voice, fleet = Silent(), Fleet(size)
+    spec = JobSpec(name="big", command=("train.py",), folder="/", device="cpu")
+
+    async def run() -> bool:
+        supervisor = Supervisor(spec, fleet, voice, run_id="r", logs=str(logs))
+        return (await supervisor.run()).good
+
+    gc.collect()
+    gc.disable()  # what Python's collector adds depends on what else is in this process
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()
+    cpu_s = time.process_time() - began
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    # What is said does not grow with the machines, apart from a digit more.
+    assert max(map(len, voice.words)) < 700, voice.words
+    assert f"{size:,} of {size:,} joined" in voice.words[0]
+    assert voice.size == 8 * size
+    messages = sum(machine.messages for machine in fleet.machines) / size
+    return Cost(size, cpu_s, grown_kib / size, messages)
+
+
+def test_the_work_of_the_launcher_grows_with_the_machines_and_not_faster(tmp_path: Path) -> None:
+    measure(100, tmp_path)  # imports and the like
+    few, many = measure(1_000, tmp_path), measure(10_000, tmp_path)
+    for cost in (few, many):
+        print(
+            f"{cost.machines:>6,} machines: {cost.cpu_s:5.2f} s of CPU time, "
+            f"{cost.memory_kib:5.1f} KiB and {cost.messages:.0f} messages per machine"
+        )
+    assert many.cpu_s / few.cpu_s < 15, "ten times the machines: about ten times the work"
+    assert many.messages <= few.messages + 2
+    assert many.memory_kib < 100

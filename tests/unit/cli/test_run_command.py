@@ -1,0 +1,236 @@
+"""``muster run`` before anything starts: what it refuses and how, and what ``--dry-run`` shows."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster_command import Muster, Result
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+
+Machine = Callable[[Scenario], Path]
+
+
+@pytest.fixture
+def run(muster: Muster, own_machine: Path) -> Callable[..., Result]:
+    """Run ``muster run``; whatever it says, nothing may have been made or started."""
+    (own_machine / "train.py").write_text("print('training')\n")
+
+    def call(*words: str, env: dict[str, str] | None = None) -> Result:
+        result = muster("run", *words, env=env)
+        assert not (own_machine / "runs").exists()
+        assert "Traceback" not in result.err
+        return result
+
+    return call
+
+
+Run = Callable[..., Result]
+
+
+def said(result: Result) -> str:
+    """Return what was said, wrapped lines joined."""
+    return " ".join(result.err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        ([], "there is no script to run", "muster run train.py"),
+        (["nope.py"], "there is no script 'nope.py'", "check the name"),
+        (["train"], "'train' is not taken for a script", "muster run train.py"),
+        (["-m", "nope.train"], "there is no module 'nope.train'", "-m package.module"),
+        (
+            ["--device", "cpu", "--num-gpus", "2", "train.py"],
+            "--device cpu uses no GPUs, but GPUs were asked for why by --num-gpus",
+            "--ranks 2",
+        ),
+        (
+            ["--ranks", "3", "--num-gpus", "2", "train.py"],
+            "--ranks 3 and 2 GPUs (--num-gpus) do not fit",
+            "give one of the two",
+        ),
+        (["--hosts", "", "train.py"], "--hosts: launch.hosts must be a list", "leave it out"),
+        (["--hosts", "a,-oProxyCommand=x", "train.py"], "is not a host", "--hosts a,b:4"),
+        (["--hosts", "a,a", "train.py"], "host 'a' is named twice", "--hosts a:2"),
+        (["--env", "NOT_SET_HERE", "train.py"], "--env NOT_SET_HERE is not set here", "=VALUE"),
+        (["--max-restarts", "-1", "train.py"], "launch.max_restarts must be a whole number", ""),
+        (["--max-restarts", "many", "train.py"], "launch.max_restarts", ""),
+        (
+            ["--rdzv-endpoint", "a:2379", "train.py"],
+            "--rdzv-backend etcd-v2 and --rdzv-endpoint belong together",
+            "--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
+        ),
+        (["--rdzv-backend", "etcd-v2", "train.py"], "belong together", ""),
+        (["--set", "nope=1", "train.py"], "nope is not a setting", ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    run: Run, words: list[str], what: str, fix: str
+) -> None:
+    result = run(*words)
+    assert (result.code, result.out) == (2, "")
+    assert what in said(result)
+    assert fix in said(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--ranks", "0", "train.py"], "argument --ranks: '0' is not a number from 1 to 4096"),
+        (["--ranks", "-2", "train.py"], "argument --ranks"),
+        (["--port", "0", "train.py"], "'0' is not a port; write a number from 1 to 65535"),
+        (["--port", "70000", "train.py"], "'70000' is not a port"),
+        (["--grace", "soon", "train.py"], "'soon' is not a duration; write for example 30s"),
+        (["--wait", "5x", "train.py"], "unknown unit 'x'"),
+        (["--device", "tpu", "train.py"], "invalid choice: 'tpu'"),
+        (["--lr", "1", "train.py"], "unrecognized arguments: --lr"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_flag_that_is_not_understood_is_named(run: Run, words: list[str], complaint: str) -> None:
+    result = run(*words)
+    assert (result.code, result.out) == (2, "")
+    assert complaint in result.err
+    assert result.err.startswith("usage: muster")
+
+
+def test_json_is_for_the_dry_run(run: Run) -> None:
+    result = run("--json", "train.py")
+    assert result.code == 2
+    (finding,) = json.loads(result.out)["findings"]
+    assert finding["what"] == "--json is for --dry-run"
+
+
+def plan(result: Result) -> dict[str, Any]:
+    assert result.code == 0, result
+    told: dict[str, Any] = json.loads(result.out)
+    return told
+
+
+def test_a_dry_run_shows_the_exact_command_for_this_machine(run: Run, own_machine: Path) -> None:
+    result = run("--dry-run", "--device", "cpu", "--ranks", "2", "train.py", "--lr", "1e-4")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == "this machine: 2 ranks"
+    assert lines[1] == "  the CPU, as asked"
+    assert f"  which starts, in {own_machine}:" in lines
+    assert "      --nproc-per-node=2 \\" in lines
+    assert "      --rdzv-endpoint=127.0.0.1:PORT \\" in lines
+    assert f'"logs": "{own_machine}/runs/RUN/logs"' in result.out
+    assert "train.py --lr 1e-4" in result.out
+    assert "    TORCHMUSTER_RUN_TOKEN=TOKEN" in lines
+    assert lines[-1] == "nothing was started, and nothing is claimed"
+
+
+def test_a_dry_run_as_json_has_the_same(run: Run) -> None:
+    told = plan(run("--dry-run", "--json", "--device", "cpu", "--ranks", "2", "train.py"))
+    (machine,) = told["machines"]
+    assert machine["ranks"] == 2
+    command = machine["command"]
+    assert command[:3] == [sys.executable, "-m", "torchmuster.launch.agent"]
+    assert command[-1] == "train.py"
+    assert machine["reached_by"] == [sys.executable, "-m", "torchmuster.launch.keeper"]
+    later = told["settled_later"]
+    assert {"PORT", "RUN", "TOKEN", "SOCKET"} <= set(later)
+    assert "ADDRESS" not in later
+
+
+def test_a_dry_run_for_many_machines_shows_ssh_and_each_share(run: Run) -> None:
+    words = ["--dry-run", "--json", "--hosts", "a,ana@b:4,[fd00::1]:2", "--max-restarts", "3"]
+    told = plan(run(*words, "--remote-python", "/opt/my py", "train.py"))
+    first, second, third = told["machines"]
+    assert [one["host"] for one in told["machines"]] == ["a", "ana@b", "fd00::1"]
+    assert [one["ranks"] for one in told["machines"]] == [None, 4, 2]
+    assert second["reached_by"][-2:] == [
+        "ana@b",
+        "exec '/opt/my py' -m torchmuster.launch.keeper",
+    ]
+    for place, machine in enumerate((first, second, third)):
+        words = machine["command"]
+        assert words[0] == "/opt/my py"
+        assert "--nnodes=3" in words
+        assert "--rdzv-endpoint=ADDRESS:PORT" in words
+        (conf,) = [word for word in words if word.startswith("--rdzv-conf=")]
+        assert conf.startswith(f"--rdzv-conf=rank={place},")
+        assert ("socket=SOCKET" in conf) == (place == 0)
+    assert "--nproc-per-node=RANKS" in first["command"]
+    assert "--nproc-per-node=4" in second["command"]
+    assert first["environment"]["GLOO_SOCKET_IFNAME"] == "INTERFACE"
+    assert "OMP_NUM_THREADS" not in first["environment"]
+    assert told["max_restarts"] == 3
+
+
+def test_known_counts_make_a_known_world_size(run: Run) -> None:
+    told = plan(run("--dry-run", "--json", "--hosts", "a:1,b:4", "train.py"))
+    for machine in told["machines"]:
+        settings = next(word for word in machine["command"] if word.startswith("{"))
+        assert json.loads(settings)["world_size"] == 5
+
+
+def test_a_dry_run_hides_secrets_and_shows_what_is_passed_on(run: Run) -> None:
+    secret = "hf_" + "a" * 30
+    env = {"HF_TOKEN": secret, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "OTHER": "kept here"}
+    words = ["--dry-run", "--device", "cpu", "--env", "HF_TOKEN", "--env", "FOO=a b", "train.py"]
+    result = run(*words, "--api-key", "s3cr3t", env=env)
+    assert secret not in result.out
+    assert "s3cr3t" not in result.out
+    assert "    HF_TOKEN='[redacted]'\n" in result.out
+    assert "    FOO='a b'\n" in result.out
+    assert "    NCCL_DEBUG=INFO\n" in result.out
+    assert "    OMP_NUM_THREADS=3\n" in result.out
+    assert "OTHER" not in result.out
+
+
+def test_a_dry_run_on_gpus_names_them_and_claims_none(
+    run: Run, machine: Machine, muster: Muster
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    told = plan(run("--dry-run", "--json", "--num-gpus", "2", "train.py"))
+    visible = told["machines"][0]["environment"]["CUDA_VISIBLE_DEVICES"]
+    assert [uuid[:4] for uuid in visible.split(",")] == ["GPU-", "GPU-"]
+    assert muster("gpus", "pick", "--num", "8").code == 0
+
+
+@pytest.mark.parametrize("flags", [["--num-gpus", "9"], ["--gpu-ids", "0", "8"]])
+def test_more_than_there_is_cannot_be_had(run: Run, machine: Machine, flags: list[str]) -> None:
+    machine(scenarios.eight_a100_idle())
+    result = run("--dry-run", *flags, "train.py")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("failure  ")
+
+
+def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -> None:
+    (own_machine / "config.yaml").write_text(
+        "launch:\n  hosts: [a, 'b:2']\n  max_restarts: 1\n  remote_python: /opt/py\n"
+    )
+    words = ["--dry-run", "--json", "--config", "config.yaml", "train.py"]
+    told = plan(run(*words))
+    assert [(one["host"], one["ranks"]) for one in told["machines"]] == [("a", None), ("b", 2)]
+    assert told["max_restarts"] == 1
+    stronger = {"TORCHMUSTER_LAUNCH_MAX_RESTARTS": "4", "TORCHMUSTER_LAUNCH_HOSTS": "c,d:1"}
+    told = plan(run(*words, env=stronger))
+    assert [one["host"] for one in told["machines"]] == ["c", "d"]
+    assert told["max_restarts"] == 4
+    told = plan(run("--hosts", "e", *words, env=stronger))
+    assert [one["host"] for one in told["machines"]] == ["e"]
+
+
+def test_an_unknown_variable_of_the_product_is_a_mistake(run: Run) -> None:
+    result = run("--dry-run", "train.py", env={"TORCHMUSTER_LAUNCH_HOST": "a"})
+    assert result.code == 2
+    assert "did you mean TORCHMUSTER_LAUNCH_HOSTS?" in result.err
+
+
+def test_help_explains_every_flag(muster: Muster) -> None:
+    shown = muster("run", "--help")
+    assert shown.code == 0
+    for flag in ("--ranks N", "--wait [TIME]", "--grace TIME", "--detach", "--dry-run", "--env"):
+        assert flag in shown.out
+    assert "stray" not in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100

@@ -1,0 +1,231 @@
+"""Ranks without torchrun's agent, as on Windows: started, listened to and ended by the keeper itself."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchmuster.launch import wire
+from torchmuster.launch.keeper import sweep
+from torchmuster.launch.keeper.agent_command import Share, environment
+from torchmuster.launch.keeper.running import DirectEngine, Running, TorchrunEngine, engine_for
+
+MEETING = """\
+import os, socket, sys
+keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "USE_LIBUV")
+print(" ".join(f"{key}={os.environ[key]}" for key in keys), sys.argv[1:], flush=True)
+"""
+ONE_FAILS = """\
+import os, signal, time
+if os.environ["RANK"] == "5":
+    raise ValueError("rank 5 has no data")
+print("waiting", flush=True)
+time.sleep(600)
+"""
+STUBBORN = """\
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("waiting", flush=True)
+time.sleep(600)
+"""
+
+
+class Attempt:
+    """Two ranks, 4 and 5 of 6, and what their keeper said."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.token = os.urandom(8).hex()
+        (folder / "train.py").write_text(script)
+        (folder / "logs").mkdir()
+        (folder / "records").mkdir()
+        prepare = wire.Prepare(
+            run_id="r",
+            token=self.token,
+            command=("train.py", "--lr", "1"),
+            module=False,
+            folder=str(folder),
+            device="cpu",
+            ranks=2,
+        )
+        start = wire.Start(
+            attempt=0,
+            node_rank=2,
+            nodes=3,
+            first_rank=4,
+            world_size=6,
+            backend="muster",
+            endpoint="10.0.0.1:29400",
+            address="10.0.0.1",
+            port=29400,
+            local_address="10.0.0.3",
+            interface=None,
+            timeout_s=60.0,
+            max_restarts=0,
+        )
+        self.share = Share(
+            prepare=prepare,
+            start=start,
+            ranks=2,
+            logs=folder / "logs",
+            records=folder / "records",
+        )
+        self.said: list[wire.FromKeeper] = []
+        self.changed = asyncio.Event()
+
+    async def send(self, message: wire.FromKeeper) -> None:
+        self.said.append(message)
+        self.changed.set()
+
+    def output(self) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        for message in self.said:
+            if isinstance(message, wire.Output):
+                texts[message.rank] = texts.get(message.rank, "") + message.text
+        return texts
+
+    async def until_both_spoke(self) -> None:
+        while len(self.output()) < 2:
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 20)
+
+    def running(self) -> Running:
+        env = environment(self.share, os.environ, {}, threads=1)
+        return Running(self.share, engine_for(self.share, env, "win32"), self.send)
+
+
+@pytest.fixture
+def tokens() -> Iterator[list[str]]:
+    used: list[str] = []
+    yield used
+    for token in used:
+        assert sweep.processes_of(token) == []
+
+
+def test_only_windows_does_without_torchrun(tmp_path: Path) -> None:
+    share = Attempt(tmp_path, "").share
+    assert isinstance(engine_for(share, {}, "win32"), DirectEngine)
+    assert isinstance(engine_for(share, {}, "linux"), TorchrunEngine)
+    assert isinstance(engine_for(share, {}, "darwin"), TorchrunEngine)
+
+
+def test_every_rank_is_told_who_it_is(tmp_path: Path, tokens: list[str]) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, MEETING)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        ended = await running.watch()
+        assert (ended.good, ended.failures, ended.words) == (True, (), "")
+        for local_rank, rank in enumerate((4, 5)):
+            expected = (
+                f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 "
+                "MASTER_ADDR=10.0.0.1 USE_LIBUV=0 ['--lr', '1']\n"
+            )
+            assert attempt.output()[rank] == expected
+            assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == expected
+
+    asyncio.run(go())
+
+
+def test_the_first_that_fails_ends_the_others_and_is_named(
+    tmp_path: Path, tokens: list[str]
+) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, ONE_FAILS)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        ended = await asyncio.wait_for(running.watch(), 30)
+        assert not ended.good
+        first = min(ended.failures, key=lambda one: -one.ago_s)
+        assert (first.rank, first.local_rank, first.exit_code) == (5, 1, 1)
+        assert first.error == "ValueError: rank 5 has no data"
+
+    asyncio.run(go())
+
+
+def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
+    tmp_path: Path, tokens: list[str]
+) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, STUBBORN)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        began = time.monotonic()
+        running.stop(0.5)
+        await asyncio.wait_for(watching, 20)
+        assert 0.5 <= time.monotonic() - began < 10
+
+    asyncio.run(go())
+
+
+def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
+    tmp_path: Path, tokens: list[str]
+) -> None:
+    script = STUBBORN.replace(
+        "time.sleep(600)",
+        "import os\nif os.environ['RANK'] == '5': raise ValueError('no data')\ntime.sleep(600)",
+    )
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        ended = await asyncio.wait_for(running.watch(), 20)
+        assert [one.error for one in ended.failures if one.rank == 5] == ["ValueError: no data"]
+
+    try:
+        asyncio.run(go())
+    finally:
+        sweep.kill(tokens[0], within_s=5.0)
+
+
+def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -> None:
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (print('warned', flush=True), sys.exit(0)))\n"
+        "print('waiting', flush=True)\ntime.sleep(600)\n"
+    )
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        running.pass_on("SIGUSR1")
+        ended = await asyncio.wait_for(watching, 20)
+        assert ended.good
+        assert all(text.endswith("warned\n") for text in attempt.output().values())
+
+    asyncio.run(go())
+
+
+def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, STUBBORN)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        listening = [
+            connection.laddr
+            for process in sweep.processes_of(attempt.token)
+            for connection in process.net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert listening == []
+        running.stop(0.0)
+        await asyncio.wait_for(watching, 20)
+
+    asyncio.run(go())

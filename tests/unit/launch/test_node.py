@@ -1,0 +1,146 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from torchmuster.errors import MachineLost
+from torchmuster.launch import wire
+from torchmuster.launch.node import Node
+
+
+class FakeChannel:
+    """A machine that says what the test lets it say."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.ToKeeper] = []
+        self.says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.drained = asyncio.Event()
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> wire.FromKeeper | None:
+        message = await self.says.get()
+        if self.says.empty():
+            self.drained.set()
+        return message
+
+    def why_closed(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        """End only once all that was said has been heard, as a process with a full pipe does."""
+        await asyncio.wait_for(self.drained.wait(), 5)
+
+
+_START = wire.Start(
+    attempt=1,
+    node_rank=0,
+    nodes=1,
+    first_rank=0,
+    world_size=1,
+    backend="muster",
+    endpoint="",
+    address="",
+    port=1,
+    local_address="",
+    interface=None,
+    timeout_s=1,
+    max_restarts=1,
+)
+_STARTED = wire.Started(attempt=1, pid=1, command=())
+
+
+def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:
+    """Play a scene with a machine that is listened to."""
+
+    async def play() -> None:
+        channel = FakeChannel()
+        node = Node(0, "node1", channel, "token.0.0")
+        node.listen(on_output=lambda *_: None, on_change=lambda: None)
+        try:
+            await scene(node, channel)
+        finally:
+            channel.says.put_nowait(None)
+            await node.close()
+
+    asyncio.run(play())
+
+
+async def said(channel: FakeChannel, *messages: wire.FromKeeper) -> None:
+    """Let the machine say something, and wait until it has been taken in."""
+    for message in messages:
+        channel.says.put_nowait(message)
+    while not channel.says.empty():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        node.expect(1)
+        starting = asyncio.ensure_future(node.start(_START, within_s=5))
+        await said(channel, wire.Ended(attempt=0, good=True), _STARTED)
+        await starting
+        assert not node.ended
+        this = wire.Ended(attempt=1, good=False, words="of this one")
+        await said(channel, this)
+        assert node.ended == this
+
+    with_node(scene)
+
+
+def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        node.expect(1)
+        starting = asyncio.ensure_future(node.start(_START, within_s=5))
+        await said(channel, _STARTED)
+        await starting
+        await node.stop(5, "another machine failed")
+        # It had failed by then; to the request it answers that nothing runs any more.
+        failed = wire.Ended(attempt=1, good=False, words="out of memory")
+        await said(channel, failed, wire.Ended(attempt=1, good=True))
+        assert node.ended == failed
+
+    with_node(scene)
+
+
+def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        node.expect(1)
+        await said(channel, wire.Ended(attempt=0, good=True))
+        assert not node.ended
+        await node.stop(5, "another machine failed")
+        await said(channel, wire.Ended(attempt=0, good=True))
+        assert node.ended == wire.Ended(attempt=0, good=True)
+
+    with_node(scene)
+
+
+def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        node.expect(0)
+        await said(channel, wire.Listening(port=1, addresses=(), reason="old"))
+        node.expect(1)
+        hearing = asyncio.ensure_future(node.hear(wire.Listening, within_s=5))
+        await said(channel, wire.Listening(port=2, addresses=(), reason="new"))
+        assert (await hearing).port == 2
+
+    with_node(scene)
+
+
+def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        with pytest.raises(MachineLost, match="node1 does not answer"):
+            await node.hear(wire.Listening, within_s=0)
+        assert node.lost == "no answer within 0 s"
+
+    with_node(scene)
+
+
+def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
+    async def scene(node: Node, channel: FakeChannel) -> None:
+        for _ in range(1000):
+            channel.says.put_nowait(wire.Output(rank=0, text="still here\n"))
+
+    with_node(scene)

@@ -1,0 +1,161 @@
+"""The messages between launcher and keepers: what is sent arrives, what is not one of them does not."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmuster.launch import wire
+
+PREPARE = wire.Prepare(
+    run_id="20260131-120000-train-1a2b",
+    token="0123.0",
+    command=("train.py", "--name", "Zoë's run 🚀", "a\nb", "--empty", ""),
+    module=False,
+    folder="/home/ana/Käse",
+    device="gpu",
+    ranks=None,
+    gpu_ids=("0", "GPU-8f6b"),
+    environment={"NOTE": "tab\there", "EMPTY": ""},
+)
+ENDED = wire.Ended(
+    attempt=2,
+    good=False,
+    failures=(
+        wire.Failure(
+            rank=3, local_rank=1, exit_code=-9, ago_s=0.25, evidence="the kernel killed it"
+        ),
+    ),
+)
+
+
+def through_a_pipe(message: wire.Message) -> bytes:
+    """Return the JSON that arrives; every line on its way is short, ASCII and whole."""
+    lines = wire.to_lines(message).splitlines(keepends=True)
+    assembler = wire.Assembler()
+    whole = [assembler.add(line) for line in lines]
+    assert all(line.isascii() and line.endswith(b"\n") for line in lines)
+    assert all(len(line) <= wire.LINE_LIMIT + 2 for line in lines)
+    assert whole[:-1] == [None] * (len(lines) - 1)
+    assert whole[-1] is not None
+    return whole[-1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PREPARE,
+        wire.Listen(nonce="n", port=None),
+        wire.Reach(nonce="n", targets=(wire.Target(address="fd00::1", port=29400),), timeout_s=5.0),
+        wire.Stop(grace_s=5.0, why="Ctrl-C"),
+        wire.Signal(name="SIGUSR1"),
+        wire.TellPackages(),
+        wire.Alive(),
+        wire.Leave(exit_code=1, words="rank 1 on b failed: „nichts“"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_the_launcher_says_arrives(message: wire.ToKeeper) -> None:
+    assert wire.decode_to_keeper(wire.encode(message)) == message
+    assert wire.decode_to_keeper(through_a_pipe(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ENDED,
+        wire.Refused(trouble=wire.Trouble(name="impossible", what="no", exit_code=2)),
+        wire.Waiting(words="GPU 0 is in use"),
+        wire.Output(rank=7, text="épôque\x1b[31m 1\r\n"),
+        wire.Packages(packages={"torch": "2.13.0+cpu"}),
+        wire.Alive(),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_a_keeper_says_arrives(message: wire.FromKeeper) -> None:
+    assert wire.decode_from_keeper(wire.encode(message)) == message
+    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+
+
+@pytest.mark.parametrize("extra", range(-40, 41))
+def test_a_message_is_cut_anywhere_and_put_together_again(extra: int) -> None:
+    # Three pieces, their ends at every place around the limit.
+    message = wire.Output(rank=0, text="x" * (2 * wire.LINE_LIMIT + extra) + "é")
+    assert wire.to_lines(message).count(b"\n") in (2, 3)
+    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+
+
+@given(st.text(max_size=3000), st.integers(0, 10**6))
+def test_any_text_of_a_rank_arrives(text: str, rank: int) -> None:
+    safe = text.encode("utf-8", errors="replace").decode()  # halves of characters never leave a log
+    message = wire.Output(rank=rank, text=safe)
+    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+
+
+def test_messages_follow_each_other_on_one_pipe() -> None:
+    assembler = wire.Assembler()
+    lines = (wire.to_lines(PREPARE) + wire.to_lines(wire.Alive())).splitlines(keepends=True)
+    arrived = [data for line in lines if (data := assembler.add(line)) is not None]
+    assert [wire.decode_to_keeper(data) for data in arrived] == [PREPARE, wire.Alive()]
+
+
+def test_line_ends_of_other_systems_are_no_part_of_a_message() -> None:
+    data = wire.to_lines(wire.Alive()).replace(b"\n", b"\r\n")
+    assert wire.Assembler().add(data) == b'{"kind":"alive"}'
+
+
+def test_a_field_that_is_not_known_is_ignored() -> None:
+    newer = json.loads(wire.encode(PREPARE)) | {"priority": "high", "more": [1, {"deep": None}]}
+    assert wire.decode_to_keeper(json.dumps(newer).encode()) == PREPARE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"kind":"explode"}',
+        b'{"kind":"ended","attempt":0,"good":true}',  # a keeper's word
+        b'{"kind":"stop","grace_s":"soon","why":""}',
+        b'{"kind":"stop"}',
+        b"{}",
+        b"[]",
+        b"null",
+        b"",
+        b"\xff\xfe",
+        b'{"kind":"alive"',
+        b"GET / HTTP/1.1",
+    ],
+)
+def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
+    with pytest.raises(wire.Garbled):
+        wire.decode_to_keeper(data)
+
+
+@pytest.mark.parametrize("data", [b'{"kind":"leave","exit_code":0,"words":""}', b"\xc3(", b"7"])
+def test_what_is_not_a_message_of_a_keeper_is_an_error(data: bytes) -> None:
+    with pytest.raises(wire.Garbled):
+        wire.decode_from_keeper(data)
+
+
+@pytest.mark.parametrize("line", [b"Last login: Mon\n", b"\n", b"", b"\x00=\n", b" =x\n"])
+def test_a_line_that_is_not_of_the_protocol_is_named_in_the_error(line: bytes) -> None:
+    with pytest.raises(wire.Garbled) as caught:
+        wire.Assembler().add(line)
+    assert str(caught.value) == line.decode().strip()
+
+
+def test_whoever_sends_without_an_end_is_refused_before_memory_is_gone() -> None:
+    assembler = wire.Assembler()
+    piece = b"+" + b"x" * wire.LINE_LIMIT + b"\n"
+    for _ in range(wire.MESSAGE_LIMIT // wire.LINE_LIMIT):
+        assert assembler.add(piece) is None
+    with pytest.raises(wire.Garbled):
+        assembler.add(piece)
+
+
+def test_a_number_that_json_does_not_know_is_not_sent_as_nothing_unnoticed() -> None:
+    # Such a time would arrive as null, and nobody would understand the message.
+    endless = wire.Stop(grace_s=math.inf, why="")
+    with pytest.raises(wire.Garbled):
+        wire.decode_to_keeper(wire.encode(endless))
