@@ -99,12 +99,12 @@ def _lines(finding: Finding, width: int, colour: bool) -> Iterable[str]:
 
 
 def _paragraph(title: str, text: str, width: int) -> Iterable[str]:
-    """Wrap prose to the width, but not a fix: a command must survive being copied."""
+    """Wrap prose to the width; a command, a path or a traceback must survive being copied."""
     indent = " " * 9 + f"{title:<5}"
     room = max(width - len(indent), 40)
     for line in text.splitlines():
         wrapped = [line]
-        if title != "fix":
+        if title == "why":
             wrapped = textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
         for piece in wrapped or [""]:
             yield f"{indent}{piece}"

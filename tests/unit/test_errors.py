@@ -14,6 +14,7 @@ from torchmuster.errors import (
     DevicesBusy,
     ExitCode,
     Impossible,
+    MachineLost,
     Mistake,
     MusterError,
     NoSuchDevice,
@@ -30,6 +31,7 @@ EXIT_CODES = {
     TooFewDevices: 2,
     CudaAlreadyInitialised: 2,
     NoSuchRun: 2,
+    MachineLost: 1,
     NotNow: 3,
     DevicesBusy: 3,
 }

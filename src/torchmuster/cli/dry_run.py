@@ -130,8 +130,7 @@ def _stands_in(word: str, text: str) -> bool:
 
 def _alone(spec: JobSpec, runs: Path) -> Machine:
     prepare = _prepare(spec, None)
-    held = holding.take(prepare, lambda _: None)
-    held.release()
+    held = holding.look(prepare)
     keeper = (sys.executable, *KEEPER)
     return _machine(
         spec,

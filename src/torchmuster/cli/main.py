@@ -55,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, command = scripts.split_off(words) if _takes_script(words) else _split_off_command(words)
     parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        hint = "; the script's own flags come after the script" if _takes_script(words) else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if command is not None and not hasattr(options, "command"):
         parser.error("this command does not run another one after --")
     if command is not None:

@@ -4,9 +4,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
 from torchmuster.devices.acquire import Held, acquire
+from torchmuster.devices.choose import choose
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
+from torchmuster.devices.model import Device, Kind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import Request
 from torchmuster.devices.visibility import STAGES, variables_for, visible
@@ -33,39 +36,72 @@ class Holding:
 
 def take(prepare: wire.Prepare, on_wait: Callable[[MusterError], None]) -> Holding:
     """Choose and claim what the launcher asked for; raises what ``acquire`` raises."""
+    if (cpu := _cpu(prepare)) is not None:
+        return cpu
+    try:
+        held = acquire(
+            Claims.here(os.environ),
+            snapshot.take_with_history,
+            _request(prepare),
+            environment=os.environ,
+            wait_s=prepare.wait_s,
+            on_wait=on_wait,
+            command=["muster", "run", *prepare.command],
+        )
+    except MusterError as error:
+        error.fix = _for_a_run(error.fix, prepare)
+        raise
+    return _gpus(held.decision, held)
+
+
+def look(prepare: wire.Prepare) -> Holding:
+    """Choose what ``take`` would choose now, and claim nothing."""
+    if (cpu := _cpu(prepare)) is not None:
+        return cpu
     node = snapshot.take_with_history()
-    seen = visible(node.accelerators, os.environ).devices
-    if prepare.device == "cpu" or (prepare.device == "auto" and not seen and not prepare.gpu_ids):
-        return _cpu(prepare, has_accelerators=bool(node.accelerators))
-    request = Request(
-        ids=None if prepare.gpu_ids is None else tuple(prepare.gpu_ids),
-        count=prepare.ranks,
-        share=prepare.share,
-    )
-    held = acquire(
-        Claims.here(os.environ),
-        snapshot.take_with_history,
-        request,
-        environment=os.environ,
-        wait_s=prepare.wait_s,
-        on_wait=on_wait,
-        command=["muster", "run", *prepare.command],
-    )
-    devices = held.decision.value
+    claimed = Claims.here(os.environ).glance(one.uuid for one in node.accelerators).in_the_way
+    try:
+        decision = choose(node, _request(prepare), environment=os.environ, claims=claimed)
+    except MusterError as error:
+        error.fix = _for_a_run(error.fix, prepare)
+        raise
+    return _gpus(decision, None)
+
+
+def _request(prepare: wire.Prepare) -> Request:
+    return Request(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
+
+
+def _gpus(decision: Decision[tuple[Device, ...]], held: Held | None) -> Holding:
+    devices = decision.value
     threads, reason = _threads(len(devices))
     variables: dict[str, str | None] = {**variables_for(devices)}
-    variables[TOKEN_VARIABLE] = ",".join(held.tokens)
+    if held is not None:
+        variables[TOKEN_VARIABLE] = ",".join(held.tokens)
     return Holding(
         ranks=len(devices),
         devices=tuple(f"{one.label} {one.name}" for one in devices),
         variables=variables,
         threads=threads,
-        reasons=(held.decision.reason, reason),
+        reasons=(decision.reason, reason),
         held=held,
     )
 
 
-def _cpu(prepare: wire.Prepare, *, has_accelerators: bool) -> Holding:
+def _for_a_run(fix: str, prepare: wire.Prepare) -> str:
+    """Say the way out in the words of the command that was typed."""
+    fix = fix.replace("muster gpus pick", "muster run").replace("--num ", "--num-gpus ")
+    cpu = f"muster run --device cpu --ranks {prepare.ranks or 1} …"
+    return fix.replace("start the program without picking GPUs", cpu)
+
+
+def _cpu(prepare: wire.Prepare) -> Holding | None:
+    """Return the processor, if that is what is asked for or all there is."""
+    node = snapshot.take()
+    has_accelerators = bool(node.accelerators)
+    seen = visible(node.accelerators, os.environ).devices
+    if prepare.device == "gpu" or (prepare.device == "auto" and (seen or prepare.gpu_ids)):
+        return None
     ranks = prepare.ranks or 1
     threads, reason = _threads(ranks)
     if prepare.device == "cpu":
@@ -76,7 +112,9 @@ def _cpu(prepare: wire.Prepare, *, has_accelerators: bool) -> Holding:
         why = "the CPU: this machine has no GPU"
     hidden: dict[str, str | None] = {}
     if has_accelerators:
-        hidden = {stage[0]: "" for stages in STAGES.values() for stage in stages[:1]}
+        # To Intel's driver, an empty value means all.
+        kinds = (kind for kind in STAGES if kind is not Kind.XPU)
+        hidden = {STAGES[kind][0][0]: "" for kind in kinds}
     return Holding(
         ranks=ranks,
         devices=("CPU",),
