@@ -40,7 +40,6 @@ CASES = [
     Case(phase="starting", victim="agent", host="node1", says=_AGENT),
     Case(phase="starting", victim="keeper", says=_KEEPER),
     Case(phase="starting", victim="launcher", host="node1", says=None),
-    Case(phase="starting", victim="host", says=_SILENCE),
     Case(phase="running", victim="rank 1", says=_RANK),
     Case(phase="running", victim="agent", says=_AGENT),
     Case(phase="running", victim="keeper", host="node1", says=_KEEPER),

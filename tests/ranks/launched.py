@@ -32,12 +32,18 @@ time.sleep(600)
 class Launched:
     """A ``muster`` command that runs."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        words: tuple[str, ...],
+        env: Mapping[str, str],
+        before: tuple[str, ...] = (),
+    ) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         self.folder = folder
         self.mark = os.urandom(8).hex()
         self.process = subprocess.Popen(
-            muster_argv(words),
+            [*before, *muster_argv(words)],
             cwd=folder,
             env={**inherited, **env, MARK: self.mark},
             stdin=subprocess.DEVNULL,
@@ -137,9 +143,14 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Iterator[Launched]:
-    """Start ``muster`` with these words; at the end nothing of it may be left."""
-    command = Launched(folder, words, env or {})
+def launched(
+    folder: Path,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    before: tuple[str, ...] = (),
+) -> Iterator[Launched]:
+    """Start ``muster`` with these words, after those before; at the end nothing of it may be left."""
+    command = Launched(folder, words, env or {}, before)
     try:
         yield command
     finally:

@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from muster_command import Muster
@@ -211,3 +212,35 @@ def test_a_detached_run_that_cannot_begin_says_so_here(folder: Path, muster: Mus
     assert result.code == 2
     assert result.out == ""
     assert result.err.count("asked for 2 GPUs: none can be had here") == 1
+
+
+def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
+    (folder / "short.py").write_text("import time\nprint('there', flush=True)\ntime.sleep(3)\n")
+    with launched(folder, *cpu("short.py"), before=("nohup",)) as run:
+        run.wait_for("there")
+        os.kill(run.process.pid, signal.SIGHUP)
+        assert run.end().code == 0
+
+
+def test_a_detached_run_that_is_left_early_goes_on(folder: Path, muster: Muster) -> None:
+    with launched(folder, *cpu("waiting.py", "--detach")) as run:
+        until = time.monotonic() + 20
+        while not psutil.Process(run.process.pid).children() and time.monotonic() < until:
+            time.sleep(0.001)
+        os.kill(run.process.pid, signal.SIGINT)
+        left = run.end()
+        assert left.code == 0, left
+        assert "to end it:" in left.err
+        assert muster("stop", "last", timeout_s=60).code == 0
+
+
+def test_a_full_disk_does_not_make_a_good_run_a_bad_one(folder: Path) -> None:
+    (folder / "removes.py").write_text(
+        "import os, pathlib, shutil\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    [shutil.rmtree(one) for one in pathlib.Path('runs').iterdir()]\n"
+    )
+    with launched(folder, *cpu("removes.py", ranks=1)) as run:
+        done = run.end()
+        assert done.code == 0, done
+        assert "finished well" in done.err

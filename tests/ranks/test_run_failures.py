@@ -175,6 +175,19 @@ def test_restarts_begin_anew_and_say_so(muster: Muster, own_machine: Path) -> No
     assert json.loads(run.job.read_text())["spec"]["max_restarts"] == 2
 
 
+def test_a_restart_that_fails_silently_is_not_told_by_the_error_before_it(run: Run) -> None:
+    result = run(
+        "import os, time\n"
+        "if os.environ['RANK'] == '0': time.sleep(600)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('first attempt')\n"
+        "os._exit(3)\n",
+        "--max-restarts",
+        "1",
+    )
+    assert run.headline(result) == f"rank 1 on {HOST} failed: exit code 3"
+    assert "ValueError: first attempt; starting again in 1 s" in result.err
+
+
 def test_ranks_that_are_saving_get_the_whole_grace(muster: Muster, own_machine: Path) -> None:
     # Longer than torchrun's own patience would be.
     (own_machine / "train.py").write_text(

@@ -14,6 +14,8 @@ from hosts.namespaces import await_true
 
 VICTIMS = ("rank", "agent", "keeper", "ssh session", "watchman", "launcher", "host", "link")
 PHASES = ("starting", "running", "ending")
+# The launcher reaches its own machine without ssh.
+_ONLY_ON = {"launcher": "node1", "ssh session": "node2"}
 _RESTARTABLE = ("rank", "agent", "keeper", "ssh session")
 _CAUSES = {
     "rank": r"rank {rank} on {host} failed: killed \(SIGKILL\)",
@@ -76,7 +78,7 @@ def events(count: int, chance: random.Random) -> Iterator[Event]:
         chance.shuffle(kinds)
         restarting = bool(next(rounds) % 2)
         for victim, phase in kinds:
-            host = "node1" if victim == "launcher" else chance.choice(("node1", "node2"))
+            host = _ONLY_ON.get(victim) or chance.choice(("node1", "node2"))
             if phase == "ending" and victim == "rank":
                 host = "node2"  # the other one has ended already
             restarts = restarting and victim in _RESTARTABLE and phase != "ending"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -34,7 +35,8 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
         state = _see_it_begin(run, child)
     except KeyboardInterrupt:  # said before: that leaves the run to itself
         state = ledger.read_state(run)
-    return _tell(run, state)
+    # Before its first word there is no state; a process that is there has one soon.
+    return _tell(run, state, begun=state is not None or _lives(child))
 
 
 def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
@@ -42,6 +44,7 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
     code = int(ExitCode.FAILED)
     try:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nobody's terminal is its affair any more
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
@@ -70,11 +73,19 @@ def _see_it_begin(run: RunFolder, child: int) -> ledger.State | None:
     return ledger.read_state(run)
 
 
-def _tell(run: RunFolder, state: ledger.State | None) -> int:
-    active = state is not None and state.active
+def _lives(child: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(child, os.WNOHANG)[0] == 0
+    return False
+
+
+def _tell(run: RunFolder, state: ledger.State | None, *, begun: bool) -> int:
+    active = state.active if state is not None else begun
     if not active and (state is None or state.exit_code != ExitCode.GOOD):
         if run.console.exists():
             sys.stderr.write(run.console.read_text(encoding="utf-8", errors="replace"))
+        else:
+            output.say("muster: the run ended before it began, without a word")
         return state.exit_code if state and state.exit_code is not None else ExitCode.FAILED
     print(run.id)
     if not active:

@@ -15,7 +15,8 @@ from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 from torchmuster.launch.local import KEEPER
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.spec import Host, JobSpec
-from torchmuster.launch.ssh import keeper_command
+from torchmuster.launch.ssh import is_here, keeper_command
+from torchmuster.launch.supervisor import environment_of
 from torchmuster.redaction import redact_command, redact_mapping
 
 # What is only settled when the machines have answered stands in capitals. Where the code that makes
@@ -166,7 +167,9 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             sizes=sizes,
             logs=Path("RECORDS", "logs"),
             python=remote_python,
-            reached_by=keeper_command(host.name, remote_python),
+            reached_by=(sys.executable, *KEEPER)
+            if is_here(host.name)
+            else keeper_command(host.name, remote_python, lost_after_s=spec.limits.lost_after_s),
         )
         machines.append(machine)
     return machines
@@ -184,7 +187,7 @@ def _prepare(spec: JobSpec, host: Host | None) -> wire.Prepare:
         ranks=ranks or spec.ranks or (1 if spec.device == "cpu" else None),
         gpu_ids=spec.gpu_ids,
         share=spec.share,
-        environment=spec.environment,
+        environment=environment_of(spec),
         alone=host is None,
     )
 

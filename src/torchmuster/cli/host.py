@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--nnodes", type=job_flags.count, required=True, metavar="N", help="machines, this one too"
+        "--nnodes", type=_machines, required=True, metavar="N", help="machines, this one too"
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_meeting_flags(parser)
@@ -85,6 +85,15 @@ def _run(options: argparse.Namespace) -> int:
         on_code=lambda place, code: _show(place, code.short() if options.short_codes else code),
     )
     return stay(spec, transport, create(options.runs, spec.name))
+
+
+def _machines(text: str) -> int:
+    from torchmuster.launch.join.code import MOST_PLACES
+
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= MOST_PLACES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_PLACES}")
+    return number
 
 
 def _show(place: int, code: "Code") -> None:

@@ -11,16 +11,18 @@ from typing import Any
 from torchmuster.cli import output
 from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.cli.scripts import Script
-from torchmuster.config.layers import Flag, Source, Strength
+from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
-# Set by people to steer the libraries; everything else of an environment belongs to its machine.
+# Signs of life come every 2 s; less than two of them missing means nothing.
+_SHORTEST_SILENCE_S = 5.0
 # --wait without a time: longer than anybody waits, and still a number that can be sent.
 _FOREVER_S = 10 * 365 * 86400.0
+# Set by people to steer the libraries; everything else of an environment belongs to its machine.
 _LIBRARY_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS")
 
 
@@ -77,7 +79,7 @@ def add_meeting_flags(parser: argparse.ArgumentParser) -> Any:
     )
     many.add_argument(
         "--lost-after",
-        type=duration,
+        type=_silence,
         default=10.0,
         metavar="TIME",
         help="a machine without a sign of life for so long is lost (10s)",
@@ -210,17 +212,13 @@ def _ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
     if options.ranks is None:
         return None if options.device == "cpu" else gpus
     if options.device != "cpu" and gpus is not None and gpus != options.ranks:
-        source = _where(resolved.sources["distributed.num_gpus"])
+        source = resolved.sources["distributed.num_gpus"].where
         raise Impossible(
             f"--ranks {options.ranks} and {gpus} GPUs ({source}) do not fit",
             why="each GPU gets one rank",
             fix="give one of the two",
         )
     return int(options.ranks)
-
-
-def _where(source: Source) -> str:
-    return source.where
 
 
 def _environment(names: list[str]) -> dict[str, str]:
@@ -257,6 +255,14 @@ def duration(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _silence(text: str) -> float:
+    seconds = duration(text)
+    if seconds < _SHORTEST_SILENCE_S:
+        shortest = f"{_SHORTEST_SILENCE_S:.0f}s"
+        raise argparse.ArgumentTypeError(f"{text!r} is too short: {shortest} is the least")
+    return seconds
 
 
 def port(text: str) -> int:

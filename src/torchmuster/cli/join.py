@@ -50,7 +50,7 @@ async def _join(code: "Code", options: argparse.Namespace) -> int:
     channel = await connect(
         code,
         on_event=_say,
-        open_firewall=lambda port: firewall.open_command("linux", port),
+        open_firewall=firewall.open_command_anywhere,
         discover=not options.no_discovery,
         patience_s=options.patience,
     )

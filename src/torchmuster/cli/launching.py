@@ -8,13 +8,11 @@ from torchmuster.launch.spec import JobSpec
 from torchmuster.runfolder import RunFolder
 
 
-def stay(
-    spec: JobSpec, transport: Transport, run: RunFolder, *, survives_hangup: bool = False
-) -> int:
+def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
     """Launch a job and show how it goes until it is over."""
     from torchmuster.launch.launcher import launch
 
-    return launch(spec, transport, run, job_flags.voice_for, survives_hangup=survives_hangup)
+    return launch(spec, transport, run, job_flags.voice_for)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:
@@ -22,7 +20,7 @@ def transport_for(spec: JobSpec, python: str) -> Transport:
     if spec.hosts:
         from torchmuster.launch.ssh import SshTransport
 
-        return SshTransport(spec.hosts, python)
+        return SshTransport(spec.hosts, python, lost_after_s=spec.limits.lost_after_s)
     from torchmuster.launch.local import LocalTransport
 
     return LocalTransport(socket.gethostname())

@@ -96,6 +96,7 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="muster",
         description="From some GPUs to a distributed PyTorch run that is proven to work.",
         formatter_class=parsers.HelpFormat,
+        allow_abbrev=False,
     )
     parsers.show_examples(parser, _EXAMPLES)
     codes = [f"{code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]

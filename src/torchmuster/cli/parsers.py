@@ -30,6 +30,7 @@ def add_action(
         description=f"{sentence}\n{more}" if more else sentence,
         formatter_class=HelpFormat,
         usage=usage,
+        allow_abbrev=False,  # a flag that is passed on must be the flag that was meant
     )
     show_examples(parser, examples)
     return parser

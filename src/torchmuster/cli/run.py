@@ -68,14 +68,21 @@ def _run(options: argparse.Namespace) -> int:
         return slurm_run.submit_and_follow(options, spec)
     slurm_run.refuse_flags_without_slurm(options)
     python = resolved.settings.launch.remote_python or sys.executable
-    if options.dry_run:
+    transport = slurm_run.transport_inside(spec)
+    if options.dry_run and transport is None:
         from torchmuster.cli import dry_run
 
         return dry_run.show(spec, python, options.runs, as_json=options.json)
-    transport = slurm_run.transport_inside(spec) or transport_for(spec, python)
+    if options.dry_run:
+        raise Impossible(
+            "--dry-run shows nothing useful inside a Slurm job",
+            why="which devices and addresses the nodes have is known when their keepers answer",
+            fix="muster run --slurm --dry-run …  # outside of the job shows its script",
+        )
+    transport = transport or transport_for(spec, python)
     run = create(options.runs, spec.name)
     if options.detach:
         from torchmuster.cli import detaching
 
-        return detaching.detach(run, lambda: stay(spec, transport, run, survives_hangup=True))
+        return detaching.detach(run, lambda: stay(spec, transport, run))
     return stay(spec, transport, run)

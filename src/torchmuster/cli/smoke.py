@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from torchmuster.cli import job_flags, parsers
+from torchmuster.cli import job_flags, parsers, slurm_run
 from torchmuster.cli.launching import stay, transport_for
 from torchmuster.cli.scripts import Script
 from torchmuster.runfolder import create
@@ -35,4 +35,5 @@ def _run(options: argparse.Namespace) -> int:
     script = Script(command=(PROGRAM,), module=True)
     spec = job_flags.job_from(options, resolved, script)
     python = resolved.settings.launch.remote_python or sys.executable
-    return stay(spec, transport_for(spec, python), create(options.runs, spec.name))
+    transport = slurm_run.transport_inside(spec) or transport_for(spec, python)
+    return stay(spec, transport, create(options.runs, spec.name))

@@ -13,6 +13,7 @@ from torchmuster import __version__
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import wire
+from torchmuster.launch.fingerprint import code_folder
 from torchmuster.launch.network.reach import several
 from torchmuster.launch.spec import JobSpec
 from torchmuster.units import format_seconds
@@ -44,11 +45,11 @@ def all_nodes(
     nodes: Sequence[Described],
     spec: JobSpec,
     *,
-    packages: Mapping[str, Mapping[str, str]] | None = None,
+    packages: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[Finding]:
     """Return what differs between the machines and between what they would run.
 
-    ``packages`` are the lists of the machines that ``ask_for_packages`` names, by name; without
+    ``packages`` are the lists of the machines that ``ask_for_packages`` returns, by place; without
     them it is only said that packages differ.
     """
     return [
@@ -58,7 +59,7 @@ def all_nodes(
         *_machine_kinds(nodes),
         *_pythons(nodes),
         *_code([one for one in nodes if one.fingerprint is not None], spec),
-        *_packages([one for one in nodes if one.fingerprint is not None], packages or {}),
+        *_packages(nodes, packages or {}),
         *_clocks(nodes),
     ]
 
@@ -198,7 +199,8 @@ def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
 
 def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
     script = f"module {spec.command[0]}" if spec.module else spec.command[0]
-    folder = code_folder(spec)
+    kind = PureWindowsPath if "\\" in spec.folder else PurePosixPath
+    folder = str(code_folder(kind(spec.folder, spec.command[0]), spec.module, spec.folder))
     missing = [one.name for one in known if not _script_of(one)]
     present = [one for one in known if _script_of(one)]
     # Where no machine has a module, Python itself says so best.
@@ -215,14 +217,6 @@ def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
         )
     if present:
         yield from _different_code(present, script, folder)
-
-
-def code_folder(spec: JobSpec) -> str:
-    """Return the folder whose code is compared: the script's, or a module's working directory."""
-    if spec.module:
-        return spec.folder
-    kind = PureWindowsPath if "\\" in spec.folder else PurePosixPath
-    return str(kind(spec.folder, spec.command[0]).parent)
 
 
 def _different_code(present: Sequence[Described], script: str, folder: str) -> Iterator[Finding]:
@@ -271,29 +265,34 @@ def _packages_of(one: Described) -> str:
 
 
 def _packages(
-    known: Sequence[Described], packages: Mapping[str, Mapping[str, str]]
+    nodes: Sequence[Described], packages: Mapping[int, Mapping[str, str]]
 ) -> Iterator[Finding]:
-    others = [one for one in known if _packages_of(one) != _packages_of(known[0])]
+    known = {place: one for place, one in enumerate(nodes) if one.fingerprint is not None}
+    if not known:
+        return
+    first_place, first = next(iter(known.items()))
+    others = {p: one for p, one in known.items() if _packages_of(one) != _packages_of(first)}
     told = {
-        _packages_of(one): _package_differences(known[0].name, one.name, packages)
-        for one in others
-        if one.name in packages and known[0].name in packages
+        _packages_of(one): _package_differences(
+            f"{first.name} / {one.name}", packages[first_place], packages[place]
+        )
+        for place, one in others.items()
+        if place in packages and first_place in packages
     }
     # Those that differ only in what has findings of its own need no other.
-    different = [one.name for one in others if told.get(_packages_of(one)) != ""]
+    different = [one.name for one in others.values() if told.get(_packages_of(one)) != ""]
     if different:
         yield Finding(
             name="packages-differ",
             status=Status.WARNING,
-            what=f"the installed packages on {several(different)} are not those on {known[0].name}",
+            what=f"the installed packages on {several(different)} are not those on {first.name}",
             why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
-            fix=f"pip freeze > requirements.txt  # on {known[0].name}, and then on the others:\n"
+            fix=f"pip freeze > requirements.txt  # on {first.name}, and then on the others:\n"
             "pip install -r requirements.txt",
         )
 
 
-def _package_differences(first: str, other: str, packages: Mapping[str, Mapping[str, str]]) -> str:
-    mine, theirs = packages[first], packages[other]
+def _package_differences(who: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     names = [
         name
         for name in sorted({*mine, *theirs} - _TOLD_APART)
@@ -305,7 +304,7 @@ def _package_differences(first: str, other: str, packages: Mapping[str, Mapping[
     ]
     if len(names) > len(shown):
         shown.append(f"and {len(names) - len(shown)} more")
-    return f"{first} / {other}: {', '.join(shown)}" if names else ""
+    return f"{who}: {', '.join(shown)}" if names else ""
 
 
 # ---- how they are told

@@ -32,7 +32,9 @@ _OWN_PREFIX = re.compile(r"\[rank ?(\d{1,9})\]")
 # torch's own log lines begin with a time to the nanosecond, so no two of them would be alike.
 _LOG_TIME = re.compile(r"(?<=^\[[EFIW])\d{4} \d\d:\d\d:\d\d\.\d+")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\)|[ -/]*[0-~])")
+_SEQUENCE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])"
+)
 # Control characters, marks that turn the direction of writing, and halves of characters
 _STEERING = (
     "\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"

@@ -15,10 +15,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from torchmuster.launch import wire
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 # Installers do not take part in a run, and differ between machines that are otherwise alike.
 _INSTALLERS = {"pip", "wheel", "uv"}
 _FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
@@ -37,20 +39,12 @@ class Bounds:
 
 
 def take(
-    command: Sequence[str],
-    module: bool,
-    folder: str,
-    *,
-    python_path: str = "",
-    bounds: Bounds | None = None,
+    command: Sequence[str], module: bool, folder: str, *, bounds: Bounds | None = None
 ) -> wire.Fingerprint:
-    """Return the fingerprint of what a command would run in a folder, without running any of it.
-
-    ``python_path`` is the PYTHONPATH that the command will have.
-    """
+    """Return the fingerprint of what a command would run in a folder, without running any of it."""
     script: Path | None = Path(folder, command[0])
     if module:
-        script = module_file(command[0], folder, python_path)
+        script = module_file(command[0], folder)
     code_sha256, code_files = "", 0
     if script is not None:
         code_sha256, code_files = _code(
@@ -64,22 +58,22 @@ def take(
     )
 
 
-def code_folder(script: Path, module: bool, folder: str) -> Path:
+def code_folder(script: AnyPath, module: bool, folder: str) -> AnyPath:
     """Return the folder from which a script's own imports come.
 
     That is the script's own folder; for a module it is the working directory, or its package where
     that is installed elsewhere.
     """
     if module and script.is_relative_to(folder):
-        return Path(folder)
+        return type(script)(folder)
     return script.parent
 
 
-def module_file(name: str, folder: str, python_path: str = "") -> Path | None:
+def module_file(name: str, folder: str) -> Path | None:
     """Return the file that ``python -m name`` would run in a folder, importing nothing."""
-    roots = [folder, *python_path.split(os.pathsep), *sys.path]
+    roots = [folder, *filter(None, sys.path)]
     top, *rest = name.split(".")
-    found = _module_below([Path(root) for root in roots if root], [top, *rest])
+    found = _module_below([Path(root) for root in roots], [top, *rest])
     return found or _module_below(_hooked(top), rest)
 
 

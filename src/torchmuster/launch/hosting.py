@@ -36,8 +36,13 @@ class HostTransport:
 
     @property
     def places(self) -> Sequence[str]:
-        """This machine, then those that join."""
-        return [*self._local.places, *self._service.places]
+        """This machine, then those that join; no two have the same name."""
+        names = [*self._local.places, *self._service.places]
+        first_of = {name: place for place, name in reversed(list(enumerate(names)))}
+        return [
+            name if first_of[name] == place else f"{name} ({place + 1})"
+            for place, name in enumerate(names)
+        ]
 
     async def open(self, arrive: Arrive) -> None:
         """Start the keeper here, open the door, and give out the codes."""

@@ -13,6 +13,7 @@ from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import from_error
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive, Channel, Transport
+from torchmuster.launch.network.reach import several
 from torchmuster.launch.spec import JobSpec
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
@@ -28,8 +29,6 @@ def launch(
     transport: Transport,
     run: RunFolder,
     make_voice: Callable[[RunFolder], "TerminalVoice"],
-    *,
-    survives_hangup: bool = False,
 ) -> int:
     """Launch a job and stay with it until it is over; return the exit code of the command."""
 
@@ -37,7 +36,7 @@ def launch(
         # The machines are called first: keepers start while this process imports what it needs.
         called = _Called(transport)
         await called.call()
-        return await _launch(spec, called, run, make_voice(run), survives_hangup)
+        return await _launch(spec, called, run, make_voice(run))
 
     return asyncio.run(work())
 
@@ -97,7 +96,6 @@ async def _launch(
     transport: Transport,
     run: RunFolder,
     voice: "TerminalVoice",
-    survives_hangup: bool,
 ) -> int:
     from torchmuster.launch import ledger
     from torchmuster.launch.supervisor import Supervisor
@@ -111,12 +109,17 @@ async def _launch(
     with voice.speaking():
         voice.say(f"run {run.id}")
         try:
-            with _signals(supervisor, voice, survives_hangup):
+            with _signals(supervisor, voice):
                 outcome = await supervisor.run()
         except MusterError as error:
             voice.show(from_error(error))
             diary.ended("failed", error.exit_code, error.what)
             return error.exit_code
+        except (
+            asyncio.CancelledError
+        ):  # Ctrl-C before anybody was there to ask for the end politely
+            diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+            raise
         except BaseException as error:
             diary.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
             raise
@@ -137,13 +140,19 @@ def _conclude(
         diary.ended("finished", ExitCode.GOOD, "finished well")
         return ExitCode.GOOD
     if outcome.stopped:
-        voice.say(f"stopped after {took}; nothing of it is running any more")
+        voice.say(f"stopped after {took}; {_left(outcome.left)}")
         diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
         return ExitCode.INTERRUPTED
     assert outcome.finding is not None
     voice.show([outcome.finding])
     diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
     return ExitCode.FAILED
+
+
+def _left(machines: Sequence[str]) -> str:
+    if not machines:
+        return "nothing of it is running any more"
+    return f"given up: {several(machines)}, where its keeper ends it as soon as it can"
 
 
 def _shown(path: Path) -> str:
@@ -153,9 +162,7 @@ def _shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _signals(
-    supervisor: "Supervisor", voice: "TerminalVoice", survives_hangup: bool
-) -> Iterator[None]:
+def _signals(supervisor: "Supervisor", voice: "TerminalVoice") -> Iterator[None]:
     """Turn signals into requests for as long as the run lasts."""
     loop = asyncio.get_running_loop()
 
@@ -181,9 +188,10 @@ def _signals(
     with contextlib.suppress(AttributeError, NotImplementedError):
         loop.add_signal_handler(signal.SIGTSTP, suspend)
         known.append(signal.SIGTSTP)
-        hangup = (lambda: None) if survives_hangup else (lambda: stop("the terminal has gone"))
-        loop.add_signal_handler(signal.SIGHUP, hangup)
-        known.append(signal.SIGHUP)
+        # Whoever started it with nohup, or --detach, has said that a hangup should do nothing.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, stop, "the terminal has gone")
+            known.append(signal.SIGHUP)
     try:
         yield
     finally:

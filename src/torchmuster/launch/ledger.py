@@ -4,6 +4,7 @@
 launcher was killed: whether it is alive is asked of the system, not of the file.
 """
 
+import contextlib
 import json
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from torchmuster.errors import Impossible
 from torchmuster.launch.spec import JobSpec
 from torchmuster.redaction import redact_command, redact_mapping
 from torchmuster.runfolder import RunFolder, write_atomically
@@ -119,7 +121,14 @@ def write_job(
         slurm_job=slurm_job,
     )
     content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
-    write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
+    try:
+        write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise Impossible(
+            f"cannot write in the run's folder {run.path}",
+            why=error.strerror or str(error),
+            fix="make room on that disk, or put run folders elsewhere: --runs DIR",
+        ) from error
 
 
 def read_job(run: RunFolder) -> Job | None:
@@ -174,7 +183,8 @@ class Diary:
         )
 
     def _write(self, state: State) -> None:
-        write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
 
 
 def read_state(run: RunFolder) -> State | None:

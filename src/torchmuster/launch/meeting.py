@@ -56,7 +56,7 @@ async def meet(
         best, narrowed = None, listening
     reached = await _reach_all(others, nonce, narrowed, limit_s)
     chosen = reach.choose_address(head.name, system, narrowed, reached, timeout_s=limit_s)
-    ends = [reach.local_end(reached[node.name], chosen.value) for node in others]
+    ends = [reach.local_end(answer, chosen.value) for _, answer in reached]
     local = (*_with(listening.addresses, chosen.value), *filter(None, ends))
     places = [_place(node, end) for node, end in zip(nodes, local, strict=True)]
     target = wire.Target(address=chosen.value, port=talking.port)
@@ -65,9 +65,9 @@ async def meet(
             caller=place,
             called=places[0],
             port=talking.port,
-            problem=reach.problem_at(talked[node.name], target),
+            problem=reach.problem_at(answer, target),
         )
-        for node, place in zip(others, places[1:], strict=True)
+        for (_, answer), place in zip(talked, places[1:], strict=True)
     ]
     calls += await _call_each_other(nodes, places, nonce, limit_s)
     both_ways = spec.backend != "muster" or any(_has_gpus(node) for node in nodes)
@@ -93,11 +93,17 @@ async def _reach(
 
 async def _reach_all(
     nodes: Sequence[Node], nonce: str, listening: wire.Listening, limit_s: float
-) -> dict[str, wire.Reached]:
+) -> reach.Answers:
     """Let machines try all addresses of the first one."""
     targets = [wire.Target(address=one.address, port=listening.port) for one in listening.addresses]
-    answers = await asyncio.gather(*(_reach(node, nonce, targets, limit_s) for node in nodes))
-    return {node.name: one for node, one in zip(nodes, answers, strict=True)}
+    return await _answers(nodes, nonce, targets, limit_s)
+
+
+async def _answers(
+    nodes: Sequence[Node], nonce: str, targets: Sequence[wire.Target], limit_s: float
+) -> reach.Answers:
+    found = await asyncio.gather(*(_reach(node, nonce, targets, limit_s) for node in nodes))
+    return [(node.name, one) for node, one in zip(nodes, found, strict=True)]
 
 
 async def _call_each_other(
@@ -149,9 +155,8 @@ def _has_gpus(node: Node) -> bool:
 async def _try_service(spec: JobSpec, nodes: Sequence[Node], target: wire.Target) -> None:
     """Let every machine try the etcd server; torch's agents would only say that it failed."""
     limit_s = spec.limits.reach_s
-    answers = await asyncio.gather(*(_reach(node, "etcd", [target], limit_s) for node in nodes))
-    reached = {node.name: one for node, one in zip(nodes, answers, strict=True)}
-    reach.check_service("etcd", target, reached, timeout_s=limit_s)
+    answers = await _answers(nodes, "etcd", [target], limit_s)
+    reach.check_service("etcd", target, answers, timeout_s=limit_s)
 
 
 def _target(endpoint: str) -> wire.Target:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torchmuster.launch import wire
 
+# How a keeper begins; what a login script or a task's prolog prints does not look like this.
+FIRST_WORDS = (b'={"kind":', b'+{"kind":')
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
 _LAST_WORDS_WITHIN_S = 1.0
@@ -54,8 +56,8 @@ class PipeChannel:
     async def receive(self) -> wire.FromKeeper | None:
         """Return the next message, or None when the keeper has gone."""
         while line := await self._line():
-            if not self._understood and line[:1] not in (b"+", b"="):
-                self._keep(line)  # what a login script prints
+            if not self._understood and not line.startswith(FIRST_WORDS):
+                self._keep(line)
                 continue
             self._understood = True
             if (data := self._assembler.add(line)) is not None:
@@ -76,15 +78,18 @@ class PipeChannel:
         return self._words.strip()
 
     async def close(self) -> None:
-        """Close the pipe, upon which the keeper ends everything; wait for it, but not for ever."""
+        """Close the pipe, upon which the keeper ends everything; wait for it, but not for ever.
+
+        Whoever gives up waiting earlier leaves nothing behind either.
+        """
         self._stdin.close()
-        with contextlib.suppress(OSError):
-            await self._stdin.wait_closed()
         try:
-            await asyncio.wait_for(self._process.wait(), _CLOSE_WITHIN_S)
+            async with asyncio.timeout(_CLOSE_WITHIN_S):
+                await self._process.wait()
         except TimeoutError:
+            pass
+        finally:
             await self.kill()
-        self._listening.cancel()
 
     async def kill(self) -> None:
         """End the process at once."""

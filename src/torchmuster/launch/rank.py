@@ -40,9 +40,14 @@ def main() -> None:
     command = sys.argv[2:]
     die_with_parent()
     rank = int(os.environ["RANK"])
-    _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
     records = Path(settings["records"])
     write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
+    try:
+        _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
+    except OSError as error:  # the keeper is told, as no log can say it
+        error.__traceback__ = None
+        write_record(records / f"rank-{rank}.error.json", _describe(error))
+        raise
     faulthandler.enable()
     if int(os.environ["WORLD_SIZE"]) != settings["world_size"]:
         sys.exit(

@@ -1,6 +1,7 @@
 """The roll-call: who is here, who is missing and why. What it costs grows with the machines, not faster."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable
 from torchmuster.errors import MachineLost, MusterError, NotNow
 from torchmuster.launch import compare, wire
 from torchmuster.launch.channel import Channel, Transport
+from torchmuster.launch.network.reach import several
 from torchmuster.launch.node import Node, error_from
 from torchmuster.launch.waiting import Waiting
 
@@ -17,6 +19,8 @@ _CALL_AGAIN_AFTER_S = 1.0
 # Many machines that come at once are looked at together.
 _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
+# A lost machine hears nothing of being let go of, so that nothing is gained by waiting for it.
+_LET_GO_WITHIN_S = 3.0
 
 
 class RollCall:
@@ -86,13 +90,25 @@ class RollCall:
         """Call every machine again that was lost or is not prepared; return those that came."""
         whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
         lost = [place for place in range(len(self._transport.places)) if place not in whole]
-        for place in lost:
-            if place in self._nodes:  # else it has been called already
-                await self._nodes.pop(place).close()
-                await self._transport.reopen(place)
+        known = [self._nodes[place] for place in lost if place in self._nodes]
+
+        def words() -> str:
+            return f"letting go of {several([node.name for node in known])}, to call them again"
+
+        async with self._waiting.telling(words):
+            leaving = asyncio.gather(*(self._call_anew(node) for node in known))
+            await self._waiting.unless_stopped(leaving)
         if lost:
             await self.call(lost, again=True)
         return [self._nodes[place] for place in lost]
+
+    async def _call_anew(self, node: Node) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LET_GO_WITHIN_S if node.lost else None):
+                await node.close()
+        if self._nodes.get(node.place) is node:  # else it has come again by itself
+            del self._nodes[node.place]
+            await self._transport.reopen(node.place)
 
     async def close(self) -> None:
         """Stop looking after the machines."""

@@ -20,31 +20,41 @@ from torchmuster.devices.processes import user_of_this_process
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive
+from torchmuster.launch.join.open_files import make_room_for
 from torchmuster.launch.local import KEEPER
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.pipe import PipeChannel
-from torchmuster.launch.spec import Host
+from torchmuster.launch.spec import Host, Limits
 
 # More logins at a time than this and sshd begins to refuse them (MaxStartups).
 AT_ONCE = 32
 # One ssh process for each machine: beyond this, starting them belongs to a scheduler.
 MOST_HOSTS = 256
+_ALIVE_EVERY_S = 3
+_FILES_EACH = 4
 _OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes"),  # never wait for a password nobody sees being asked
     *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=3"),
-    *("-o", "ServerAliveCountMax=3"),
+    *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}"),
     *("-o", "ClearAllForwardings=yes"),
     # A connection that is open already is used; one that outlives the run is not left behind.
     *("-o", "ControlMaster=no"),
 )
 
 
-def keeper_command(host: str, python: str) -> list[str]:
-    """Return the ssh command that starts a keeper on a machine."""
+def keeper_command(
+    host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
+) -> list[str]:
+    """Return the ssh command that starts a keeper on a machine.
+
+    ssh gives up a silent link a little after the launcher has taken the machine for lost, not before.
+    """
     remote = " ".join(shlex.quote(word) for word in (python, *KEEPER))
-    return ["ssh", *_OPTIONS, "--", host, f"exec {remote}"]
+    # It ends when it would ask once more than so many times.
+    asked = max(1, int(lost_after_s // _ALIVE_EVERY_S))
+    patience = ("-o", f"ServerAliveCountMax={asked}")
+    return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
 
 
 def is_here(host: str) -> bool:
@@ -58,7 +68,13 @@ def is_here(host: str) -> bool:
 class SshTransport:
     """One place for each host, in the order they were written."""
 
-    def __init__(self, hosts: Sequence[Host], python: str) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        python: str,
+        *,
+        lost_after_s: float = Limits.lost_after_s,
+    ) -> None:
         if len(hosts) > MOST_HOSTS:
             raise Impossible(
                 f"{len(hosts)} hosts are too many for ssh",
@@ -74,6 +90,7 @@ class SshTransport:
             )
         self._hosts = list(hosts)
         self._python = python
+        self._lost_after_s = lost_after_s
         self._arrive: Arrive | None = None
         self._called_s: dict[int, float] = {}
         self._failed: dict[int, wire.Trouble] = {}
@@ -87,6 +104,7 @@ class SshTransport:
 
     async def open(self, arrive: Arrive) -> None:
         """Call every host, so many at a time."""
+        make_room_for(_FILES_EACH * len(self._hosts), wanted=0)
         self._arrive = arrive
         for place in range(len(self._hosts)):
             await self.reopen(place)
@@ -103,7 +121,7 @@ class SshTransport:
         assert self._arrive is not None
         async with self._gate:
             name = self._hosts[place].name
-            command = keeper_command(name, self._python)
+            command = keeper_command(name, self._python, lost_after_s=self._lost_after_s)
             if place in self._here:
                 command = [sys.executable, *KEEPER]
             try:

@@ -23,6 +23,7 @@ from torchmuster.launch.channel import Transport
 from torchmuster.launch.meeting import Meeting, meet
 from torchmuster.launch.network.reach import several
 from torchmuster.launch.node import Node
+from torchmuster.launch.rank_logs import RankLogs
 from torchmuster.launch.roll_call import RollCall
 from torchmuster.launch.spec import JobSpec
 from torchmuster.launch.waiting import Stopped, Waiting
@@ -32,6 +33,7 @@ _LONGEST_PAUSE_S = 30.0
 _END_WITHIN_S = 8.0
 _LEAVE_WITHIN_S = 3.0
 _MACHINES_SHOWN = 16
+_SILENCES_TOLD = 7
 # What torch says while it starts does not show that a rank is at work.
 _LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
 
@@ -54,11 +56,17 @@ class Voice(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: ``good``, or the finding that says why not."""
+    """How a run ended: ``good``, or the finding that says why not; ``left`` did not say that they ended."""
 
     good: bool
     stopped: bool = False
     finding: Finding | None = None
+    left: tuple[str, ...] = ()
+
+
+def environment_of(spec: JobSpec) -> dict[str, str]:
+    """Return the variables that the ranks of a job get on every machine."""
+    return {GRACE_VARIABLE: f"{max(1.0, spec.limits.grace_s):.0f}"} | spec.environment
 
 
 class Supervisor:
@@ -80,11 +88,13 @@ class Supervisor:
         self._voice = voice
         self._run_id = run_id
         self._logs = logs
+        self._rank_logs = RankLogs(Path(logs), voice.say)
         self.token = token or os.urandom(16).hex()
         self._on_phase = on_phase
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
         self._heard_ranks: set[int] = set()
+        self._silences = 0
         self._many = len(transport.places) > 1
         self._waiting = Waiting(voice.say)
         self._roll = RollCall(
@@ -127,9 +137,11 @@ class Supervisor:
             outcome = await self._attempts()
         except Stopped:
             await self._end_everywhere()
-            outcome = Outcome(good=False, stopped=True)
+            left = tuple(node.name for node in self._roll.nodes if node.lost and not node.ended)
+            outcome = Outcome(good=False, stopped=True, left=left)
         finally:
-            await self._leave(outcome)
+            async with self._waiting.telling(lambda: "waiting for the keepers to end"):
+                await self._leave(outcome)
         return outcome
 
     # ---- before the start
@@ -184,7 +196,7 @@ class Supervisor:
             share=spec.share,
             # A machine that was lost still holds its devices until it notices.
             wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
-            environment={GRACE_VARIABLE: f"{max(1.0, spec.limits.grace_s):.0f}"} | spec.environment,
+            environment=environment_of(spec),
             logs=self._logs if alone else None,
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
@@ -196,7 +208,7 @@ class Supervisor:
         packages = {}
         for place in compare.ask_for_packages(described):
             told = await nodes[place].ask(wire.TellPackages(), wire.Packages, within_s=30.0)
-            packages[nodes[place].name] = told.packages
+            packages[place] = told.packages
         findings = compare.all_nodes(described, self._spec, packages=packages)
         self._voice.show([one for one in findings if one.status is not Status.FAILURE])
         self._refuse(findings)
@@ -230,6 +242,7 @@ class Supervisor:
     async def _attempt(self, attempt: int) -> Finding | None:
         """Run once; return None if it went well, else what went wrong."""
         self._heard_ranks.clear()
+        self._silences = 0
         self._on_phase("starting")
         for node in self._roll.nodes:
             node.expect(attempt)
@@ -288,17 +301,20 @@ class Supervisor:
         self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
 
     def _silent_start(self) -> str:
-        return "" if self._heard_ranks else "the ranks are starting; nothing was printed yet"
+        """Say what is waited for until the first rank prints; after a minute, only now and then."""
+        self._silences += 1
+        if self._heard_ranks or (self._silences > _SILENCES_TOLD and self._silences % 30):
+            return ""
+        if self._silences <= _SILENCES_TOLD:
+            return "the ranks are starting; nothing was printed yet"
+        return "the ranks are running; none of them has printed anything yet"
 
     def _output(self, rank: int, text: str) -> None:
         if not _LIBRARY_WORDS.match(text):
             self._heard_ranks.add(rank)
         self._voice.output(rank, text)
         if self._many:  # of one machine, the ranks themselves write there
-            log = Path(self._logs, f"rank-{rank}.log")
-            # A full disk must not end the run.
-            with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
-                stream.write(text)
+            self._rank_logs.write(rank, text)
 
     # ---- ends
 
@@ -361,6 +377,7 @@ class Supervisor:
         leaving = (leave(node) for node in self._roll.nodes)
         await asyncio.gather(*leaving, return_exceptions=True)
         await self._transport.close()
+        await asyncio.to_thread(self._rank_logs.close)
 
     # ---- waiting
 

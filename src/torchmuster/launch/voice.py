@@ -6,12 +6,13 @@ machines would take for its end.
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from torchmuster.finding import Finding, render
-from torchmuster.launch.console import Console, Folder
+from torchmuster.launch.console import Console, Folder, harmless
 from torchmuster.runfolder import RunFolder
 
 # What the ranks wrote before comes first, unless their terminal takes nothing for so long.
@@ -63,7 +64,7 @@ class TerminalVoice:
 
     def say(self, text: str) -> None:
         """Say something of the launcher's own."""
-        self._print([f"muster: {line}" for line in text.splitlines()])
+        self._print([f"muster: {harmless(line, colour=False)}" for line in text.splitlines()])
 
     def output(self, rank: int, text: str) -> None:
         """Show what a rank wrote."""
@@ -74,6 +75,7 @@ class TerminalVoice:
     def show(self, findings: Sequence[Finding]) -> None:
         """Show findings."""
         if findings:
+            findings = [_harmless(one) for one in findings]
             plain = render(findings, width=self._width)
             text = render(findings, width=self._width, colour=self._own_colour)
             self._print(text.splitlines(), plain.splitlines())
@@ -102,3 +104,18 @@ class TerminalVoice:
                 with contextlib.suppress(OSError):  # a full disk must not end the run
                     self._stream.write(f"{line}\n")
                     self._stream.flush()
+
+
+def _harmless(finding: Finding) -> Finding:
+    """Return a finding that cannot steer a terminal: parts of it may be other machines' words."""
+
+    def clean(text: str) -> str:
+        return "\n".join(harmless(line, colour=False) for line in text.split("\n"))
+
+    return dataclasses.replace(
+        finding,
+        what=clean(finding.what),
+        why=clean(finding.why),
+        fix=clean(finding.fix),
+        evidence=clean(finding.evidence),
+    )

@@ -111,7 +111,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):
-    """Open the port at which the ranks will meet (only the first machine is asked to)."""
+    """Open a port: on the first machine the one to meet at, on others one to be tried."""
 
     nonce: str  # what to answer to those who try the port, so that they know whom they reached
     port: int | None  # None: the usual one or the next that is free; 0: any
@@ -126,7 +126,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reach(Message, frozen=True, kw_only=True, tag="reach"):
-    """Try to reach the first machine at each of these."""
+    """Try to reach other machines at each of these."""
 
     nonce: str
     targets: tuple[Target, ...]

@@ -217,8 +217,8 @@ def test_other_packages_are_a_warning_with_the_first_differences() -> None:
     nodes = [node("a", fingerprint()), node("b", fingerprint(packages="x"))]
     assert only(*nodes).why == ""
     packages = {
-        "a": {"numpy": "2.1.0", "psutil": "7.0", "torch": "2.13.0", "zstd": "1"},
-        "b": {"numpy": "1.26.4", "psutil": "7.0", "torch": "2.12.0", "extra": "3"},
+        0: {"numpy": "2.1.0", "psutil": "7.0", "torch": "2.13.0", "zstd": "1"},
+        1: {"numpy": "1.26.4", "psutil": "7.0", "torch": "2.12.0", "extra": "3"},
     }
     finding = only(*nodes, packages=packages)
     assert finding.status is Status.WARNING
@@ -232,7 +232,7 @@ def test_other_packages_are_a_warning_with_the_first_differences() -> None:
 
 
 def test_many_different_packages_are_told_briefly() -> None:
-    packages = {"a": {f"p{n}": "1" for n in range(9)}, "b": {}}
+    packages: dict[int, dict[str, str]] = {0: {f"p{n}": "1" for n in range(9)}, 1: {}}
     finding = only(
         node("a", fingerprint()), node("b", fingerprint(packages="x")), packages=packages
     )
@@ -241,10 +241,17 @@ def test_many_different_packages_are_told_briefly() -> None:
     )
 
 
+def test_packages_are_those_of_the_machine_and_not_of_another_of_its_name() -> None:
+    nodes = [node("a", fingerprint()), node("b"), node("vm", fingerprint())]
+    nodes += [node("vm", fingerprint(packages="x"))]
+    packages = {0: {"numpy": "2"}, 3: {"numpy": "1"}}
+    assert only(*nodes, packages=packages).why == "a / vm: numpy 2 / 1"
+
+
 def test_packages_that_differ_only_in_torch_need_no_finding_of_their_own() -> None:
     nodes = [node("a", fingerprint())]
     nodes += [node(name, fingerprint(packages="x"), torch="2.13.0+cpu") for name in ("b", "c")]
-    packages = {"a": {"torch": "2.13.0+cu126"}, "b": {"torch": "2.13.0+cpu"}}
+    packages = {0: {"torch": "2.13.0+cu126"}, 1: {"torch": "2.13.0+cpu"}}
     assert only(*nodes, packages=packages).name == "torch-build"
 
 

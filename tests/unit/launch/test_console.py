@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -187,6 +188,14 @@ def test_colours_pass_on_a_terminal_only_and_end_with_their_line() -> None:
 )
 def test_what_steers_a_terminal_is_made_harmless(raw: str, safe: str) -> None:
     assert harmless(raw, colour=True) == safe
+
+
+@pytest.mark.parametrize("begun", ["\x1b]", "\x1b]x", "\x1bP\x1b", "\x1b[0", "\x1b[ ", "\x1b "])
+def test_sequences_that_never_end_take_no_time(begun: str) -> None:
+    for line in (begun * 50_000, begun + "0" * 200_000, begun + " " * 200_000):
+        began_s = time.process_time()
+        harmless(line, colour=True)
+        assert time.process_time() - began_s < 2.0  # hours, if it grew with the square
 
 
 @given(st.text(alphabet=st.sampled_from("\x1b[]m;0123KJ\x07\\\r\x9b\x00 aé\u202e\ud800P^")))

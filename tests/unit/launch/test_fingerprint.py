@@ -136,8 +136,8 @@ def test_a_folder_that_links_to_itself_ends(project: Path) -> None:
     assert take(project).code_files == 4
 
 
-def in_modules(folder: Path, module: str, python_path: str = "") -> wire.Fingerprint:
-    return fingerprint.take([module], True, str(folder), python_path=python_path)
+def in_modules(folder: Path, module: str) -> wire.Fingerprint:
+    return fingerprint.take([module], True, str(folder))
 
 
 def test_a_module_is_found_without_being_imported(project: Path) -> None:
@@ -158,10 +158,13 @@ def test_a_module_that_is_not_there(project: Path) -> None:
     assert in_modules(project, "no_such_package_at_all.train").script_sha256 == ""
 
 
-def test_a_module_on_the_python_path(project: Path, tmp_path: Path) -> None:
+def test_a_module_on_the_python_path(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lib/tool").mkdir(parents=True)
     (tmp_path / "lib/tool/run.py").write_text("tool\n")
-    found = in_modules(project, "tool.run", f"/nowhere:{tmp_path / 'lib'}")
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    found = in_modules(project, "tool.run")
     assert found.script_sha256 == hashlib.sha256(b"tool\n").hexdigest()
     assert found.code_files == 1
 

@@ -23,6 +23,7 @@ def prepare(
     ranks: int | None = None,
     gpu_ids: tuple[str, ...] | None = None,
     wait_s: float = 0.0,
+    environment: dict[str, str] | None = None,
 ) -> wire.Prepare:
     return wire.Prepare(
         run_id="r",
@@ -34,6 +35,7 @@ def prepare(
         ranks=ranks,
         gpu_ids=gpu_ids,
         wait_s=wait_s,
+        environment=environment or {},
     )
 
 
@@ -155,3 +157,11 @@ def test_cores_are_shared_among_the_ranks(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert take(prepare(device="cpu")).reasons[1] == "OMP_NUM_THREADS=3, as the environment has it"
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_threads_that_were_asked_for_are_said(
+    own_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    asked = prepare(device="cpu", environment={"OMP_NUM_THREADS": "3"})
+    assert take(asked).reasons[1] == "OMP_NUM_THREADS=3, as the environment has it"

@@ -1,11 +1,14 @@
 """A keeper ends what it started, whatever becomes of the launcher, and whenever."""
 
 import asyncio
+import itertools
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from torchmuster.launch import wire
@@ -17,25 +20,43 @@ _ENDED_WITHIN_S = 15.0
 
 
 class FakeEnd:
-    """The launcher's side, played by the test; ``deaf`` as one whose link was cut."""
+    """The launcher's side, played by the test.
+
+    ``deaf`` as one whose link was cut, ``slow_s`` as one to whom output travels slowly; what is in
+    ``cannot_send`` is too much for the link.
+    """
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[wire.ToKeeper | None] = asyncio.Queue()
+        self.to_keeper: asyncio.Queue[wire.ToKeeper | wire.Garbled | None] = asyncio.Queue()
         self.heard: list[wire.FromKeeper] = []
         self.deaf = False
+        self.slow_s = 0.0
+        self.cannot_send: type[wire.Message] | None = None
 
     async def receive(self) -> wire.ToKeeper | None:
-        return await self.to_keeper.get()
+        message = await self.to_keeper.get()
+        if isinstance(message, wire.Garbled):
+            raise message
+        return message
 
     async def send(self, message: wire.FromKeeper) -> None:
         if self.deaf:
             await asyncio.Event().wait()
+        if isinstance(message, wire.Output):
+            await asyncio.sleep(self.slow_s)
+        if self.cannot_send is not None and isinstance(message, self.cannot_send):
+            self.cannot_send = None
+            raise wire.Garbled("a message of 5000000 bytes is too long to be sent")
         self.heard.append(message)
+
+    def output(self) -> str:
+        """What the ranks wrote, as far as it has come."""
+        return "".join(one.text for one in self.heard if isinstance(one, wire.Output))
 
     async def close(self) -> None:
         pass
 
-    def say(self, *messages: wire.ToKeeper | None) -> None:
+    def say(self, *messages: wire.ToKeeper | wire.Garbled | None) -> None:
         for message in messages:
             self.to_keeper.put_nowait(message)
 
@@ -79,14 +100,25 @@ class Scene:
             max_restarts=5,
         )
         self.end = FakeEnd()
+        self.code = -1
 
-    def play(self, scene: Callable[["Scene"], Awaitable[None]]) -> Keeper:
+    async def started(self, start: wire.Start | None = None) -> None:
+        """Have the ranks started."""
+        self.end.say(self.prepare)
+        await self.end.hear(wire.Prepared)
+        self.end.say(start or self.start)
+
+    def play(
+        self,
+        scene: Callable[["Scene"], Awaitable[None]],
+        tell: Callable[[str], None] | None = None,
+    ) -> Keeper:
         async def go() -> Keeper:
             self.end = FakeEnd()
-            keeper = Keeper(self.end, system="win32")
+            keeper = Keeper(self.end, system="win32", tell=tell)
             keeping = asyncio.create_task(keeper.run())
             await scene(self)
-            await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
+            self.code = await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
             return keeper
 
         keeper = asyncio.run(go())
@@ -183,3 +215,139 @@ def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
         it.end.say(wire.Leave(exit_code=1, words="over"))
 
     Scene(tmp_path, _FOREVER).play(scene)
+
+
+_LINES = 50_000
+_WRITES_MUCH = f"for number in range({_LINES}): print(f'line {{number:06}}', 'x' * 100)\n"
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_all_that_ranks_wrote_arrives_however_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_ALIVE_EVERY_S", 0.2)
+
+    async def scene(it: Scene) -> None:
+        it.end.slow_s = 0.03
+        await it.started()
+        ended = await it.end.hear(wire.Ended)
+        assert isinstance(ended, wire.Ended)
+        assert ended.good
+        lines = it.end.output().splitlines()
+        assert [line[5:11] for line in lines] == [f"{number:06}" for number in range(_LINES)]
+        signs = [n for n, one in enumerate(it.end.heard) if isinstance(one, wire.Alive)]
+        outputs = [n for n, one in enumerate(it.end.heard) if isinstance(one, wire.Output)]
+        # The launcher knows meanwhile that this keeper is alive.
+        assert max(after - one for one, after in itertools.pairwise(signs)) < 50
+        assert signs[-1] > outputs[-20]
+        it.end.say(wire.Leave(exit_code=0, words="over"))
+
+    Scene(tmp_path, _WRITES_MUCH).play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_where_the_end_was_asked_for_the_rest_is_left_out_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    async def scene(it: Scene) -> None:
+        it.end.slow_s = 0.1
+        await it.started()
+        await it.end.hear(wire.Output)
+        it.end.say(wire.Stop(grace_s=10.0, why="Ctrl-C"))
+        await it.end.hear(wire.Ended)
+        assert " MiB more, not sent because the end was asked for\n" in it.end.output()
+        assert it.end.output().splitlines()[-1].startswith(f"line {_LINES - 1:06}")
+        it.end.say(wire.Leave(exit_code=0, words="over"))
+
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    Scene(tmp_path, stubborn + _WRITES_MUCH).play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) -> None:
+    one = Scene(tmp_path, _WRITES_MUCH)
+    logs = tmp_path / "logs"
+    one.prepare = msgspec.structs.replace(one.prepare, logs=str(logs))
+
+    async def scene(it: Scene) -> None:
+        it.end.slow_s = 0.1
+        await it.started()
+        await it.end.hear(wire.Ended)
+        assert f" MiB more: see {logs}/rank-0.log\n" in it.end.output()
+        it.end.say(wire.Leave(exit_code=0, words="over"))
+
+    one.play(scene)
+    assert len((logs / "rank-0.log").read_text().splitlines()) == _LINES
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_an_end_that_is_too_much_to_send_is_told_in_short(tmp_path: Path) -> None:
+    async def scene(it: Scene) -> None:
+        it.end.cannot_send = wire.Ended
+        await it.started()
+        ended = await it.end.hear(wire.Ended)
+        assert isinstance(ended, wire.Ended)
+        assert (ended.attempt, ended.good) == (3, False)
+        assert ended.words == (
+            "rank 0 failed: ValueError: no data\n"
+            "the rest cannot be told: a message of 5000000 bytes is too long to be sent"
+        )
+        it.end.say(wire.Leave(exit_code=1, words="over"))
+
+    Scene(tmp_path, "raise ValueError('no data')").play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_launcher_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
+    async def scene(it: Scene) -> None:
+        await it.started()
+        await it.end.hear(wire.Output)
+        it.end.say(wire.Garbled("what came was not a message"))
+
+    keeper = Scene(tmp_path, _FOREVER).play(scene)
+    assert keeper.words == "the launcher cannot be understood: what came was not a message"
+
+
+_OWN_SESSION = """\
+import os, time
+print(os.getsid(0), os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_keeper_s_to_deal_with(
+    tmp_path: Path,
+) -> None:
+    async def scene(it: Scene) -> None:
+        await it.started(msgspec.structs.replace(it.start, interface=""))
+        await it.end.hear(wire.Output)
+        session, interface = it.end.output().split()
+        assert int(session) != os.getsid(0)  # the terminal's Ctrl-C does not reach the ranks
+        assert interface == "None"  # one without a name is none
+        os.kill(os.getpid(), signal.SIGINT)
+
+    one = Scene(tmp_path, _OWN_SESSION)
+    keeper = one.play(scene, tell=lambda _: None)
+    assert keeper.words == "left by Ctrl-C"
+    assert one.code == 130
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    async def scene(it: Scene) -> None:
+        await it.end.hear(wire.Hello)
+        later = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, later.set)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await later.wait()
+        it.end.say(wire.Leave(exit_code=0, words="over"))
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        one = Scene(tmp_path, _FOREVER)
+        keeper = one.play(scene)
+        assert (keeper.words, one.code) == ("over", 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)

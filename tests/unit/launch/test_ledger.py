@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchmuster.errors import Impossible
 from torchmuster.launch import ledger
 from torchmuster.launch.spec import Host, JobSpec, Limits
 from torchmuster.runfolder import RunFolder, create
@@ -182,3 +184,19 @@ def test_a_run_that_was_made_long_ago_is_not_waited_for(run: RunFolder) -> None:
     began = time.monotonic()
     assert ledger.await_job(run) is None
     assert time.monotonic() - began < 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(run: RunFolder) -> None:
+    shutil.rmtree(run.path)
+    with pytest.raises(Impossible) as refusal:
+        ledger.write_job(run, SPEC)
+    assert refusal.value.what == f"cannot write in the run's folder {run.path}"
+    assert "--runs DIR" in refusal.value.fix
+
+
+def test_a_disk_that_fills_up_during_a_run_does_not_end_it(run: RunFolder) -> None:
+    diary = ledger.Diary(run)
+    shutil.rmtree(run.path)
+    diary.phase("running")
+    diary.ended("finished", 0, "finished well")
+    assert not run.path.exists()

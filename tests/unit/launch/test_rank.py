@@ -250,3 +250,25 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
         parent.kill()
         # The pipe's last holder is the child: its end is the end of what can be read.
         assert parent.stdout.read() == b""
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    settings = {
+        "logs": str(tmp_path / "nowhere"),
+        "records": str(tmp_path),
+        "world_size": 1,
+        "attempt": 0,
+        "max_restarts": 0,
+        "module": False,
+    }
+    done = subprocess.run(
+        [sys.executable, rank.__file__, json.dumps(settings), "train.py"],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True,
+        timeout=40,
+    )
+    assert done.returncode == 1
+    error = json.loads((tmp_path / "rank-0.error.json").read_text())["error"]
+    assert error.startswith("FileNotFoundError: ")
+    assert str(tmp_path / "nowhere" / "rank-0.log") in error
+    assert json.loads((tmp_path / "rank-0.json").read_text())["pid"]

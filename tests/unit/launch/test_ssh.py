@@ -1,9 +1,12 @@
 """The command with which ssh starts a keeper, and what ssh's own words are turned into."""
 
+import asyncio
+import os
 import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,8 +29,74 @@ def test_the_command_asks_nobody_notices_a_cut_link_and_holds_nothing_the_user_g
     assert "-T" in command
     given = {word for word in command if "=" in word}
     assert {"BatchMode=yes", "ServerAliveInterval=3", "ClearAllForwardings=yes"} <= given
-    # The other side's limit for a silent launcher is 10 s; ssh must not be slower than that.
-    assert "ServerAliveCountMax=3" in given
+
+
+def gives_up_after_s(command: list[str]) -> int:
+    """Return how long ssh takes a silent link: it asks so often, and ends when it would once more."""
+    options = dict(word.split("=", 1) for word in command if "=" in word)
+    return int(options["ServerAliveInterval"]) * (int(options["ServerAliveCountMax"]) + 1)
+
+
+@pytest.mark.parametrize("lost_after_s", [0.5, 1.0, 10.0, 60.0, 61.5, 3600.0])
+def test_ssh_outlasts_the_patience_of_the_launcher_but_not_by_much(lost_after_s: float) -> None:
+    command = ssh.keeper_command("b", PYTHON, lost_after_s=lost_after_s)
+    assert lost_after_s < gives_up_after_s(command) <= max(6, lost_after_s + 3)
+
+
+def test_hosts_are_called_with_the_patience_that_was_asked_for(tmp_path: Path) -> None:
+    called = fake_ssh(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        call([Host(name="other")], lost_after_s=60)
+    assert "ServerAliveCountMax=20" in called.read_text().split()
+
+
+def fake_ssh(folder: Path) -> Path:
+    """Make an ssh that writes down how it was called, and is refused."""
+    words = folder / "words"
+    (folder / "ssh").write_text(f'#!/bin/sh\necho "$@" > {words}\necho Permission denied >&2\n')
+    (folder / "ssh").chmod(0o755)
+    return words
+
+
+def call(hosts: list[Host], **more: float) -> None:
+    """Call the hosts until each of them has been given up."""
+
+    async def scene() -> None:
+        transport = ssh.SshTransport(hosts, PYTHON, **more)
+        await transport.open(lambda place, channel: None)
+        async with asyncio.timeout(20):
+            while not all(map(transport.gave_up, range(len(hosts)))):
+                await asyncio.sleep(0.01)
+        await transport.close()
+
+    asyncio.run(scene())
+
+
+def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, resource\n"
+        "from torchmuster.launch.spec import Host\n"
+        "from torchmuster.launch.ssh import SshTransport\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))\n"
+        "async def scene():\n"
+        "    transport = SshTransport([Host(name=f'n{n}') for n in range(256)], 'python3')\n"
+        "    await transport.open(lambda place, channel: None)\n"
+        "    await transport.close()\n"
+        "asyncio.run(scene())\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    fake_ssh(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert int(done.stdout) >= 4 * 256
 
 
 @pytest.mark.parametrize(

@@ -26,3 +26,16 @@ def test_nothing_is_skipped_of_what_can_be_read_at_once(tmp_path: Path) -> None:
     assert tail.read(0.0) == "one\n"
     assert tail.skip() == 0
     assert tail.read(0.0, last=True) == "two\n"
+
+
+def test_what_comes_after_the_skipped_part_begins_with_a_whole_line(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    tail = Tail(0, log)
+    log.write_text("é" * 99 + "\n")
+    tail.read(0.0)
+    log.write_text(("é" * 99 + "\n") * 5000)
+    assert tail.skip() > 0
+    rest = ""
+    while text := tail.read(0.0, last=True):
+        rest += text
+    assert set(rest.splitlines()) == {"é" * 99}

@@ -83,3 +83,19 @@ def test_a_log_that_cannot_be_read_is_not_an_error(log: Path) -> None:
     tail = Tail(0, log)
     log.mkdir()
     assert tail.read(0.0) == ""
+
+
+def test_a_letter_of_a_line_that_is_cut_for_its_length_is_whole(log: Path) -> None:
+    tail = Tail(0, log)
+    add(log, b"x" + "é".encode() * 200_000)
+    shown = "".join(tail.read(0.0) for _ in range(20)) + tail.read(0.0, last=True)
+    assert shown.replace("\n", "") == "x" + "é" * 200_000
+
+
+def test_it_knows_where_the_attempt_began(log: Path) -> None:
+    assert Tail(0, log).began == 0
+    add(log, b"first attempt\n")
+    tail = Tail(0, log)
+    add(log, b"second\n")
+    tail.read(0.0)
+    assert tail.began == len("first attempt\n")

@@ -199,3 +199,21 @@ def test_an_error_message_cannot_steer_the_terminal(run: RunFolder, terminal: Te
         voice.world(1)
         voice.output(0, "\x1b]0;owned\x07plain\x1b[2J\n")
     assert terminal.read("stdout") == "plain\n"
+
+
+def test_other_machines_words_cannot_steer_the_terminal(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(monkeypatch)
+    voice = terminal.voice(run, own_colour=True)
+    bad = "b: \x1b]52;c;cm0gLXJm\x07GPU \x1b[2J busy"
+    with voice.speaking():
+        voice.say(bad)
+        voice.show([Finding(name="x", status=Status.FAILURE, what=bad, why=bad, fix=bad)])
+    shown = terminal.read("stderr")
+    terminal.read("stdout")
+    assert "GPU" in shown
+    for text in (shown, run.console.read_text()):
+        assert "\x1b]" not in text
+        assert "\x1b[2J" not in text
+        assert "\x07" not in text

@@ -19,6 +19,7 @@ from torchmuster.launch.join.attempts import Problem, Target, first_to_answer
 from torchmuster.launch.join.code import Code
 from torchmuster.launch.join.handshake import Join, Sorry
 from torchmuster.launch.join.stream import Stream
+from torchmuster.redaction import printable
 
 FIND_S = 3.0
 ANSWER_S = 10.0
@@ -199,9 +200,9 @@ async def _ask(stream: Stream, target: Target, code: Code) -> HostChannel | Prob
 
 
 def _not_let_in(sorry: Sorry) -> Impossible:
-    why = handshake.printable(sorry.why)
+    why = printable([sorry.why])
     if sorry.reason == "other-protocol":
-        version = handshake.printable(sorry.torchmuster)
+        version = printable([sorry.torchmuster])
         return Impossible(
             f"the host has torchmuster {version}, this machine has {__version__}",
             why=why,
@@ -258,7 +259,7 @@ def _unreachable(
     elif kinds & {"timeout", "unreachable", "refused"}:
         meaning = "a firewall is in between, or the networks are not connected, or the host is off"
         commands = {open_firewall(problem.target.port): None for problem in problems}
-        fix = "on the host: " + " ".join(commands)
+        fix = "\n".join(["on the host:", *commands])
     else:
         meaning = "something is there, but not the host that printed this code"
         fix = "use a code that muster host shows now"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.join.listening import reachable
+from torchmuster.launch.join.entrance import reachable
 
 if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncZeroconf

@@ -75,8 +75,3 @@ def decode_answer(data: bytes) -> Welcome | Sorry:
 def sorry(reason: Reason, why: str) -> Sorry:
     """Return a refusal in the name of this torchmuster."""
     return Sorry(reason=reason, why=why, protocol=wire.PROTOCOL, torchmuster=__version__)
-
-
-def printable(text: str) -> str:
-    """Return what another machine said of itself, with nothing in it that could steer a terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,4 +1,4 @@
-"""How many files this process may have open: each machine that has joined is one."""
+"""How many files this process may have open: each machine that takes part needs some."""
 
 import sys
 
@@ -9,7 +9,7 @@ _SPARE = 256
 
 
 def make_room_for(needed: int, *, wanted: int) -> int:
-    """Raise this process's own limit, never lower it, so that ``needed`` connections fit.
+    """Raise this process's own limit, never lower it, so that ``needed`` open files fit.
 
     Returns how many of the ``wanted`` further ones fit too.
     """
@@ -23,9 +23,9 @@ def make_room_for(needed: int, *, wanted: int) -> int:
     room = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if needed + _SPARE > room:
         raise Impossible(
-            f"{needed} connections do not fit: this user may have {hard} files open",
-            why=f"each machine that joins is one open file, and others are open as well ({_SPARE})",
-            fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then start the host again",
+            f"{needed} open files for connections do not fit: this user may have {hard}",
+            why=f"each machine takes some, and there are others ({_SPARE})",
+            fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then start it again",
         )
     target = min(needed + wanted + _SPARE, room)
     if target > soft:

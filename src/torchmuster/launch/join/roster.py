@@ -69,10 +69,6 @@ class Roster:
         """Return the token that opens a place."""
         return self._places[number].token
 
-    def guest(self, number: int) -> Guest | None:
-        """Return who has a place."""
-        return self._places[number].guest
-
     def names(self) -> tuple[str, ...]:
         """Return the names people know the machines by; two of one name are told apart by address."""
         hosts = Counter(place.guest.host for place in self._places.values() if place.guest)

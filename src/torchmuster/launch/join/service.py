@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive
-from torchmuster.launch.join import certificate, code, discovery, handshake, listening
+from torchmuster.launch.join import certificate, code, discovery, entrance, handshake
 from torchmuster.launch.join.admission import IN_LINE, LISTENED_TO, Door
 from torchmuster.launch.join.code import Code
 from torchmuster.launch.join.handshake import Join, Sorry, Welcome
@@ -22,6 +22,7 @@ from torchmuster.launch.join.open_files import make_room_for
 from torchmuster.launch.join.reception import Reception
 from torchmuster.launch.join.roster import Roster
 from torchmuster.launch.join.stream import Stream
+from torchmuster.redaction import printable
 
 NEWS_EVERY_S = 10.0
 
@@ -76,7 +77,7 @@ class JoinService:
         in_line = make_room_for(self._count + LISTENED_TO, wanted=self._count + IN_LINE)
         self._arrive = arrive
         self._certificate = certificate.make()
-        listeners = listening.listen(self._addresses, self._port)
+        listeners = entrance.listen(self._addresses, self._port)
         self._port = listeners[0].getsockname()[1]
         self._opened_at_s = time.monotonic()
         self._reception = Reception(
@@ -148,7 +149,7 @@ class JoinService:
         return Code(
             place=place,
             port=self.port,
-            addresses=listening.in_codes(self._addresses, code.MOST_ADDRESSES),
+            addresses=entrance.in_codes(self._addresses, code.MOST_ADDRESSES),
             token=self._roster.token(place),
             fingerprint=self._certificate.fingerprint,
         )
@@ -161,7 +162,7 @@ class JoinService:
         if refusal is not None:
             self._news.note("a join code that was used before", address)
             return handshake.sorry("used-code", f"this code has been used by {refusal.by}")
-        host = handshake.printable(join.host)
+        host = printable([join.host])
         if join.protocol != wire.PROTOCOL:
             self._news.note(f"a machine with torchmuster {join.torchmuster!r}", address)
             return handshake.sorry(

@@ -51,7 +51,7 @@ def take(prepare: wire.Prepare, on_wait: Callable[[MusterError], None]) -> Holdi
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
-    return _gpus(held.decision, held)
+    return _gpus(prepare, held.decision, held)
 
 
 def look(prepare: wire.Prepare) -> Holding:
@@ -65,16 +65,18 @@ def look(prepare: wire.Prepare) -> Holding:
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
-    return _gpus(decision, None)
+    return _gpus(prepare, decision, None)
 
 
 def _request(prepare: wire.Prepare) -> Request:
     return Request(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
 
 
-def _gpus(decision: Decision[tuple[Device, ...]], held: Held | None) -> Holding:
+def _gpus(
+    prepare: wire.Prepare, decision: Decision[tuple[Device, ...]], held: Held | None
+) -> Holding:
     devices = decision.value
-    threads, reason = _threads(len(devices))
+    threads, reason = _threads(len(devices), prepare)
     variables: dict[str, str | None] = {**variables_for(devices)}
     if held is not None:
         variables[TOKEN_VARIABLE] = ",".join(held.tokens)
@@ -103,7 +105,7 @@ def _cpu(prepare: wire.Prepare) -> Holding | None:
     if prepare.device == "gpu" or (prepare.device == "auto" and (seen or prepare.gpu_ids)):
         return None
     ranks = prepare.ranks or 1
-    threads, reason = _threads(ranks)
+    threads, reason = _threads(ranks, prepare)
     if prepare.device == "cpu":
         why = "the CPU, as asked"
     elif has_accelerators:
@@ -124,12 +126,11 @@ def _cpu(prepare: wire.Prepare) -> Holding | None:
     )
 
 
-def _threads(ranks: int) -> tuple[int, str]:
+def _threads(ranks: int, prepare: wire.Prepare) -> tuple[int, str]:
     """Share the cores among the ranks of this machine."""
     cores = usable_cores()
     threads = max(1, cores.value // ranks)
-    if os.environ.get("OMP_NUM_THREADS"):
-        given = os.environ["OMP_NUM_THREADS"]
+    if given := {**os.environ, **prepare.environment}.get("OMP_NUM_THREADS"):
         return threads, f"OMP_NUM_THREADS={given}, as the environment has it"
     each = "thread" if threads == 1 else "threads"
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, record, wire
 from torchmuster.launch.keeper import holding, sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
@@ -53,16 +53,17 @@ class Keeper:
         *,
         system: str = sys.platform,
         folder: Path | None = None,
-        tell: Callable[[str], None] = lambda _: None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
 
-        ``tell`` is for whoever watches this keeper's own terminal.
+        ``tell`` is for whoever watches this keeper's own terminal, where it has one.
         """
         self._end = end
         self._system = system
         self._own_folder = folder
-        self._tell = tell
+        self._tell = tell or (lambda _: None)
+        self._own_terminal = tell is not None
         self._heard_s = time.monotonic()
         self._lost_after_s: float | None = _SILENT_AT_FIRST_S
         self._job: _Job | None = None
@@ -83,7 +84,9 @@ class Keeper:
         over = loop.create_future()
         for name in ("SIGTERM", "SIGHUP", "SIGINT"):
             with contextlib.suppress(NotImplementedError, AttributeError):
-                loop.add_signal_handler(getattr(signal, name), self._give_up, over, name)
+                number = getattr(signal, name)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    loop.add_signal_handler(number, self._signalled, over, name)
         background = [
             asyncio.create_task(self._say_alive()),
             asyncio.create_task(self._notice_silence(over)),
@@ -98,14 +101,26 @@ class Keeper:
                 task.cancel()
             await self._end_all()
 
-    def _give_up(self, over: "asyncio.Future[int]", why: str) -> None:
+    def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
+        if name == "SIGINT" and self._own_terminal:
+            self._give_up(over, "left by Ctrl-C", ExitCode.INTERRUPTED)
+        else:
+            self._give_up(over, name)
+
+    def _give_up(
+        self, over: "asyncio.Future[int]", why: str, code: ExitCode = ExitCode.FAILED
+    ) -> None:
         self.words = self.words or why
         if not over.done():
-            over.set_result(1)
+            over.set_result(code)
 
     async def _serve(self, over: "asyncio.Future[int]") -> None:
         while True:
-            message = await self._end.receive()
+            try:
+                message = await self._end.receive()
+            except wire.Garbled as error:
+                self._give_up(over, f"the launcher cannot be understood: {error}")
+                return
             self._heard_s = time.monotonic()
             match message:
                 case None:
@@ -257,7 +272,7 @@ class Keeper:
         base = environment(
             share, os.environ, self._job.holding.variables, self._job.holding.threads
         )
-        if message.interface is not None:
+        if message.interface:
             base |= interfaces.socket_variables(message.interface, base)
         running = Running(share, engine_for(share, base, self._system), self._end.send)
         started = await running.start()
@@ -278,7 +293,10 @@ class Keeper:
             words = f"the keeper failed: {type(error).__name__}: {error}"
             ended = wire.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
-        await self._end.send(ended)
+        try:
+            await self._end.send(ended)
+        except Exception as error:  # without an answer the launcher would wait for ever
+            await self._end.send(_in_short(ended, error))
 
     async def _stop(self, message: wire.Stop) -> None:
         if self._trying is not None:
@@ -339,6 +357,17 @@ class Keeper:
             self._watchman.dismiss()
         shutil.rmtree(self._folder, ignore_errors=True)
         await self._end.close()
+
+
+def _in_short(ended: wire.Ended, why: Exception) -> wire.Ended:
+    """Return the end without what could not be sent of it."""
+    first = max(ended.failures, key=lambda one: one.ago_s, default=None)
+    words = ended.words
+    if first is not None:
+        error = first.error.encode("ascii", errors="backslashreplace").decode()
+        words = f"rank {first.rank} failed: {error[:200] or f'exit code {first.exit_code}'}"
+        words += f"\nthe rest cannot be told: {why}"
+    return wire.Ended(attempt=ended.attempt, good=ended.good, words=words)
 
 
 def trouble(error: MusterError) -> wire.Trouble:

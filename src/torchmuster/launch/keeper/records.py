@@ -2,15 +2,20 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from torchmuster.launch import wire
 
 _LAST_LINES = 30
 _LAST_BYTES = 8 * 1024
+# The verdict shows one failure whole and compares it with the others; a hundred would be too much.
+_TOLD_WHOLE = 16
+_SHORT_ERROR = 200
 
 
 def pids(records: Path) -> dict[int, int]:
@@ -38,10 +43,12 @@ def failures(
     exits: Mapping[int, Exit],
     evidence: Mapping[int, str],
     peaks: Mapping[int, int],
+    began: Mapping[int, int],
 ) -> list[wire.Failure]:
     """Return the ranks that failed, with what each of them and the machine knows of the cause.
 
     A rank that left an error of its own, but was ended before its exit was noticed, is among them.
+    ``began`` is where in each rank's log this attempt begins.
     """
     found = []
     for local_rank, rank in enumerate(ranks):
@@ -56,14 +63,43 @@ def failures(
                 local_rank=local_rank,
                 exit_code=seen.code if seen else 1,
                 ago_s=max(0.0, time.time() - float(at)),
-                error=str(own.get("error", "")),
-                traceback=str(own.get("traceback", "")),
-                last_lines=last_lines(logs / f"rank-{rank}.log"),
+                error=_text(own, "error"),
+                traceback=_text(own, "traceback"),
+                last_lines=last_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
                 peak_rss_bytes=peaks.get(rank),
                 evidence=evidence.get(rank, ""),
             )
         )
-    return found
+    return _cut_later(found, _TOLD_WHOLE, _error_alone)
+
+
+def fitting(ended: wire.Ended) -> wire.Ended:
+    """Return how an attempt ended so that it fits into a message: if need be, only the first whole."""
+    if len(wire.to_lines(ended)) <= wire.MESSAGE_LIMIT:
+        return ended
+    return msgspec.structs.replace(
+        ended, failures=tuple(_cut_later(ended.failures, 1, _short_error_alone))
+    )
+
+
+def _cut_later(
+    failures: Sequence[wire.Failure], whole: int, cut: Callable[[wire.Failure], wire.Failure]
+) -> list[wire.Failure]:
+    """Cut all failures but the first in time."""
+    by_time = sorted(failures, key=lambda one: -one.ago_s)
+    first = {one.rank for one in by_time[:whole]}
+    return [one if one.rank in first else cut(one) for one in failures]
+
+
+def _error_alone(failure: wire.Failure) -> wire.Failure:
+    if not failure.traceback:  # then it is the log that says what happened
+        return failure
+    return msgspec.structs.replace(failure, traceback="", last_lines="")
+
+
+def _short_error_alone(failure: wire.Failure) -> wire.Failure:
+    error = failure.error[:_SHORT_ERROR]
+    return msgspec.structs.replace(failure, error=error, traceback="", last_lines="")
 
 
 def agent_exits(records: Path) -> dict[int, Exit]:
@@ -76,16 +112,21 @@ def agent_exits(records: Path) -> dict[int, Exit]:
     }
 
 
-def last_lines(path: Path) -> str:
-    """Return the end of a log."""
+def last_lines(path: Path, began: int) -> str:
+    """Return the end of a log, of what was written after ``began`` bytes."""
     try:
         with path.open("rb") as stream:
             stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - _LAST_BYTES))
+            stream.seek(max(began, stream.tell() - _LAST_BYTES))
             text = stream.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    """Return a text of a record; halves of characters, as in odd file names, cannot travel."""
+    return str(record.get(name, "")).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

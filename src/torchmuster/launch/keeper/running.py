@@ -79,6 +79,7 @@ class TorchrunEngine:
                 stdout=log,
                 stderr=log,
                 pass_fds=() if socket is None else (socket,),
+                start_new_session=True,  # Ctrl-C is the keeper's to deal with
             )
         return self._process.pid
 
@@ -92,7 +93,7 @@ class TorchrunEngine:
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
-        said = records.last_lines(self._share.records / "agent.log")[-_AGENT_WORDS:]
+        said = records.last_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
         return Exits(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
@@ -120,6 +121,7 @@ class DirectEngine:
                     cwd=self._share.prepare.folder,
                     env={**self._environment, **told},
                     stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             )
         return self._processes[0].pid
@@ -259,14 +261,27 @@ class Running:
                     break
 
     async def _forward_the_rest(self) -> None:
-        """Send what is left; of so much that it would hold up the end, only the last part."""
-        deadline_s = time.monotonic() + _LAST_WORDS_WITHIN_S
+        """Send what is left, however long it takes: with the keeper its files go, too.
+
+        Of very much only the last part, where the end was asked for or the launcher has the logs.
+        """
+        deadline_s: float | None = None
         for tail in self._tails:
             while text := tail.read(time.monotonic(), last=True):
                 await self._send(wire.Output(rank=tail.rank, text=text))
-                if time.monotonic() > deadline_s and (skipped := tail.skip()):
-                    words = f"… {format_bytes(skipped)} more, too much to wait for\n"
+                why = self._why_leave_out(tail.rank)
+                if why and deadline_s is None:
+                    deadline_s = time.monotonic() + _LAST_WORDS_WITHIN_S
+                if deadline_s is None or time.monotonic() < deadline_s:
+                    continue
+                if skipped := tail.skip():
+                    words = f"… {format_bytes(skipped)} more{why}\n"
                     await self._send(wire.Output(rank=tail.rank, text=words))
+
+    def _why_leave_out(self, rank: int) -> str:
+        if self._share.prepare.logs is not None:
+            return f": see {self._share.logs}/rank-{rank}.log"
+        return ", not sent because the end was asked for" if self._stopping.is_set() else ""
 
     def _verdict(self, exits: Exits, left: list[psutil.Process]) -> wire.Ended:
         pids = records.pids(self._share.records)
@@ -284,13 +299,15 @@ class Running:
                 for rank, pid in pids.items()
                 if (peak := self._peaks.of(pid)) is not None
             },
+            began={tail.rank: tail.began for tail in self._tails},
         )
         words = exits.words
         if left:
             words += f"\nprocesses that could not be ended: {[one.pid for one in left]}"
-        return wire.Ended(
+        ended = wire.Ended(
             attempt=self._share.start.attempt,
             good=not (failures or words),
             failures=tuple(failures),
             words=words,
         )
+        return records.fitting(ended)

@@ -1,5 +1,6 @@
 """Following the ranks' logs: whole lines, as they are written."""
 
+import codecs
 import os
 from pathlib import Path
 
@@ -14,7 +15,8 @@ class Tail:
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self.began = path.stat().st_size if path.exists() else 0
+        self._offset = self.began
         self._unfinished = b""
         self._shown_s = 0.0
 
@@ -27,13 +29,16 @@ class Tail:
             self._unfinished = rest
             self._shown_s = now_s
             return _text(whole + end)
-        if last or len(rest) > _CHUNK:
+        if len(rest) >= _CHUNK:
+            text, self._unfinished = _whole_letters(rest)
+            return f"{text}\n"
+        if last:
             self._unfinished = b""
             return _text(rest + b"\n") if rest else ""
         return self._progress(now_s)
 
     def skip(self) -> int:
-        """Leave out all but the end of what is new; return how many bytes that is."""
+        """Leave out all but the last lines of what is new; return how many bytes that is."""
         try:
             behind = self._path.stat().st_size - self._offset
         except OSError:
@@ -42,7 +47,8 @@ class Tail:
         if skipped:
             self._offset += skipped
             skipped += len(self._unfinished)
-            self._unfinished = b""
+            cut, end, self._unfinished = self._new_bytes().partition(b"\n")
+            skipped += len(cut) + len(end)
         return skipped
 
     def _new_bytes(self) -> bytes:
@@ -65,6 +71,12 @@ class Tail:
         self._unfinished = states[-1]
         shown = next((state for state in reversed(states[:-1]) if state.strip()), b"")
         return _text(shown + b"\n") if shown else ""
+
+
+def _whole_letters(data: bytes) -> tuple[str, bytes]:
+    """Return the text, and the bytes of a letter whose others are still to come."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return decoder.decode(data), decoder.getstate()[0]
 
 
 def _text(data: bytes) -> str:

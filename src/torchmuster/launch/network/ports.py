@@ -1,11 +1,10 @@
-"""Who holds a port of this machine, and which ports the system gives out by itself."""
+"""Who holds a port of this machine."""
 
 from pathlib import Path
 
 import psutil
 
 from torchmuster.devices.readers import sysfs
-from torchmuster.devices.readers.apple import sysctl
 from torchmuster.redaction import printable
 
 PROC = Path("/proc")
@@ -81,17 +80,3 @@ def _user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def ephemeral_range(system: str, *, proc_root: Path = PROC) -> tuple[int, int] | None:
-    """Return the first and last port that the system gives out; None where it does not tell."""
-    if system == "linux":
-        words = (sysfs.text(proc_root / "sys/net/ipv4/ip_local_port_range") or "").split()
-    elif system == "darwin":
-        found = [sysctl(f"net.inet.ip.portrange.{end}") for end in ("first", "last")]
-        words = [word for word in found if word]
-    else:
-        words = []
-    if len(words) != 2 or not all(word.isdecimal() for word in words):
-        return None
-    return int(words[0]), int(words[1])

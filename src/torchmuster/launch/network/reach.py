@@ -22,6 +22,9 @@ _CALLS = 4
 _PAUSE_S = 0.2
 _NAMES_SHOWN = 3
 
+# What each of the other machines reached, with its name.
+Answers = Sequence[tuple[str, wire.Reached]]
+
 _PROBLEMS = {
     errno.ETIMEDOUT: "timeout",
     errno.ECONNREFUSED: "refused",
@@ -139,31 +142,28 @@ def choose_address(
     head: str,
     system: str,
     listening: wire.Listening,
-    reached_by_node: Mapping[str, wire.Reached],
+    answers: Answers,
     *,
     timeout_s: float = Limits.reach_s,
-    kind: firewall.Kind | None = None,
 ) -> Decision[str]:
     """Return the first address of the head machine that all other machines reach.
 
-    ``head`` is the name people know it by and ``system`` its ``sys.platform``; ``kind`` is its
-    firewall where that is known. Raises ``Impossible`` if there is no such address.
+    ``head`` is the name people know it by and ``system`` its ``sys.platform``. Raises ``Impossible``
+    if there is no such address.
     """
-    troubles = {
-        one: _troubles(one.address, listening.port, reached_by_node) for one in listening.addresses
-    }
+    troubles = {one: _troubles(one.address, listening.port, answers) for one in listening.addresses}
     chosen = next((one for one, found in troubles.items() if not found), None)
     if chosen is None:
-        raise _none_reached(listening, troubles, reached_by_node, head, system, timeout_s, kind)
+        raise _none_reached(listening, troubles, answers, head, system, timeout_s)
     passed_over = [
         f"{one.address} was passed over ({_told(found, timeout_s)})"
         for one, found in troubles.items()
         if found and listening.addresses.index(one) < listening.addresses.index(chosen)
     ]
-    who = f"all {len(reached_by_node)} other machines reach it"
-    if len(reached_by_node) == 1:
-        who = f"{next(iter(reached_by_node))} reaches it"
-    elif not reached_by_node:
+    who = f"all {len(answers)} other machines reach it"
+    if len(answers) == 1:
+        who = f"{answers[0][0]} reaches it"
+    elif not answers:
         who = "no other machine takes part"
     reason = f"{chosen.address} ({chosen.interface} of {head}): {who}"
     return Decision(value=chosen.address, reason="; ".join([reason, *passed_over]))
@@ -172,12 +172,12 @@ def choose_address(
 def check_service(
     name: str,
     target: wire.Target,
-    reached_by_node: Mapping[str, wire.Reached],
+    answers: Answers,
     *,
     timeout_s: float = Limits.reach_s,
 ) -> None:
     """Raise ``Impossible`` unless every machine reaches a service that is not ours."""
-    troubles = _troubles(target.address, target.port, reached_by_node)
+    troubles = _troubles(target.address, target.port, answers)
     # Whoever answers is not one of us, which is as it should be.
     troubles.pop("impostor", None)
     if troubles:
@@ -196,13 +196,11 @@ def problem_at(reached: wire.Reached, target: wire.Target) -> str:
     return next((one.problem for one in reached.results if one.target == target), "not-tried")
 
 
-def _troubles(
-    address: str, port: int, reached_by_node: Mapping[str, wire.Reached]
-) -> dict[str, list[str]]:
+def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]:
     """Return the machines that do not reach an address, by what kept them from it."""
     target = wire.Target(address=address, port=port)
     found: dict[str, list[str]] = {}
-    for node, reached in reached_by_node.items():
+    for node, reached in answers:
         problem = problem_at(reached, target)
         if problem:
             found.setdefault(problem, []).append(node)
@@ -212,11 +210,10 @@ def _troubles(
 def _none_reached(
     listening: wire.Listening,
     troubles: Mapping[wire.Address, Mapping[str, Sequence[str]]],
-    reached_by_node: Mapping[str, wire.Reached],
+    answers: Answers,
     head: str,
     system: str,
     timeout_s: float,
-    kind: firewall.Kind | None,
 ) -> Impossible:
     words = {problem for found in troubles.values() for problem in found}
     lines = [
@@ -224,15 +221,15 @@ def _none_reached(
         for one, found in troubles.items()
     ]
     failing = [{node for nodes in found.values() for node in nodes} for found in troubles.values()]
-    everywhere = [node for node in reached_by_node if all(node in some for some in failing)]
+    everywhere = [node for node, _ in answers if all(node in some for some in failing)]
     if everywhere:
         verb = "does" if len(everywhere) == 1 else "do"
         what = f"{several(everywhere)} {verb} not reach {head} at port {listening.port}"
     else:
-        what = f"no address of {head} is reached by all of {several(list(reached_by_node))}"
+        what = f"no address of {head} is reached by all of {several([node for node, _ in answers])}"
     fixes = []
     if words & {"timeout", "refused", "unreachable", "not-tried"}:
-        command = firewall.open_command(system, listening.port, kind=kind)
+        command = firewall.open_command(system, listening.port)
         fixes.append(f"let them in at {head}:\n{command}")
         fixes.append(
             "the ranks also talk to each other at ports that the system gives out: each machine has "

@@ -56,18 +56,9 @@ def here(environment: Mapping[str, str], ask: clients.Ask = clients.ask) -> Allo
     )
 
 
-def check_counts(
-    allocation: Allocation,
-    spec: JobSpec,
-    *,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-) -> None:
-    """Refuse, before anything starts, what the allocation cannot give.
-
-    ``nodes`` and ``gpus_per_node`` are what was asked for in words, if it was.
-    """
-    job, has = f"Slurm job {allocation.job}", len(allocation.nodes)
+def check_counts(allocation: Allocation, spec: JobSpec) -> None:
+    """Refuse, before anything starts, what the allocation cannot give."""
+    job = f"Slurm job {allocation.job}"
     if spec.hosts:
         raise Impossible(
             f"--hosts was given inside {job}",
@@ -80,13 +71,7 @@ def check_counts(
             why="one muster run starts the ranks on all nodes of the job",
             fix="leave out srun before muster run",
         )
-    if nodes is not None and nodes != has:
-        raise Impossible(
-            f"{_count(nodes, 'node')} asked for, but {job} has {has}",
-            why=f"they are: {_few(allocation.nodes)}",
-            fix=f"leave out --nodes, or get the nodes from Slurm with: sbatch --nodes={nodes}",
-        )
-    _check_gpus(allocation, spec, gpus_per_node)
+    _check_gpus(allocation, spec)
     ranks = _ranks_per_node(allocation, spec)
     tasks = allocation.tasks_per_node
     if tasks is not None and tasks > 1 and ranks is not None and ranks != tasks:
@@ -158,7 +143,7 @@ def _count_gpus(gres: str) -> int:
     return sum(int(one["count"]) for one in _GPUS.finditer(gres))
 
 
-def _check_gpus(allocation: Allocation, spec: JobSpec, gpus_per_node: int | None) -> None:
+def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
     if spec.device == "cpu":
         return
     job = f"Slurm job {allocation.job}"
@@ -171,16 +156,13 @@ def _check_gpus(allocation: Allocation, spec: JobSpec, gpus_per_node: int | None
             why=f"srun cannot give all of them to one step: {_few(each)}",
             fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(allocation.gpus)}",
         )
-    has = allocation.gpus_per_node or 0
-    asked = gpus_per_node
+    has, asked = allocation.gpus_per_node, spec.ranks
     # Where Slurm counts no GPUs, the nodes themselves are asked later.
-    if asked is None and has and not spec.share:
-        asked = spec.ranks
-    if asked is not None and asked > has:
+    if has and not spec.share and asked is not None and asked > has:
         raise Impossible(
-            f"{_count(asked, 'GPU')} per node asked for, but {job} has {has or 'none'}",
+            f"{_count(asked, 'GPU')} per node asked for, but {job} has {has}",
             why="Slurm gives a job only the GPUs that it asks for",
-            fix=f"sbatch --gpus-per-node={asked}" + (f", or --ranks {has}" if has else ""),
+            fix=f"sbatch --gpus-per-node={asked}, or --ranks {has}",
         )
 
 

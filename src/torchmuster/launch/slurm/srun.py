@@ -22,10 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive
+from torchmuster.launch.local import KEEPER
 from torchmuster.launch.slurm.allocation import Allocation
 from torchmuster.launch.slurm.step import Step
-
-KEEPER = (sys.executable, "-m", "torchmuster.launch.keeper")
 
 # srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). A step of
 # ours is described in full by its arguments, so of Slurm's variables only what tells of the job stays.
@@ -43,7 +42,7 @@ _OF_THE_JOB = (
 
 
 def command(
-    allocation: Allocation, keeper: Sequence[str] = KEEPER, place: int | None = None
+    allocation: Allocation, keeper: Sequence[str] | None = None, place: int | None = None
 ) -> list[str]:
     """Return the argument vector that starts the keepers, or one of them again."""
     nodes = len(allocation.nodes) if place is None else 1
@@ -69,7 +68,7 @@ def command(
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
-        *keeper,
+        *([sys.executable, *KEEPER] if keeper is None else keeper),
         *who,
     ]
 
@@ -94,12 +93,12 @@ class SrunTransport:
         self,
         allocation: Allocation,
         *,
-        keeper: Sequence[str] = KEEPER,
+        keeper: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         patience_s: float = 10.0,
     ) -> None:
         self._allocation = allocation
-        self._keeper = tuple(keeper)
+        self._keeper = keeper
         self._environment = environment_for_srun(os.environ if environment is None else environment)
         self._patience_s = patience_s
         self._arrive: Arrive | None = None

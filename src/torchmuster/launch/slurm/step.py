@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Arrive
+from torchmuster.launch.pipe import FIRST_WORDS
 from torchmuster.launch.slurm.allocation import expand
 
 _LABELLED = re.compile(rb" *(\d+): (.*)", re.DOTALL)
@@ -175,7 +176,7 @@ class Step:
                 continue
             place = self.places[int(labelled[1])]
             if place not in self._channels:
-                if labelled[2][:1] not in (b"+", b"="):  # what a task prolog prints
+                if not labelled[2].startswith(FIRST_WORDS):
                     self._keep(place, labelled[2].decode(errors="replace").rstrip())
                     continue
                 self._said.pop(place, None)  # that was not about the end

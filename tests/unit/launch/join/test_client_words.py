@@ -55,7 +55,7 @@ def test_no_answer_names_the_firewall_command(monkeypatch: pytest.MonkeyPatch) -
         "10.0.0.1:29400: no answer within 3 s\n"
         "[fd00::1]:29400: no answer within 3 s\n"
         "a firewall is in between, or the networks are not connected, or the host is off\n"
-        "on the host: sudo ufw allow 29400/tcp"
+        "on the host:\nsudo ufw allow 29400/tcp"
     )
 
 

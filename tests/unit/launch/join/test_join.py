@@ -7,7 +7,7 @@ import pytest
 
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch import wire
-from torchmuster.launch.join import client, handshake, listening
+from torchmuster.launch.join import client, entrance, handshake
 from torchmuster.launch.join import code as codes
 from torchmuster.launch.join.service import JoinService
 from unit.launch.join.open_host import join, open_host, proves_open
@@ -209,19 +209,19 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_an_address_that_is_not_of_this_machine_is_named() -> None:
     with pytest.raises(Impossible, match=r"192\.0\.2\.77 is not an address of this machine"):
-        listening.listen(["127.0.0.1", "192.0.2.77"], None)
+        entrance.listen(["127.0.0.1", "192.0.2.77"], None)
     with pytest.raises(Impossible, match="'gpu-a' is not an address"):
-        listening.listen(["gpu-a"], None)
+        entrance.listen(["gpu-a"], None)
 
 
 def test_link_local_addresses_are_listened_on_but_not_written_into_codes() -> None:
     addresses = ("fe80::1%eth0", "10.0.0.1", "fd00::1", "10.0.1.1", "10.0.2.1")
-    assert listening.in_codes(addresses, 3) == ("10.0.0.1", "fd00::1", "10.0.1.1")
+    assert entrance.in_codes(addresses, 3) == ("10.0.0.1", "fd00::1", "10.0.1.1")
 
 
 def test_loopback_is_left_out_of_codes_where_others_could_not_use_it() -> None:
-    assert listening.in_codes(("127.0.0.1", "10.0.0.1", "::1"), 3) == ("10.0.0.1",)
-    assert listening.in_codes(("127.0.0.1",), 3) == ("127.0.0.1",)
+    assert entrance.in_codes(("127.0.0.1", "10.0.0.1", "::1"), 3) == ("10.0.0.1",)
+    assert entrance.in_codes(("127.0.0.1",), 3) == ("127.0.0.1",)
 
 
 def test_more_machines_than_codes_can_name_are_refused() -> None:

@@ -40,6 +40,8 @@ def test_too_many_machines_are_refused_with_the_command_that_helps(
 ) -> None:
     with pytest.raises(Impossible) as caught:
         make_room_for(10_000, wanted=0)
-    assert caught.value.what == ("10000 connections do not fit: this user may have 4096 files open")
+    assert caught.value.what == (
+        "10000 open files for connections do not fit: this user may have 4096"
+    )
     assert caught.value.fix.startswith("sudo prlimit --pid $$ --nofile=10256")
     assert limits == [1024, 4096]

@@ -12,7 +12,7 @@ import pytest
 
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
-from torchmuster.launch.network import listening, reach
+from torchmuster.launch.network import firewall, listening, reach
 from torchmuster.launch.network.interfaces import Interface
 
 NONCE = "c0ffee" * 5
@@ -201,15 +201,15 @@ def refusal(
     addresses: Sequence[wire.Address], by_node: dict[str, wire.Reached], system: str = "linux"
 ) -> Impossible:
     with pytest.raises(Impossible) as caught:
-        reach.choose_address("a", system, heard(*addresses), by_node, kind="ufw")
+        reach.choose_address("a", system, heard(*addresses), list(by_node.items()))
     return caught.value
 
 
 def test_the_first_address_that_all_reach_is_chosen() -> None:
-    by_node = {
-        "b": reached(eth0="timeout", eth1="", docker0="impostor"),
-        "c": reached(eth0="", eth1="", docker0="impostor"),
-    }
+    by_node = [
+        ("b", reached(eth0="timeout", eth1="", docker0="impostor")),
+        ("c", reached(eth0="", eth1="", docker0="impostor")),
+    ]
     decision = reach.choose_address("a", "linux", heard(ETH0, ETH1, DOCKER), by_node)
     assert decision.value == "192.168.7.5"
     assert decision.reason == (
@@ -219,9 +219,9 @@ def test_the_first_address_that_all_reach_is_chosen() -> None:
 
 
 def test_the_choice_with_one_other_machine_and_with_none() -> None:
-    one = reach.choose_address("a", "linux", heard(ETH0, ETH1), {"b": reached(eth0="", eth1="")})
+    one = reach.choose_address("a", "linux", heard(ETH0, ETH1), [("b", reached(eth0="", eth1=""))])
     assert one.reason == "10.0.0.5 (eth0 of a): b reaches it"
-    none = reach.choose_address("a", "linux", heard(ETH0), {})
+    none = reach.choose_address("a", "linux", heard(ETH0), [])
     assert none.reason == "10.0.0.5 (eth0 of a): no other machine takes part"
 
 
@@ -239,7 +239,7 @@ def test_a_machine_that_reaches_nothing_is_named_with_the_cause_and_the_command(
     ]
     assert error.fix.splitlines() == [
         "let them in at a:",
-        "sudo ufw allow 29400/tcp",
+        *firewall.open_command("linux", 29400).splitlines(),
         "the ranks also talk to each other at ports that the system gives out: each machine has "
         "to let the others in at these too",
     ]
@@ -274,6 +274,11 @@ def test_machines_that_reach_different_addresses_have_none_in_common() -> None:
     error = refusal([ETH0, ETH1], by_node)
     assert error.what == "no address of a is reached by all of b and c"
     assert error.fix.endswith("give an address of a that all of them reach: --address")
+
+
+def test_of_two_machines_with_one_name_both_have_to_reach_the_address() -> None:
+    answers = [("vm", reached(eth0="timeout", eth1="")), ("vm", reached(eth0="", eth1=""))]
+    assert reach.choose_address("a", "linux", heard(ETH0, ETH1), answers).value == ETH1.address
 
 
 def test_an_address_that_a_machine_did_not_try_is_not_chosen() -> None:
@@ -353,12 +358,12 @@ def test_a_machine_that_listens_only_for_itself(
 
 def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
     target = wire.Target(address=ETH0.address, port=29400)
-    reach.check_service("etcd", target, {"b": reached(eth0="impostor"), "c": reached(eth0="")})
+    reach.check_service("etcd", target, [("b", reached(eth0="impostor")), ("c", reached(eth0=""))])
 
 
 def test_a_service_that_does_not_answer() -> None:
     target = wire.Target(address=ETH0.address, port=29400)
-    by_node = {"b": reached(eth0="impostor"), "c": reached(eth0="no-name")}
+    by_node = [("b", reached(eth0="impostor")), ("c", reached(eth0="no-name"))]
     with pytest.raises(Impossible) as caught:
         reach.check_service("etcd", target, by_node)
     assert caught.value.what == "c does not reach etcd at 10.0.0.5:29400"

@@ -1,6 +1,7 @@
 """What srun is told, and whom the lines on its input are for."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmuster.launch import wire
-from torchmuster.launch.channel import Transport
+from torchmuster.launch.channel import Channel, Transport
 from torchmuster.launch.slurm.allocation import Allocation
 from torchmuster.launch.slurm.srun import SrunTransport, command, environment_for_srun
 from torchmuster.launch.slurm.step import addressed
@@ -63,6 +64,31 @@ def test_what_all_get_is_written_once() -> None:
 
 def test_what_some_get_does_not_reach_the_others() -> None:
     assert addressed([(0, b"=x\n"), (2, b"=x\n")], [0, 1, 2]) == [b"0 =x\n", b"2 =x\n"]
+
+
+def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = ["0: ==== Welcome ====", "0: +-----+", f"0: {wire.to_lines(wire.Alive()).decode()}"]
+    (tmp_path / "words").write_text("\n".join(says))
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ncat {tmp_path / 'words'}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    async def scene() -> wire.FromKeeper | None:
+        arrivals: asyncio.Queue[Channel] = asyncio.Queue()
+        transport = SrunTransport(ALLOCATION)
+        await transport.open(lambda place, channel: arrivals.put_nowait(channel))
+        first = await (await asyncio.wait_for(arrivals.get(), 20)).receive()
+        await transport.close()
+        return first
+
+    assert asyncio.run(scene()) == wire.Alive()
+
+
+def test_the_keepers_are_started_with_this_python() -> None:
+    words = [sys.executable, "-m", "torchmuster.launch.keeper", "--place", "0"]
+    assert command(ALLOCATION, place=0)[-5:] == words
 
 
 def test_without_srun_every_place_is_given_up(

@@ -1,0 +1,84 @@
+"""The logs of other machines' ranks, kept in the run's folder on the launcher's machine.
+
+Written by a thread: the folder is often on a network disk, and one that stands still for some seconds
+must not silence the launcher, whose keepers would take it for lost. What waits for the disk is kept in
+memory.
+"""
+
+import contextlib
+import io
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+_KEPT_OPEN = 64
+# A disk that took nothing for so long is not waited for at the end.
+_PATIENCE_S = 5.0
+
+
+class RankLogs:
+    """Writes what ranks of other machines say; ``say`` is told once when that cannot be done."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._texts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # the one used last is the last
+        self._thread: threading.Thread | None = None
+        self._written = 0  # texts, well or not
+        self._trouble = ""
+        self._told = False
+
+    def write(self, rank: int, text: str) -> None:
+        """Add to a rank's log, soon; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_on, name="rank-logs", daemon=True)
+            self._thread.start()
+        self._texts.put((rank, text))
+        self._tell()
+
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
+        """Write all that is left, for as long as the disk takes something every ``patience_s``."""
+        if self._thread is None:
+            return
+        self._texts.put(None)
+        written = -1
+        while self._thread.is_alive() and written != self._written:
+            written = self._written
+            self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self._trouble = self._trouble or "the disk takes nothing any more"
+        self._tell()
+
+    def _tell(self) -> None:
+        # Not by the thread that writes: only one at a time may speak.
+        if self._trouble and not self._told:
+            self._told = True
+            self._say(f"what the ranks wrote cannot be kept in {self._folder}: {self._trouble}")
+
+    def _write_on(self) -> None:
+        while (item := self._texts.get()) is not None:
+            rank, text = item
+            try:
+                self._append(rank, text.encode("utf-8", errors="replace"))
+            except OSError as error:  # a full disk must not end the run
+                self._trouble = self._trouble or str(error)
+                self._close(rank)
+            self._written += 1
+        for rank in list(self._open):
+            self._close(rank)
+
+    def _append(self, rank: int, data: bytes) -> None:
+        if rank not in self._open:
+            if len(self._open) >= _KEPT_OPEN:
+                self._close(next(iter(self._open)))
+            self._open[rank] = io.FileIO(self._folder / f"rank-{rank}.log", "a")
+        self._open.move_to_end(rank)
+        while data:
+            data = data[self._open[rank].write(data) :]
+
+    def _close(self, rank: int) -> None:
+        with contextlib.suppress(KeyError, OSError):
+            self._open.pop(rank).close()

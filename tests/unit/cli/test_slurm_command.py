@@ -1,0 +1,52 @@
+"""Commands and Slurm: what a job will run, and that a command inside a job uses its nodes."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+
+
+@pytest.mark.parametrize(
+    ("words", "inside"),
+    [
+        (["train.py", "--lr", "1e-4"], ["--", "train.py", "--lr", "1e-4"]),
+        (["--ranks", "2", "--", "train", "--x"], ["--ranks", "2", "--", "train", "--x"]),
+        (["--nodes", "2", "-m", "json.tool"], ["--", "-m", "json.tool"]),
+    ],
+)
+def test_in_the_job_the_same_script_runs_whatever_its_name(
+    muster: Muster, own_machine: Path, words: list[str], inside: list[str]
+) -> None:
+    for name in ("train.py", "train"):
+        (own_machine / name).write_text("print('training')\n")
+    shown = muster("run", "--slurm", "--dry-run", "--device", "cpu", *words)
+    assert shown.code == 0, shown.err
+    _, *command = shlex.split(shown.out.splitlines()[-1])
+    assert command[1:] == ["-m", "torchmuster", "run", "--device", "cpu", *inside]
+    here = muster(*command[3:4], "--dry-run", *command[4:])
+    assert here.code == 0, here.err
+
+
+@pytest.mark.parametrize("words", [["smoke"], ["run", "train.py"]])
+def test_inside_a_job_its_nodes_are_used(
+    muster: Muster, own_machine: Path, words: list[str]
+) -> None:
+    (own_machine / "train.py").touch()
+    for name, body in (("srun", "echo srun: error: no >&2; exit 1"), ("scontrol", "exit 1")):
+        (own_machine / name).write_text(f"#!/bin/sh\n{body}\n")
+        (own_machine / name).chmod(0o755)
+    result = muster(
+        words[0],
+        *("--device", "cpu", "--ranks", "1", *words[1:]),
+        env={
+            "PATH": f"{own_machine}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "41",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+        },
+    )
+    assert result.code == 1
+    assert "muster: in Slurm job 41 with 2 nodes" in result.err
+    assert "srun could not start the keeper on n1" in result.err

@@ -1,0 +1,92 @@
+"""A pipe to a keeper: whatever a login prints before it, and however it ends."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+
+from torchmuster.launch import pipe, wire
+from torchmuster.launch.pipe import PipeChannel
+
+ALIVE = wire.to_lines(wire.Alive()).decode()
+LONG = wire.Output(rank=3, text="ü" * 3 * wire.LINE_LIMIT)
+# Neither reads its input nor ends when that ends, like ssh on a link that is cut.
+STUCK = "import time; print('ready', flush=True); time.sleep(60)"
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+@pytest.mark.parametrize(
+    "banner",
+    [
+        "Last login: today",
+        "==== Welcome ====",
+        "=",
+        "+-----+\n| hi  |\n+-----+",
+        '={"not": "ours"}',
+        '{"kind":"hello"}',
+    ],
+)
+@pytest.mark.parametrize("message", [wire.Alive(), LONG])
+def test_what_a_login_prints_is_not_taken_for_a_message(
+    banner: str, message: wire.FromKeeper
+) -> None:
+    said = f"{banner}\n{wire.to_lines(message).decode()}"
+
+    async def scene() -> tuple[wire.FromKeeper | None, str]:
+        channel = await PipeChannel.open(python(f"import sys; sys.stdout.write({said!r})"))
+        first = await channel.receive()
+        await channel.close()
+        return first, channel.why_closed()
+
+    first, words = asyncio.run(scene())
+    assert first == message
+    assert words == banner
+
+
+def test_after_the_first_message_nothing_else_is_let_through() -> None:
+    async def scene() -> None:
+        channel = await PipeChannel.open(python(f"print({ALIVE!r} + '= Welcome =')"))
+        assert await channel.receive() == wire.Alive()
+        with pytest.raises(wire.Garbled, match="malformed"):
+            await channel.receive()
+        await channel.close()
+
+    asyncio.run(scene())
+
+
+async def stuck(*, full: bool) -> PipeChannel:
+    channel = await PipeChannel.open(python(STUCK))
+    assert channel._process.stdout is not None
+    await channel._process.stdout.readline()
+    if full:  # more than a pipe takes
+        channel._stdin.write(b"x" * 2**20)
+    return channel
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_does_not_end_is_ended(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "_CLOSE_WITHIN_S", 0.2)
+
+    async def scene() -> int | None:
+        channel = await stuck(full=full)
+        await asyncio.wait_for(channel.close(), 20)
+        return channel.exit_code
+
+    assert asyncio.run(scene()) == -9
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_whoever_does_not_wait_for_the_end_leaves_nothing_behind(full: bool) -> None:
+    async def scene() -> int | None:
+        channel = await stuck(full=full)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(channel.close(), 0.2)
+        assert time.monotonic() - began_s < 5
+        return channel.exit_code
+
+    assert asyncio.run(scene()) == -9

@@ -1,0 +1,178 @@
+"""Machines that were lost are let go of together, in a bounded time, and called again."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from torchmuster.launch import roll_call, waiting, wire
+from torchmuster.launch.channel import Arrive
+from torchmuster.launch.roll_call import RollCall
+from torchmuster.launch.waiting import Stopped, Waiting
+
+RECORD = wire.NodeRecord(
+    host="n",
+    user="ana",
+    pid=1,
+    system="linux",
+    machine="x86_64",
+    python="3.11.7",
+    torch="2.13.0",
+    torchmuster="0",
+    cores=8,
+    clock_unix_s=0.0,
+    addresses=(),
+)
+
+
+class Machine:
+    """A channel to a machine that says hello and is let go of as the test wants it."""
+
+    def __init__(self, letting_go: Callable[[], Awaitable[object]]) -> None:
+        self._letting_go = letting_go
+        self._says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self._says.put_nowait(wire.Hello(protocol=wire.PROTOCOL, record=RECORD))
+        self.given_up = False
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        pass
+
+    async def receive(self) -> wire.FromKeeper | None:
+        return await self._says.get()
+
+    def why_closed(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        try:
+            await self._letting_go()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+
+
+async def at_once() -> None:
+    pass
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+class Called:
+    """A transport of three machines; those that are called again let go at once."""
+
+    def __init__(self, letting_go: Callable[[], Awaitable[object]]) -> None:
+        self.machines = [Machine(letting_go) for _ in range(3)]
+        self.again: list[int] = []
+        self._arrive: Arrive
+
+    @property
+    def places(self) -> Sequence[str]:
+        return ["a", "b", "c"]
+
+    async def open(self, arrive: Arrive) -> None:
+        self._arrive = arrive
+        for place, machine in enumerate(self.machines):
+            arrive(place, machine)
+
+    async def reopen(self, place: int) -> None:
+        self.again.append(place)
+        self._arrive(place, Machine(at_once))
+
+    def waiting_for(self, place: int) -> str:
+        return "it is called"
+
+    def gave_up(self, place: int) -> wire.Trouble | None:
+        return None
+
+    def rejoins(self, place: int) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+
+Scene = Callable[[RollCall, Called, Waiting], Awaitable[None]]
+
+
+def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[str]) -> None:
+    """Play a scene with three machines that are all lost."""
+
+    async def story() -> None:
+        patience = Waiting(said.append)
+        called = Called(letting_go)
+        roll = RollCall(
+            called, patience, token="t", join_s=20, lost_after_s=None, on_output=lambda *_: None
+        )
+        await called.open(roll.arrive)
+        await roll.call(range(3))
+        for node in roll.nodes:
+            node.lose("the link is cut")
+        try:
+            await scene(roll, called, patience)
+        finally:
+            await roll.close()
+            await asyncio.gather(*(node.close() for node in roll.nodes if not node.lost))
+
+    asyncio.run(story())
+
+
+def test_the_lost_are_let_go_of_at_the_same_time() -> None:
+    together = asyncio.Barrier(3)
+
+    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+        back = await asyncio.wait_for(roll.call_back_the_lost(), 20)
+        assert [node.place for node in back] == sorted(called.again) == [0, 1, 2]
+        assert not any(node.lost for node in back)
+        assert not any(machine.given_up for machine in called.machines)
+
+    play(together.wait, scene, [])
+
+
+def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roll_call, "_LET_GO_WITHIN_S", 0.3)
+    monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.1)
+    said: list[str] = []
+
+    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+        began_s = time.monotonic()
+        await roll.call_back_the_lost()
+        assert time.monotonic() - began_s < 10
+        assert all(machine.given_up for machine in called.machines)
+
+    play(never, scene, said)
+    assert said == ["letting go of a, b and c, to call them again"]
+
+
+def test_nobody_who_wants_the_end_has_to_wait_for_the_lost() -> None:
+    async def scene(roll: RollCall, called: Called, patience: Waiting) -> None:
+        calling = asyncio.create_task(roll.call_back_the_lost())
+        await asyncio.sleep(0.1)
+        patience.stop()
+        began_s = time.monotonic()
+        with pytest.raises(Stopped):
+            await calling
+        assert time.monotonic() - began_s < roll_call._LET_GO_WITHIN_S / 2
+        assert called.again == []
+
+    play(never, scene, [])
+
+
+def test_a_machine_that_came_back_by_itself_is_kept() -> None:
+    came: list[Machine] = []
+
+    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+        async def comes_back() -> None:
+            came.append(Machine(at_once))
+            roll.arrive(1, came[0])
+
+        called.machines[1]._letting_go = comes_back
+        back = await asyncio.wait_for(roll.call_back_the_lost(), 20)
+        assert back[1].channel is came[0]
+        assert sorted(called.again) == [0, 2]
+
+    play(at_once, scene, [])
