@@ -11,6 +11,7 @@ from hosts.conftest import MakeLab
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.launching import SMOKE, Transcript, leftovers, rank_lines, strays
+from hosts.namespaces import await_true
 from muster_command import muster_argv
 
 pytestmark = pytest.mark.timeout(180)
@@ -39,9 +40,11 @@ def host_smoke(host: Host, cwd: Path, *words: str, nodes: int = 2) -> Transcript
 
 
 def code_for(transcript: Transcript, machine: int) -> str:
-    transcript.wait_for(f"on machine {machine}", 30)
-    codes = re.findall(r"muster join (\S+)", transcript.text("out"))
-    return str(codes[machine - 2])
+    def codes() -> list[str]:
+        return re.findall(r"muster join (\S+)", transcript.text("out"))
+
+    await_true(f"the code of machine {machine}", lambda: len(codes()) > machine - 2, timeout_s=30)
+    return codes()[machine - 2]
 
 
 def smoke_lines(size: int) -> set[str]:
@@ -67,7 +70,7 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert "2 of 2 joined: node1 ok, node2 ok" in hosting.text("err")
     assert f"to be run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
     assert "the run ended well" in joining.text("err")
-    assert (leftovers(lab), strays(lab)) == ({}, {})
+    await_true("nothing is left", lambda: (leftovers(lab), strays(lab)) == ({}, {}))
     # What lets a machine in is shown, and written down nowhere.
     code = code_for(hosting, 2)
     assert not [path for path in tmp_path.rglob("*.*") if code in path.read_text(errors="replace")]
@@ -167,4 +170,4 @@ def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: P
     hosting.process.wait(10)
     assert joining.end(20) == 1
     assert "the launcher has gone" in joining.text("err")
-    assert leftovers(lab) == {}
+    await_true("nothing left on the host either", lambda: leftovers(lab) == {}, timeout_s=15)

@@ -56,7 +56,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab2, tmp_path, SCRIPTS.get(case.phase, SCRIPTS["starting"]))
+    # An agent whose ranks have ended waits for the others; it needs no grace.
+    options = ["--grace", "60s"] if case.phase == "ending" else []
+    script = SCRIPTS.get(case.phase, SCRIPTS["starting"])
+    run = Run.launch(lab2, tmp_path, script, options=options)
     run.wait_for_phase(case.phase)
     killed_s = Kill(victim=case.victim, host=case.host).strike(run)
     run.seconds_until_clean(killed_s)

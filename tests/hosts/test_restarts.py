@@ -10,6 +10,7 @@ import pytest
 from hosts.faults import HostKilled, LinkCut
 from hosts.killing import Kill, Run
 from hosts.lab import Lab
+from hosts.namespaces import await_true
 from hosts.restarting import ROUNDS, restart_by_kills
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,8 +63,12 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
     undo = fault.apply(lab2)
     run.transcript.wait_for("node2 was lost: not heard for 5 s", 15)
-    # It is called while it is still away, and again once it is there.
-    run.transcript.wait_for("1 of 2 joined: node1 ok, node2 missing", 40)
+    # It is called while it is still away, until ssh gives up, and then again.
+    await_true(
+        "ssh gave up once",
+        lambda: run.transcript.text("err").count("1 of 2 joined: node1 ok, node2 missing") == 2,
+        timeout_s=40,
+    )
     undo()
     run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
     assert run.transcript.end(timeout=60) == 0

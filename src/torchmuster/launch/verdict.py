@@ -249,7 +249,7 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     why = fix = ""
     if report.lost:
         why = "the launcher and {host} no longer hear each other"
-        fix = "see whether {host} is up and can be reached: ssh {host} uptime"
+        fix = "see whether {host} is up and on the network, and whether somebody ended it there"
     elif report.text and (found := known_failures.known(report.text)):
         group = (found[1][1] or "") if found[1].re.groups else ""
         why, fix = (text.replace("{1}", group) for text in (found[0].why, found[0].fix))
