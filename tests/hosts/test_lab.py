@@ -133,7 +133,7 @@ def test_a_command_runs_as_it_would_without_a_lab(lab2: Lab, tmp_path: Path) -> 
         node1.run(["sleep", "100"], timeout=0.2)
     with pytest.raises(subprocess.CalledProcessError):
         node1.run(["false"], check=True)
-    program = "import time; print('ready', flush=True)\ntry: time.sleep(100)\nexcept KeyboardInterrupt: raise SystemExit(7)"
+    program = "import time\ntry: print('ready', flush=True); time.sleep(100)\nexcept KeyboardInterrupt: raise SystemExit(7)"
     interrupted = start_ready(node1, program)
     interrupted.interrupt()
     assert interrupted.wait(5) == 7
