@@ -17,7 +17,7 @@ pytestmark = [
     ),
 ]
 # In CI a few of each; at full length: KILLS=50 RESTARTS=30
-_KILLS = int(os.environ.get("KILLS", "12"))
+_KILLS = int(os.environ.get("KILLS", "8"))
 _RESTARTS = int(os.environ.get("RESTARTS", "3"))
 _SEED = int(os.environ.get("SEED", "7"))
 
