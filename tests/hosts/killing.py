@@ -62,6 +62,7 @@ class Run:
     """A run on the hosts of a lab, launched from node1."""
 
     lab: Lab
+    folder: Path
     process: HostProcess
     transcript: Transcript
     before: dict[str, set[int]]
@@ -77,7 +78,7 @@ class Run:
         before = {host.name: set(host.pids()) for host in lab.hosts}
         command = ["--device", "cpu", "--ranks", "1", "--hosts", "node1,node2", *options]
         process = muster_run(lab.hosts[0], [*command, "script.py", *words], folder)
-        return cls(lab, process, Transcript(process), before)
+        return cls(lab, folder, process, Transcript(process), before)
 
     def wait_for_phase(self, phase: str) -> None:
         """Wait until the run has come so far; ``calling`` is before anybody has answered."""
@@ -87,6 +88,20 @@ class Run:
         self.transcript.wait_for(_REACHED[phase], _STARTED_WITHIN_S)
         if phase == "ending":
             await_true("rank 0 is gone", lambda: not self.find("node1", is_rank(0)))
+
+    def wait_for_ranks(self, text: str, *, ranks: int = 2, timeout_s: float = 90) -> None:
+        """Wait until so many ranks have written this; their logs tell, however they are shown."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            over = time.monotonic() > deadline_s or self.process.poll() is not None
+            if sum(text in log.read_text() for log in self._logs()) >= ranks:
+                return
+            if over:
+                raise AssertionError(f"not written by all: {text!r}\n{self.transcript.text()}")
+            time.sleep(0.02)
+
+    def _logs(self) -> list[Path]:
+        return list(self.folder.glob("runs/*/logs/rank-*.log"))
 
     def find(self, host: str, matches: Callable[[int], bool]) -> list[int]:
         """Return the processes on a host that came since the launch and match."""

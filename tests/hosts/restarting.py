@@ -44,7 +44,7 @@ def restart_by_kills(
     """
     run = Run.launch(lab, folder, ROUNDS, str(restarts), options=["--max-restarts", str(restarts)])
     rounds: list[Round] = []
-    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    run.wait_for_ranks("round 0 came up")
     for restart in range(1, restarts + 1):
         rank = chance.choice(list(_HOST_OF_RANK))
         killed_s = Kill(victim=f"rank {rank}", host=_HOST_OF_RANK[rank]).strike(run)
@@ -52,7 +52,7 @@ def restart_by_kills(
         said = f"(SIGKILL); starting again in {pause_s:.0f} s (restart {restart} of {restarts})"
         line = run.transcript.wait_for(said, 30)
         assert f"rank {rank} on {_HOST_OF_RANK[rank]} failed" in line.text
-        run.transcript.wait_for(f"[all 2 ranks] round {restart} came up", pause_s + 60)
+        run.wait_for_ranks(f"round {restart} came up", timeout_s=pause_s + 60)
         took_s = time.monotonic() - killed_s
         rounds.append(
             Round(restart=restart, killed=f"rank {rank}", seconds=took_s, pause_s=pause_s)

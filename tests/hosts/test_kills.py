@@ -90,7 +90,7 @@ def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     options = ["--hosts", "node1:1,node2:2"]
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
-    run.transcript.wait_for("[all 3 ranks] ignoring", 60)
+    run.wait_for_ranks("ignoring", ranks=3)
     killed_s = Kill(victim="rank 1").strike(run)
     run.seconds_until_clean(killed_s)
     assert run.end() == 1
@@ -110,7 +110,7 @@ dist.all_reduce(torch.ones(1))
 
 def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, _BLOCKED)
-    run.transcript.wait_for("[all 2 ranks] joined", 60)
+    run.wait_for_ranks("joined")
     killed_s = Kill(victim="rank 1").strike(run)
     run.seconds_until_clean(killed_s)
     assert run.end() == 1
@@ -121,7 +121,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     options = ["--grace", "60s"]
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
-    run.transcript.wait_for("[all 2 ranks] ignoring", 60)
+    run.wait_for_ranks("ignoring")
     run.process.interrupt()
     run.transcript.wait_for("Ctrl-C", 10)
     time.sleep(1)  # the request has reached the ranks, who ignore it
@@ -150,9 +150,9 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
         "time.sleep(1000)\n"
     )
     run = Run.launch(lab2, tmp_path, script, options=["--grace", "20s"])
-    run.transcript.wait_for("[all 2 ranks] ready", 60)
+    run.wait_for_ranks("ready")
     run.process.interrupt()
-    run.transcript.wait_for("[all 2 ranks] saved", 20)
+    run.wait_for_ranks("saved")
     run.seconds_until_clean(time.monotonic())
     assert run.end() == 130
 

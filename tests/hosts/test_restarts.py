@@ -23,13 +23,13 @@ def test_every_restart_comes_up_at_the_first_attempt(lab2: Lab, tmp_path: Path) 
 
 def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3"])
-    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    run.wait_for_ranks("round 0 came up")
     Kill(victim="rank 1").strike(run)
     said = run.transcript.wait_for("starting again", 20).text
     assert said == (
         "muster: rank 1 on node2 failed: killed (SIGKILL); starting again in 1 s (restart 1 of 3)"
     )
-    run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
+    run.wait_for_ranks("round 1 came up")
     assert run.transcript.end(timeout=60) == 0
     assert "finished well" in run.transcript.text("err")
     (log,) = tmp_path.glob("runs/*/logs/rank-1.log")
@@ -60,7 +60,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
 ) -> None:
     options = ["--max-restarts", "1", "--lost-after", "7s"]
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=options)
-    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    run.wait_for_ranks("round 0 came up")
     undo = fault.apply(lab2)
     run.transcript.wait_for("node2 was lost: not heard for 7 s", 15)
     # It is called while it is still away, until ssh gives up, and then again.
@@ -70,7 +70,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
         timeout_s=40,
     )
     undo()
-    run.transcript.wait_for("[all 2 ranks] round 1 came up", 90)
+    run.wait_for_ranks("round 1 came up")
     assert run.transcript.end(timeout=60) == 0
     if isinstance(fault, LinkCut):
         run.undo.append(undo)  # sshd's session from before the cut is not the run's
@@ -80,7 +80,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
 def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) -> None:
     options = ["--max-restarts", "3", "--lost-after", "7s", "--join-timeout", "8s"]
     run = Run.launch(lab2, tmp_path, ROUNDS, "3", options=options)
-    run.transcript.wait_for("[all 2 ranks] round 0 came up", 90)
+    run.wait_for_ranks("round 0 came up")
     Kill(victim="link").strike(run)
     assert run.transcript.end(timeout=60) in (1, 3)
     said = run.transcript.text("err")

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,14 @@ signal.signal(signal.SIGTERM, save)
 print("waiting", os.environ["RANK"], flush=True)
 time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    """Let commands see a hangup although whoever runs the tests may have chosen to ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
