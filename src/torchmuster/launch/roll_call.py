@@ -88,6 +88,7 @@ class RollCall:
 
     async def call_back_the_lost(self) -> list[Node]:
         """Call every machine again that was lost or is not prepared; return those that came."""
+        self._refusals.clear()  # those of the last call
         whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
         lost = [place for place in range(len(self._transport.places)) if place not in whole]
         known = [self._nodes[place] for place in lost if place in self._nodes]
