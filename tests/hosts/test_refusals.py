@@ -256,7 +256,7 @@ NETWORK = [
         faults=[PortTaken(host="node1", port=29500)],
         flags=["--port", "29500"],
         what="port 29500 is asked for, but it is taken",
-        why=f"it is held by {sys.executable} -I -S -c import socket",
+        why="0.0.0.0 29500 (pid",
         fix="give no port, which takes the next that is free, or end that program",
     ),
     Refusal(

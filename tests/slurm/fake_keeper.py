@@ -20,7 +20,7 @@ def answer(message: wire.ToKeeper) -> None:
             gpus = tuple(
                 word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word
             )
-            say(wire.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None, logs=""))
+            say(wire.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None))
         case wire.Stop():  # the same words back
             say(wire.Output(rank=int(message.grace_s), text=message.why))
         case wire.Signal(name="KILL"):

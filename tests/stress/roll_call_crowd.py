@@ -53,7 +53,6 @@ PREPARED = wire.Prepared(
     fingerprint=wire.Fingerprint(
         script_sha256="0" * 64, code_sha256="1" * 64, code_files=10, packages_sha256="2" * 64
     ),
-    logs="/tmp/logs",
 )
 PREPARE = wire.Prepare(
     run_id="crowd",

@@ -60,7 +60,7 @@ class Machine:
                     script_sha256="s", code_sha256="c", code_files=1, packages_sha256="p"
                 )
                 prepared = wire.Prepared(
-                    ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code, logs="/"
+                    ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code
                 )
                 self._say(prepared)
             case wire.Listen():
@@ -72,7 +72,7 @@ class Machine:
                 )
                 self._say(wire.Reached(results=results))
             case wire.Start():
-                self._say(wire.Started(attempt=message.attempt, pid=1, command=()))
+                self._say(wire.Started(attempt=message.attempt, pid=1))
                 self._say(wire.Ended(attempt=message.attempt, good=True))
             case wire.Alive():
                 self._say(wire.Alive())

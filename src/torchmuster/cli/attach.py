@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
-from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, find
+from torchmuster.runfolder import RunFolder, find
 
 _LOOK_EVERY_S = 0.1
 
@@ -25,14 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster attach 20260131-1200        part of its id is enough",
         ],
     )
-    parser.add_argument("which", metavar="RUN", help="a run's id, part of it, its folder, or: last")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=DEFAULT_ROOT,
-        metavar="DIR",
-        help="where run folders are (runs)",
-    )
+    parsers.add_run_argument(parser)
     parser.set_defaults(run=_run)
 
 

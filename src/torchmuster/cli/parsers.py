@@ -2,7 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from torchmuster.runfolder import DEFAULT_ROOT
 
 
 class HelpFormat(argparse.RawDescriptionHelpFormatter):
@@ -40,6 +43,23 @@ def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> N
     """Put examples at the end of a command's help."""
     if examples:
         parser.epilog = "\n  ".join(["examples:", *examples])
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``RUN`` and where it is looked for, for the commands that take one run."""
+    parser.add_argument("which", metavar="RUN", help="a run's id, part of it, its folder, or: last")
+    add_runs_flag(parser)
+
+
+def add_runs_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--runs``, the folder that has the run folders."""
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="where run folders are (runs)",
+    )
 
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:

@@ -2,26 +2,19 @@
 
 import argparse
 import time
-from pathlib import Path
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
 from torchmuster.launch import ledger
 from torchmuster.redaction import printable
-from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, list_runs
+from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster runs``."""
     parsers.show_examples(parser, ["muster runs", "muster runs --json"])
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=DEFAULT_ROOT,
-        metavar="DIR",
-        help="where run folders are (runs)",
-    )
+    parsers.add_runs_flag(parser)
     parser.add_argument("--all", action="store_true", help="not only the newest 20")
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run)

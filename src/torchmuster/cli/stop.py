@@ -3,7 +3,6 @@
 import argparse
 import signal
 import time
-from pathlib import Path
 
 import psutil
 
@@ -11,7 +10,7 @@ from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import ledger
-from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, find
+from torchmuster.runfolder import RunFolder, find
 
 _SAY_EVERY_S = 5.0
 # What the launcher may take beyond the ranks' grace to end the other machines and itself.
@@ -33,14 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster stop /data/runs/20260131-120000-train-1a2b",
         ],
     )
-    parser.add_argument("which", metavar="RUN", help="a run's id, part of it, its folder, or: last")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=DEFAULT_ROOT,
-        metavar="DIR",
-        help="where run folders are (runs)",
-    )
+    parsers.add_run_argument(parser)
     parser.add_argument(
         "--within",
         type=duration,

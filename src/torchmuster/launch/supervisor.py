@@ -80,7 +80,6 @@ class Supervisor:
         *,
         run_id: str,
         logs: str,
-        token: str | None = None,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._spec = spec
@@ -89,7 +88,7 @@ class Supervisor:
         self._run_id = run_id
         self._logs = logs
         self._rank_logs = RankLogs(Path(logs), voice.say)
-        self.token = token or os.urandom(16).hex()
+        self.token = os.urandom(16).hex()
         self._on_phase = on_phase
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
@@ -107,11 +106,11 @@ class Supervisor:
             on_output=self._output,
         )
 
-    def stop(self, why: str, *, grace_s: float | None = None) -> None:
+    def stop(self, why: str) -> None:
         """Ask for the end of the run; asked a second time, without any grace."""
         again = self._waiting.stopped
         self._stop_why = self._stop_why or why
-        self._stop_grace_s = 0.0 if again else (grace_s or self._spec.limits.grace_s)
+        self._stop_grace_s = 0.0 if again else self._spec.limits.grace_s
         self._waiting.stop()
         if again:
             for node in self._roll.nodes:

@@ -23,8 +23,6 @@ _KILLED, _ABORTED = -9, -6
 _ASKED_TO_END = (-15, -2)
 # Whoever was killed so long after the others were told to end was killed by us.
 _WITH_THE_FIRST_S = 2.0
-# Reports of one Ctrl-C come in any order.
-_AT_ONCE_S = 1.0
 _SCRIPT_ENDED_ITSELF = "the script ended itself: "
 _ENDED_BY_REQUEST = re.compile(
     r"^KeyboardInterrupt|SignalException|got signal: (?:15|2)\b|by SIG(?:TERM|INT)"
@@ -47,14 +45,6 @@ class NodeEnd:
     ended_s: float = 0.0
     lost: str = ""
     lost_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Somebody asked for the end of the run: ``Ctrl-C``, ``muster stop``."""
-
-    words: str
-    at_s: float
 
 
 class _Blame(enum.IntEnum):
@@ -84,7 +74,6 @@ def of_attempt(
     logs: str,
     world_size: int | None = None,
     grace_s: float = 5.0,
-    stop: Stop | None = None,
 ) -> Finding:
     """Return the one finding that says why an attempt failed.
 
@@ -92,8 +81,6 @@ def of_attempt(
     them for that; ``logs`` is the folder of the ranks' logs.
     """
     blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
-    if stop is not None and not any(_before(stop, *item) for item in blames.items()):
-        return Finding(name="stopped", status=Status.NOTE, what=f"stopped: {stop.words}")
     if not blames:
         return Finding(
             name="run-failed",
@@ -183,12 +170,6 @@ def _blame(report: _Report, ours_from_s: float) -> _Blame:
 def _peer(report: _Report) -> str:
     found = None if report.lost else known_failures.known(report.text)
     return found[0].peer if found else ""
-
-
-def _before(stop: Stop, report: _Report, blame: _Blame) -> bool:
-    """Say whether something went wrong by itself before the end was asked for."""
-    slack_s = 0.0 if blame is _Blame.CAUSE else _AT_ONCE_S
-    return blame is not _Blame.ENDED and report.at_s < stop.at_s - slack_s
 
 
 def _was_out_of_memory(failure: wire.Failure) -> bool:

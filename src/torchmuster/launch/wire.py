@@ -83,7 +83,6 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     why: str = ""
     fix: str = ""
-    status: str = "failure"
     evidence: str = ""
     exit_code: int = 1
 
@@ -208,7 +207,6 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     devices: tuple[str, ...]
     reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None where no other machine takes part
-    logs: str  # where the ranks' logs are, on this machine
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
@@ -239,7 +237,6 @@ class Started(Message, frozen=True, kw_only=True, tag="started"):
 
     attempt: int
     pid: int
-    command: tuple[str, ...]
 
 
 class Output(Message, frozen=True, kw_only=True, tag="output"):

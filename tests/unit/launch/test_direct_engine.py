@@ -12,7 +12,8 @@ import pytest
 from torchmuster.launch import wire
 from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
-from torchmuster.launch.keeper.running import DirectEngine, Running, TorchrunEngine, engine_for
+from torchmuster.launch.keeper.engines import DirectEngine, TorchrunEngine, engine_for
+from torchmuster.launch.keeper.running import Running
 
 MEETING = """\
 import os, socket, sys

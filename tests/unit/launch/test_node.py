@@ -48,7 +48,7 @@ _START = wire.Start(
     timeout_s=1,
     max_restarts=1,
 )
-_STARTED = wire.Started(attempt=1, pid=1, command=())
+_STARTED = wire.Started(attempt=1, pid=1)
 
 
 def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:

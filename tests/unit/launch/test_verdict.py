@@ -8,7 +8,7 @@ import pytest
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import known_failures, wire
 from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
-from torchmuster.launch.verdict import NodeEnd, Stop, of_attempt
+from torchmuster.launch.verdict import NodeEnd, of_attempt
 from torchmuster.units import GiB
 
 LOGS = "runs/x/logs"
@@ -58,9 +58,8 @@ def judged(
     *ends: NodeEnd,
     noticed_s: float = 100.0,
     world_size: int | None = None,
-    stop: Stop | None = None,
 ) -> Finding:
-    return of_attempt(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size, stop=stop)
+    return of_attempt(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size)
 
 
 def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
@@ -348,18 +347,6 @@ def test_agents_that_were_ended_are_not_to_blame() -> None:
         ended("c", words="torchrun's agent was ended by SIGKILL", at_s=107.0),
     )
     assert finding.what == "b failed: torchrun's agent was ended by SIGKILL"
-
-
-def test_a_run_that_was_stopped_says_so_and_blames_nobody() -> None:
-    stop = Stop(words="Ctrl-C", at_s=100.0)
-    interrupted = ended(
-        "a", failure(0, "KeyboardInterrupt", ago_s=3.0), failure(1, CLOSED, ago_s=0.5)
-    )
-    finding = judged(interrupted, stop=stop)
-    assert (finding.name, finding.status) == ("stopped", Status.NOTE)
-    assert finding.what == "stopped: Ctrl-C"
-    failed_before = ended("a", failure(0, "ValueError: no", ago_s=0.2))
-    assert judged(failed_before, stop=stop).what == "rank 0 on a failed: ValueError: no"
 
 
 def test_a_script_s_own_words_are_the_headline() -> None:

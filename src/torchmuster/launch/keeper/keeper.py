@@ -21,7 +21,8 @@ from torchmuster.launch import fingerprint, record, wire
 from torchmuster.launch.keeper import holding, sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
 from torchmuster.launch.keeper.ends import End
-from torchmuster.launch.keeper.running import Running, engine_for
+from torchmuster.launch.keeper.engines import engine_for
+from torchmuster.launch.keeper.running import Running
 from torchmuster.launch.keeper.watchman import Watchman
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.redaction import printable
@@ -210,7 +211,6 @@ class Keeper:
                 devices=held.devices,
                 reasons=held.reasons,
                 fingerprint=code,
-                logs=str(self._job.logs),
             )
         )
 

@@ -4,23 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import psutil
 
 from torchmuster.launch import wire
-from torchmuster.launch.agent import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.keeper import records, sweep
-from torchmuster.launch.keeper.agent_command import (
-    Share,
-    agent_command,
-    direct_environment,
-    rank_command,
-)
+from torchmuster.launch.keeper.agent_command import Share
+from torchmuster.launch.keeper.engines import Engine, Exits
 from torchmuster.launch.keeper.tails import Tail
 from torchmuster.launch.memory_evidence import Peaks, Watch
 from torchmuster.units import format_bytes
@@ -28,7 +20,6 @@ from torchmuster.units import format_bytes
 _LOOK_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 1.0
 _KILL_WITHIN_S = 5.0
-_AGENT_WORDS = 2000
 # What the agent may take to end once it has no rank any more.
 _AGENT_GRACE_S = 2.0
 # So that one rank's flood holds up neither the other ranks nor the end.
@@ -36,134 +27,6 @@ _PIECES_AT_A_TIME = 16
 _LAST_WORDS_WITHIN_S = 1.0
 
 Send = Callable[[wire.FromKeeper], Awaitable[None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exits:
-    """How the ranks ended: those that failed, or in words why that is not known."""
-
-    failed: Mapping[int, records.Exit] = field(default_factory=dict)
-    words: str = ""
-
-
-class Engine(Protocol):
-    """What starts the ranks: torchrun's agent, or the keeper itself where that cannot run."""
-
-    async def start(self) -> int:
-        """Start; return a process id."""
-
-    async def wait(self) -> Exits:
-        """Wait for the end."""
-
-    def terminate(self) -> None:
-        """Ask the ranks to end."""
-
-
-class TorchrunEngine:
-    """torchrun's elastic agent in a process of its own."""
-
-    def __init__(self, share: Share, environment: Mapping[str, str]) -> None:
-        self._share = share
-        self._environment = environment
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> int:
-        """Start the agent."""
-        socket = self._share.socket
-        with (self._share.records / "agent.log").open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *agent_command(self._share),
-                cwd=self._share.prepare.folder,
-                env=self._environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=() if socket is None else (socket,),
-                start_new_session=True,  # Ctrl-C is the keeper's to deal with
-            )
-        return self._process.pid
-
-    async def wait(self) -> Exits:
-        """Wait for the agent; it wrote down which ranks failed unless it failed itself."""
-        assert self._process is not None
-        code = await self._process.wait()
-        failed = records.agent_exits(self._share.records) if code else {}
-        if failed or code == 0:
-            return Exits(failed=failed)
-        how = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        said = records.last_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
-        return Exits(words=f"torchrun's agent {how}\n{said}".strip())
-
-    def terminate(self) -> None:
-        """Ask the agent to end; it asks the ranks."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-
-
-class DirectEngine:
-    """The ranks as children of the keeper, for Windows, where torchrun's agent cannot run."""
-
-    def __init__(self, share: Share, environment: Mapping[str, str]) -> None:
-        self._share = share
-        self._environment = environment
-        self._processes: list[asyncio.subprocess.Process] = []
-
-    async def start(self) -> int:
-        """Start every rank."""
-        for local_rank in range(self._share.ranks):
-            told = direct_environment(self._share, local_rank)
-            self._processes.append(
-                await asyncio.create_subprocess_exec(
-                    *rank_command(self._share),
-                    cwd=self._share.prepare.folder,
-                    env={**self._environment, **told},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )
-        return self._processes[0].pid
-
-    async def wait(self) -> Exits:
-        """Wait for all ranks; the first that fails ends the others."""
-        waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
-        failed: dict[int, records.Exit] = {}
-        left = set(waits)
-        grace_s = None
-        while left:
-            done, left = await asyncio.wait(
-                left, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                self._kill()
-            new = {waits[one] for one in done if one.result() != 0}
-            if new and not failed:
-                for process in new:
-                    rank = self._share.start.first_rank + self._processes.index(process)
-                    failed[rank] = records.Exit(
-                        pid=process.pid, code=process.returncode or 0, at_unix_s=time.time()
-                    )
-                self.terminate()
-                grace_s = float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
-        return Exits(failed=failed)
-
-    def terminate(self) -> None:
-        """Ask every rank to end."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
-def engine_for(share: Share, environment: Mapping[str, str], system: str = sys.platform) -> Engine:
-    """Return torchrun's agent wherever it can run."""
-    return (DirectEngine if system == "win32" else TorchrunEngine)(share, environment)
 
 
 class Running:
@@ -184,8 +47,7 @@ class Running:
     async def start(self) -> wire.Started:
         """Start the ranks; return what to say of it."""
         pid = await self._engine.start()
-        command = tuple(agent_command(self._share))
-        return wire.Started(attempt=self._share.start.attempt, pid=pid, command=command)
+        return wire.Started(attempt=self._share.start.attempt, pid=pid)
 
     def stop(self, grace_s: float) -> None:
         """Ask the ranks to end; when the grace is over they are killed. A shorter grace counts."""
