@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import pytest
 
-pytest_plugins = ["leak_guard", "muster_command", "document_examples"]
+pytest_plugins = ["leak_guard", "muster_command", "document_examples", "side_by_side"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -63,4 +63,9 @@ def _write_reference() -> None:
 _write_reference()
 # A shell script that a command prints is full of quotes and # signs.
 suppress_warnings = ["misc.highlighting_failure"]
-exclude_patterns = ["generated/settings.md", "generated/exit-codes.md", "images"]
+exclude_patterns = [
+    "generated/settings.md",
+    "generated/exit-codes.md",
+    "measured",
+    "images",
+]

@@ -21,6 +21,7 @@ from torchmuster.devices.model import Device, Kind, Node
 from torchmuster.devices.request import Claim, GpuId, Request
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import CudaAlreadyInitialised, MusterError
+from torchmuster.finding import Finding
 from torchmuster.units import MiB
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuIds",
     "auto_select_gpus_for_model",
+    "check_connection",
     "cleanup_distributed",
     "get_available_gpus",
     "get_device_info",
@@ -167,9 +169,19 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     A wrong sum, an error, or no answer in time is False, and the log says which. After a False the
     group is of no more use: end it.
     """
-    from torchmuster.launch.probes import process_group
+    from torchmuster.verify.probes import communication
 
-    return process_group.verify(rank, world_size, timeout_s)
+    return communication.verify(rank, world_size, timeout_s)
+
+
+def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0) -> Finding:
+    """Try to reach a TCP port of another machine; the finding says why not, and what opens it.
+
+    It tells one direction: from here to there. ``muster check --hosts`` tries both, on all machines.
+    """
+    from torchmuster.verify import connection
+
+    return connection.check_connection(address, port, timeout_s)
 
 
 def get_local_rank() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchmuster.errors import ConfigError, ExitCode, MusterError
+from torchmuster.redaction import harmless
 
 
 class Status(enum.Enum):
@@ -89,13 +90,13 @@ def _lines(finding: Finding, width: int, colour: bool) -> Iterable[str]:
     label = f"{finding.status.value:<8}"
     if colour:
         label = f"\x1b[{_COLOURS[finding.status]}m{label}\x1b[0m"
-    first, *rest = finding.what.splitlines() or [""]
+    first, *rest = harmless(finding.what).splitlines() or [""]
     yield f"{label} {first}"
     for line in rest:
         yield " " * 9 + line
     for title, text in (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence)):
         if text:
-            yield from _paragraph(title, text, width)
+            yield from _paragraph(title, harmless(text), width)
 
 
 def _paragraph(title: str, text: str, width: int) -> Iterable[str]:

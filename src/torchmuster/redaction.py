@@ -119,6 +119,16 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
     return shown
 
 
+def harmless(text: str) -> str:
+    """Return a text that cannot steer a terminal: of control characters only line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )
+
+
 def printable(arguments: Iterable[str]) -> str:
     """Join a command line for display: secrets out, nothing that could steer the terminal."""
     text = " ".join(redact_command(arguments))

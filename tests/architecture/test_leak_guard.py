@@ -42,7 +42,10 @@ def test_a_clean_test_passes(pytester: pytest.Pytester) -> None:
     pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize(("flags", "outcome"), [([], "skipped"), (["--no-skips"], "failed")])
+@pytest.mark.parametrize(
+    ("flags", "outcome"),
+    [([], "skipped"), (["--no-skips"], "failed"), (["--no-skips", "-n", "1"], "failed")],
+)
 def test_a_skip_is_a_failure_where_skips_are_forbidden(
     pytester: pytest.Pytester, flags: list[str], outcome: str
 ) -> None:

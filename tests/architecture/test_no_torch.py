@@ -45,6 +45,10 @@ LINES = [
     ["config", "check", "config.yaml"],
     ["config", "schema"],
     ["completion", "bash"],
+    ["doctor"],
+    ["doctor", "--json", "--only", "torch", "numpy"],
+    ["doctor", "--explain", "CUDA out of memory"],
+    ["check", "--help"],
     ["run", "--dry-run", "train.py"],
     ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],
     ["run", "--slurm", "--gpus-per-node", "8", "--dry-run", "train.py"],
@@ -77,7 +81,9 @@ def test_no_command_imports_torch(
     (tmp_path / "config.yaml").write_text("experiment_name: x\n")
     (tmp_path / "train.py").touch()
     done = spy(words, tmp_path)
-    assert "EXIT 0" in done.stderr, done.stderr
+    # The doctor is right to find that this torch cannot use those GPUs.
+    code = 1 if words[0] == "doctor" and "--explain" not in words else 0
+    assert f"EXIT {code}" in done.stderr, done.stderr
     assert "IMPORTED" not in done.stderr
 
 

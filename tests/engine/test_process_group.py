@@ -23,6 +23,7 @@ from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import backend, meeting, membership, process_group
 from torchmuster.launch.probes.backend import Choice, Surroundings
 from torchmuster.launch.probes.meeting import Offer
+from torchmuster.verify.probes import communication, exact_values
 
 pytestmark = pytest.mark.engine
 
@@ -422,7 +423,7 @@ def test_a_wrong_sum_is_told_with_both_values(caplog: pytest.LogCaptureFixture) 
     assert distributed.verify_gpu_communication(0, 3) is False
     assert caplog.messages == [
         "communication is wrong on rank 0 (cpu): the sum over 3 ranks is 1, expected 6 "
-        "(131072 of 131072 values)"
+        "(262144 of 262144 values)"
     ]
 
 
@@ -431,11 +432,11 @@ def test_a_single_wrong_value_is_enough(
 ) -> None:
     distributed.setup_distributed(0, 1, "gloo")
     caplog.clear()
-    sums = torch.ones(131072, dtype=torch.int64)
+    sums = exact_values.sums(1, 262144, 0, torch.device("cpu"))
     sums[77] = 0
-    monkeypatch.setattr(process_group, "_sum_over_ranks", lambda *_: sums)
+    monkeypatch.setattr(communication, "_sum_over_ranks", lambda *_: sums)
     assert distributed.verify_gpu_communication(0, 1) is False
-    assert "the sum over 1 ranks is 0, expected 1 (1 of 131072 values)" in caplog.text
+    assert "the sum over 1 ranks is 0, expected 540 (1 of 262144 values)" in caplog.text
 
 
 def test_an_error_is_a_false_with_its_reason(
@@ -448,7 +449,7 @@ def test_an_error_is_a_false_with_its_reason(
         raise RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might be…")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "full", broken)
+        patch.setattr(communication, "numbers", broken)
         assert distributed.verify_gpu_communication(0, 1) is False
     assert caplog.messages == [
         "communication failed on rank 0 (cpu): RuntimeError: CUDA error: an illegal memory access"

@@ -250,6 +250,27 @@ class LinkCut:
         return undo
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptApart:
+    """Two hosts drop what arrives from each other."""
+
+    host: str
+    other: str
+
+    def apply(self, lab: Lab) -> Undo:
+        one, other = lab.host(self.host), lab.host(self.other)
+        undone = [
+            _add_rule([one], "-s", other.address, "-j", "DROP"),
+            _add_rule([other], "-s", one.address, "-j", "DROP"),
+        ]
+
+        def undo() -> None:
+            for each in undone:
+                each()
+
+        return undo
+
+
 # ---- the host itself
 
 

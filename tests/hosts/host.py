@@ -146,6 +146,12 @@ class Host:
             self.start_sshd()
 
     @property
+    def sshd_pid(self) -> int:
+        """Of the ssh server, as this machine counts: what it is given, all its sessions have."""
+        assert self._sshd is not None
+        return self._sshd.command_pid
+
+    @property
     def is_up(self) -> bool:
         return self._init is not None and self._init.poll() is None
 

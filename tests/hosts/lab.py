@@ -1,4 +1,4 @@
-"""Real hosts on one machine: 2 to 4, each with its own network, names, processes and sshd.
+"""Real hosts on one machine: 2 to 4, or a dozen, each with its own network, names, processes and sshd.
 
 The hosts are plugged into a switch (a bridge) in a namespace of its own; nothing appears in the
 machine's own network, and any number of labs can be up at the same time.

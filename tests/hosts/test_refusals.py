@@ -112,7 +112,8 @@ SSH = [
         what="host node2 cannot take part",
         why="it is there, but no ssh server listens on that port "
         "ssh: connect to host 10.77.0.12 port 2222: Connection refused",
-        fix="on node2: systemctl enable --now ssh # or Port in ~/.ssh/config",
+        fix="on node2: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd "
+        "# or Port in ~/.ssh/config",
     ),
     Refusal(
         name="our key is refused",

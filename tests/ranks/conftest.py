@@ -36,7 +36,7 @@ Torchrun = Callable[..., Ran]
 def python(tmp_path: Path) -> Python:
     """Run Python with these words in a folder of the test's own."""
 
-    def run(*words: str, env: Mapping[str, str] | None = None) -> Ran:
+    def run(*words: str, env: Mapping[str, str] | None = None, within_s: float = 100) -> Ran:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         with subprocess.Popen(
             [sys.executable, *words],
@@ -47,7 +47,7 @@ def python(tmp_path: Path) -> Python:
             text=True,
         ) as process:
             try:
-                out, err = process.communicate(timeout=50)
+                out, err = process.communicate(timeout=within_s)
             except BaseException:
                 _end_with_ranks(process.pid)  # ranks outlive an agent that is killed
                 raise
@@ -66,8 +66,10 @@ def _end_with_ranks(pid: int) -> None:
 def torchrun(python: Python) -> Torchrun:
     """Run a program as so many ranks under plain torchrun, at a port of its own finding."""
 
-    def run(*words: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Ran:
+    def run(
+        *words: str, ranks: int = 2, env: Mapping[str, str] | None = None, within_s: float = 100
+    ) -> Ran:
         agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return python(*agent, *words, env=env)
+        return python(*agent, *words, env=env, within_s=within_s)
 
     return run

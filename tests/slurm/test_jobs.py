@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ def kinds(events: list[JobState | LogLine]) -> list[str]:
     return [kind for number, kind in enumerate(seen) if number == 0 or kind != seen[number - 1]]
 
 
+def last_state(events: Iterable[JobState | LogLine]) -> JobState:
+    """The state that came last; lines of the log may come after it."""
+    return [one for one in events if isinstance(one, JobState)][-1]
+
+
 def until(
     events: Iterator[JobState | LogLine], holds: Callable[[JobState | LogLine], bool]
 ) -> list[JobState | LogLine]:
@@ -85,8 +90,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     assert told(events)[-1] == {"task": "waited"}
     assert kinds(events)[-1] == "done"
     assert "running" in kinds(events)
-    last = events[-1]
-    assert isinstance(last, JobState)
+    last = last_state(events)
     assert last.final
     assert (last.exit_code, last.nodes) == (0, "node[1-3]")
     assert last.words == f"job {job} ended well on node[1-3]"
@@ -103,8 +107,7 @@ def test_a_folder_with_any_name_serves(cluster: SlurmLab, start: Submit, tmp_pat
 
 def test_a_failure_has_its_exit_code(cluster: SlurmLab, start: Submit) -> None:
     job = start("exit", "7")
-    last = list(follow(job, rhythm=FAST))[-1]
-    assert isinstance(last, JobState)
+    last = last_state(follow(job, rhythm=FAST))
     assert (last.kind, last.exit_code, last.reason) == ("failed", 7, "NonZeroExitCode")
     assert last.words == f"job {job} failed on node1: exit code 7"
 
@@ -118,8 +121,7 @@ def test_a_log_that_cannot_be_opened_is_the_stated_cause(
         (tmp_path / "runs").rmdir()
     finally:
         cluster.run("scontrol", "update", "partition=main", "state=up")
-    last = list(follow(job, rhythm=FAST))[-1]
-    assert isinstance(last, JobState)
+    last = last_state(follow(job, rhythm=FAST))
     assert last.kind == "failed"
     assert f"could not open its log {tmp_path}/runs/slurm-{job}.log" in last.words
 
@@ -177,8 +179,7 @@ def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Sub
         follow(job, rhythm=FAST),
         lambda event: isinstance(event, JobState) and event.reason == "PartitionNodeLimit",
     )
-    last = events[-1]
-    assert isinstance(last, JobState)
+    last = last_state(events)
     assert last.hopeless
     assert last.words == (
         f"job {job} will not start by itself: it asks for more nodes than the partition has or"
@@ -289,8 +290,7 @@ def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) 
         until(events, has_told(restart="1"))
     else:
         seen = list(events)
-        last = seen[-1]
-        assert isinstance(last, JobState)
+        last = last_state(seen)
         assert (last.kind, last.final) == ("node-fail", True)
         assert last.words.startswith(f"job {job} was ended on node")
         assert last.words.endswith(": a node failed")

@@ -19,6 +19,7 @@ KILLS = 500
 
 
 @pytest.mark.stress
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [int(os.environ.get("CLAIM_ROUNDS", "100"))])
 def test_no_gpu_is_granted_twice_none_is_lost_and_every_waiter_is_served(

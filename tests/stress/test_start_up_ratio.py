@@ -93,6 +93,7 @@ def table(title: str, times: Sequence[Times]) -> str:
 
 
 @pytest.mark.stress
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_first_all_reduce_comes_as_soon_as_with_torchrun(

@@ -84,6 +84,20 @@ def test_a_command_longer_than_the_terminal_can_still_be_copied(width: int) -> N
     assert shown.split()[3:] == command.split()
 
 
+def test_what_another_machine_says_cannot_steer_the_terminal() -> None:
+    one = Finding(
+        name="x", status=Status.NOTE, what="a\x1b[2J", why="b\x9bc", fix="d\ne\tf", evidence="\x07g"
+    )
+    told = render([one])
+    assert told.splitlines() == [
+        "note     a\ufffd[2J",
+        "         why  b\ufffdc",
+        "         fix  d",
+        "              e\tf",
+        "         seen \ufffdg",
+    ]
+
+
 def test_the_worst_comes_first_and_equals_keep_their_order() -> None:
     given_order = [
         finding(Status.OK, "1"),

@@ -14,9 +14,9 @@ from torchmuster.launch.keeper import agent_command, holding
 from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 from torchmuster.launch.local import KEEPER
 from torchmuster.launch.network import interfaces
+from torchmuster.launch.session import environment_of
 from torchmuster.launch.spec import Host, JobSpec
 from torchmuster.launch.ssh import is_here, keeper_command
-from torchmuster.launch.supervisor import environment_of
 from torchmuster.redaction import redact_command, redact_mapping
 
 # What is only settled when the machines have answered stands in capitals. Where the code that makes

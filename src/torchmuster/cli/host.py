@@ -4,12 +4,13 @@ import argparse
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.launching import stay
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
+from torchmuster.launch.channel import Transport
 from torchmuster.runfolder import create
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--nnodes", type=_machines, required=True, metavar="N", help="machines, this one too"
+        "--nnodes", type=machines, required=True, metavar="N", help="machines, this one too"
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_meeting_flags(parser)
@@ -54,9 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.launch.hosting import HostTransport
-    from torchmuster.launch.network import interfaces
-
     script = script_from(options, Path.cwd())
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
@@ -67,6 +65,28 @@ def _run(options: argparse.Namespace) -> int:
         )
     if options.nnodes < 2:
         raise Impossible("a host without guests", fix="muster run, or --nnodes 2 and more")
+    transport = transport_for_guests(
+        options.nnodes,
+        port=options.join_port,
+        announce=not options.no_announce,
+        short=options.short_codes,
+        stream=sys.stdout,
+    )
+    return stay(spec, transport, create(options.runs, spec.name))
+
+
+def transport_for_guests(
+    nodes: int,
+    *,
+    port: int | None = None,
+    announce: bool = True,
+    short: bool = False,
+    stream: TextIO,
+) -> Transport:
+    """Return the way to this machine and to those that will join; their codes go to ``stream``."""
+    from torchmuster.launch.hosting import HostTransport
+    from torchmuster.launch.network import interfaces
+
     addresses = [one.address for one in interfaces.candidates()]
     if not addresses:
         raise Impossible(
@@ -75,19 +95,19 @@ def _run(options: argparse.Namespace) -> int:
             fix="connect it to a network; ip address  # shows what it has",
         )
     # Spoken on the terminal only: what is written down must not let anybody in.
-    transport = HostTransport(
+    return HostTransport(
         socket.gethostname(),
-        nodes=options.nnodes,
+        nodes=nodes,
         addresses=addresses,
-        port=options.join_port,
-        announce=not options.no_announce,
+        port=port,
+        announce=announce,
         on_event=lambda words: output.say(f"muster: {words}"),
-        on_code=lambda place, code: _show(place, code.short() if options.short_codes else code),
+        on_code=lambda place, code: _show(place, code.short() if short else code, stream),
     )
-    return stay(spec, transport, create(options.runs, spec.name))
 
 
-def _machines(text: str) -> int:
+def machines(text: str) -> int:
+    """Read a number of machines, this one included."""
     from torchmuster.launch.join.code import MOST_PLACES
 
     number = int(text) if text.isdecimal() else 0
@@ -96,9 +116,8 @@ def _machines(text: str) -> int:
     return number
 
 
-def _show(place: int, code: "Code") -> None:
+def _show(place: int, code: "Code", stream: TextIO) -> None:
     from torchmuster.launch.join.code import encode
 
-    print(f"on machine {place + 1}, in a folder with the same code, paste:")
-    print(f"  muster join {encode(code)}")
-    sys.stdout.flush()
+    print(f"on machine {place + 1}, in a folder with the same code, paste:", file=stream)
+    print(f"  muster join {encode(code)}", file=stream, flush=True)

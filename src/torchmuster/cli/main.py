@@ -23,6 +23,8 @@ class Command:
 
 COMMANDS = {
     "gpus": Command("torchmuster.cli.gpus", "see the GPUs of this machine; pick free ones"),
+    "doctor": Command("torchmuster.cli.doctor", "examine this machine; explain an error"),
+    "check": Command("torchmuster.cli.check", "see whether machines can train together"),
     "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
     "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),
     "join": Command("torchmuster.cli.join", "take part in a run that another machine hosts"),
@@ -36,7 +38,7 @@ COMMANDS = {
 }
 
 # In these everything from the script on belongs to the script.
-_TAKE_SCRIPT = frozenset({"run", "host", "kubernetes"})
+_TAKE_SCRIPT = frozenset({"check", "run", "host", "kubernetes"})
 
 _EXAMPLES = (
     "muster gpus                                   who uses which GPU",

@@ -12,7 +12,7 @@ from torchmuster.errors import Impossible
 # Flags whose value can be any text, also one that ends like a script's name.
 _TAKE_A_TEXT = frozenset(
     {
-        *("--account", "--address", "--config", "--env", "--image", "--mem", "--name"),
+        *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
         *("--namespace", "--partition", "--qos", "--rdzv-endpoint", "--remote-python"),
         *("--runs", "--secret", "--set", "--time"),
     }

@@ -111,7 +111,8 @@ def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
 def _inside(options: argparse.Namespace) -> list[str]:
     """Return the command line for the job: this one, without what was for submitting."""
     # What follows -- is a script whatever its name; a module keeps its -m there.
-    return [sys.executable, "-m", "torchmuster", *_without(options.words), "--", *options.command]
+    script = ["--", *options.command] if options.command else []
+    return [sys.executable, "-m", "torchmuster", *_without(options.words), *script]
 
 
 def _without(words: Sequence[str]) -> list[str]:

@@ -189,7 +189,8 @@ def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
             name="clocks",
             status=Status.NOTE,
             what=f"clocks differ from that of {nodes[0].name}: {several(apart)}",
-            why="this does not harm the run, but the times in logs differ by as much",
+            why="this does not harm a run of muster, but the times in logs differ by as much, and a bare "
+            "torchrun may train alone from 16 s on",
             fix="sudo timedatectl set-ntp true  # on these machines",
         )
 

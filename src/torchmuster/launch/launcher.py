@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import from_error
@@ -20,8 +20,41 @@ from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch import ledger
-    from torchmuster.launch.supervisor import Outcome, Supervisor
+    from torchmuster.launch.supervisor import Outcome
     from torchmuster.launch.voice import TerminalVoice
+
+
+class Course(Protocol):
+    """What is done with the machines: a run (``Supervisor``), or a check of the group."""
+
+    token: str
+
+    @property
+    def stop(self) -> Callable[[str], None]:
+        """Ask for the end, and say why; asked a second time, without any grace."""
+
+    @property
+    def pass_on(self) -> Callable[[str], None]:
+        """Pass a signal on to every rank."""
+
+    async def run(self) -> "Outcome":
+        """Do the whole of it."""
+
+
+class MakeCourse(Protocol):
+    """What makes a course, once the machines have been called."""
+
+    def __call__(
+        self,
+        spec: JobSpec,
+        transport: Transport,
+        voice: "TerminalVoice",
+        *,
+        run_id: str,
+        logs: str,
+        on_phase: Callable[[str], None],
+    ) -> Course:
+        """Return the course."""
 
 
 def launch(
@@ -29,14 +62,18 @@ def launch(
     transport: Transport,
     run: RunFolder,
     make_voice: Callable[[RunFolder], "TerminalVoice"],
+    make_course: MakeCourse | None = None,
 ) -> int:
-    """Launch a job and stay with it until it is over; return the exit code of the command."""
+    """Launch a job and stay with it until it is over; return the exit code of the command.
+
+    With ``make_course``, something else than a run is done with the machines.
+    """
 
     async def work() -> int:
         # The machines are called first: keepers start while this process imports what it needs.
         called = _Called(transport)
         await called.call()
-        return await _launch(spec, called, run, make_voice(run))
+        return await _launch(spec, called, run, make_voice(run), make_course)
 
     return asyncio.run(work())
 
@@ -96,6 +133,7 @@ async def _launch(
     transport: Transport,
     run: RunFolder,
     voice: "TerminalVoice",
+    make_course: MakeCourse | None,
 ) -> int:
     from torchmuster.launch import ledger
     from torchmuster.launch.supervisor import Supervisor
@@ -103,14 +141,15 @@ async def _launch(
     began = time.monotonic()
     diary = ledger.Diary(run)
     logs = str(run.logs.resolve())
-    supervisor = Supervisor(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
+    make_course = make_course or Supervisor
+    course = make_course(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
     slurm_job = os.environ.get("SLURM_JOB_ID")
-    ledger.write_job(run, spec, token=supervisor.token, slurm_job=slurm_job)
+    ledger.write_job(run, spec, token=course.token, slurm_job=slurm_job)
     with voice.speaking():
         voice.say(f"run {run.id}")
         try:
-            with _signals(supervisor, voice):
-                outcome = await supervisor.run()
+            with _signals(course, voice):
+                outcome = await course.run()
         except MusterError as error:
             voice.show(from_error(error))
             diary.ended("failed", error.exit_code, error.what)
@@ -135,6 +174,9 @@ def _conclude(
     took_s: float,
 ) -> int:
     took = format_seconds(took_s)
+    if outcome.good and outcome.words:
+        diary.ended("finished", ExitCode.GOOD, outcome.words)
+        return ExitCode.GOOD
     if outcome.good:
         voice.say(f"finished well in {took}; logs in {_shown(run.logs)}")
         diary.ended("finished", ExitCode.GOOD, "finished well")
@@ -143,6 +185,9 @@ def _conclude(
         voice.say(f"stopped after {took}; {_left(outcome.left)}")
         diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
         return ExitCode.INTERRUPTED
+    if outcome.words:
+        diary.ended("failed", ExitCode.FAILED, outcome.words)
+        return ExitCode.FAILED
     assert outcome.finding is not None
     voice.show([outcome.finding])
     diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
@@ -162,13 +207,13 @@ def _shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _signals(supervisor: "Supervisor", voice: "TerminalVoice") -> Iterator[None]:
+def _signals(course: Course, voice: "TerminalVoice") -> Iterator[None]:
     """Turn signals into requests for as long as the run lasts."""
     loop = asyncio.get_running_loop()
 
     def stop(why: str) -> None:
         voice.say(f"{why}: ending all ranks (once more to end them at once)")
-        supervisor.stop(why)
+        course.stop(why)
 
     def suspend() -> None:
         voice.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
@@ -176,8 +221,8 @@ def _signals(supervisor: "Supervisor", voice: "TerminalVoice") -> Iterator[None]
     actions = {
         "SIGINT": (stop, "Ctrl-C"),
         "SIGTERM": (stop, "asked to end (SIGTERM)"),
-        "SIGUSR1": (supervisor.pass_on, "SIGUSR1"),
-        "SIGUSR2": (supervisor.pass_on, "SIGUSR2"),
+        "SIGUSR1": (course.pass_on, "SIGUSR1"),
+        "SIGUSR2": (course.pass_on, "SIGUSR2"),
     }
     known: list[signal.Signals] = []
     for name, (action, argument) in actions.items():

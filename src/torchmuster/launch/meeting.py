@@ -70,7 +70,7 @@ async def meet(
         for (_, answer), place in zip(talked, places[1:], strict=True)
     ]
     calls += await _call_each_other(nodes, places, nonce, limit_s)
-    both_ways = spec.backend != "muster" or any(_has_gpus(node) for node in nodes)
+    both_ways = spec.backend != "muster" or any(node.has_gpus for node in nodes)
     note = mesh.check(calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s)
     if attempt == 0:
         say(f"meeting at {(best or chosen).reason}; {listening.reason}")
@@ -146,10 +146,6 @@ def _with(addresses: Sequence[wire.Address], wanted: str) -> list[wire.Address]:
 def _place(node: Node, end: wire.Address) -> mesh.Place:
     assert node.record is not None
     return mesh.Place(name=node.name, system=node.record.system, address=end.address)
-
-
-def _has_gpus(node: Node) -> bool:
-    return node.prepared is not None and node.prepared.devices != ("CPU",)
 
 
 async def _try_service(spec: JobSpec, nodes: Sequence[Node], target: wire.Target) -> None:

@@ -11,6 +11,8 @@ from torchmuster.launch import wire
 from torchmuster.launch.channel import Channel
 
 Reply = TypeVar("Reply", bound=wire.Message)
+# What an engaged program says, and at last how it ended.
+Word = wire.Relay | wire.Disengaged
 
 
 class Node:
@@ -33,8 +35,14 @@ class Node:
         self._asked_to_start = self._asked_to_stop = False
         self._replies: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
         self._on_change: Callable[[], None] = lambda: None
+        self._on_word: Callable[[Word], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its ranks are to use GPUs, as far as it has said."""
+        return self.prepared is not None and self.prepared.devices != ("CPU",)
 
     def listen(
         self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
@@ -115,12 +123,21 @@ class Node:
         self._asked_to_stop = True
         await self.channel.send(wire.Stop(grace_s=grace_s, why=why))
 
+    async def engage(
+        self, program: str, on_word: Callable[[Word], None], *, within_s: float
+    ) -> None:
+        """Have a program started beside the keeper; ``on_word`` gets its lines, and its end."""
+        self._on_word = on_word
+        message = wire.Engage(program=program, token=self.part)
+        await self.ask(message, wire.Engaged, within_s=within_s)
+
     def lose(self, why: str) -> None:
         """Take the machine for lost."""
         if not self.lost:
             self.lost = why
             self.lost_s = time.monotonic()
             self._replies.put_nowait(None)
+            self._on_word(wire.Disengaged(exit_code=None, words=why))
             self._on_change()
 
     async def close(self) -> None:
@@ -160,6 +177,8 @@ class Node:
                     pass
                 case wire.Output():
                     on_output(message.rank, message.text)
+                case wire.Relay() | wire.Disengaged():
+                    self._on_word(message)
                 case wire.Ended():
                     self._take_end(message)
                 case _:

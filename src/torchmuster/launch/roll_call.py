@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from torchmuster.errors import MachineLost, MusterError, NotNow
+from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import compare, wire
 from torchmuster.launch.channel import Channel, Transport
 from torchmuster.launch.network.reach import several
@@ -21,6 +22,7 @@ _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
 # A lost machine hears nothing of being let go of, so that nothing is gained by waiting for it.
 _LET_GO_WITHIN_S = 3.0
+_LEAVE_WITHIN_S = 3.0
 
 
 class RollCall:
@@ -45,7 +47,7 @@ class RollCall:
         self._nodes: dict[int, Node] = {}
         self._arrivals = 0
         self._greetings: set[asyncio.Task[None]] = set()
-        self._refusals: list[MusterError] = []
+        self._refusals: dict[int, MusterError] = {}
         self._care: asyncio.Task[None] | None = None
 
     @property
@@ -74,7 +76,7 @@ class RollCall:
         async with self._waiting.telling(self.words):
             while missing := {place for place in missing if not self._is_here(place)}:
                 if self._refusals:
-                    raise self._refusals.pop(0)
+                    raise self._refusals.pop(next(iter(self._refusals)))
                 await self._deal_with_refused(missing, again=again, until_s=deadline)
                 if time.monotonic() > deadline:
                     raise NotNow(
@@ -85,6 +87,46 @@ class RollCall:
                 await self._waiting.something_new(0.2)
                 await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
         self._name_all()
+
+    async def gather(self) -> dict[int, Finding]:
+        """Wait until every machine is here or will not come; return why not, by place."""
+        deadline = time.monotonic() + self._join_s
+        places = range(len(self._transport.places))
+        absent = self._absent()
+        async with self._waiting.telling(self.words):
+            while missing := [
+                place for place in places if place not in absent and not self._is_here(place)
+            ]:
+                if time.monotonic() > deadline:
+                    break
+                await self._waiting.something_new(0.2)
+                absent = self._absent()
+        self._name_all()
+        for place in missing:
+            absent[place] = Finding(
+                name="host-missing",
+                status=Status.FAILURE,
+                what=f"{self._transport.places[place]} did not come within {self._join_s:.0f} s",
+                why=self._transport.waiting_for(place),
+                fix="start it, or wait longer: --join-timeout 10m",
+            )
+        return absent
+
+    def _absent(self) -> dict[int, Finding]:
+        """Return the machines that will not come, as far as that is certain."""
+        found = {place: from_error(error)[0] for place, error in self._refusals.items()}
+        for place in range(len(self._transport.places)):
+            trouble = self._transport.gave_up(place)
+            if trouble is not None and not self._is_here(place):
+                found[place] = Finding(
+                    name=trouble.name,
+                    status=Status.FAILURE,
+                    what=trouble.what,
+                    why=trouble.why,
+                    fix=trouble.fix,
+                    evidence=trouble.evidence,
+                )
+        return found
 
     async def call_back_the_lost(self) -> list[Node]:
         """Call every machine again that was lost or is not prepared; return those that came."""
@@ -111,6 +153,20 @@ class RollCall:
             del self._nodes[node.place]
             await self._transport.reopen(node.place)
 
+    async def leave(self, exit_code: int, words: str) -> None:
+        """Tell every keeper that it is over, and let go of all."""
+        message = wire.Leave(exit_code=exit_code, words=words)
+
+        async def leave(node: Node) -> None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
+            await node.close()
+
+        await self.close()
+        # One that cannot be let go of must not keep the others.
+        await asyncio.gather(*(leave(node) for node in self.nodes), return_exceptions=True)
+        await self._transport.close()
+
     async def close(self) -> None:
         """Stop looking after the machines."""
         tasks = [*self._greetings, *filter(None, [self._care])]
@@ -127,7 +183,9 @@ class RollCall:
         if len(here) > _SHOWN_HERE:
             words.append(f"… {len(here) - _SHOWN_HERE:,} more ok")
         for place in away[:_SHOWN_MISSING]:
-            words.append(f"{names[place]} missing ({self._transport.waiting_for(place)})")
+            trouble = self._transport.gave_up(place)
+            why = trouble.why if trouble else self._transport.waiting_for(place)
+            words.append(f"{names[place]} missing ({why})")
         if len(away) > _SHOWN_MISSING:
             words.append(f"… {len(away) - _SHOWN_MISSING:,} more missing")
         return f"{len(here):,} of {len(names):,} joined: {', '.join(words)}"
@@ -159,13 +217,14 @@ class RollCall:
             if self._nodes.get(node.place) is node and not self._transport.rejoins(node.place):
                 self._name_all()
                 error.what = f"{node.name} is lost"
-                self._refusals.append(error)
+                self._refusals[node.place] = error
         except MusterError as error:
-            self._refusals.append(error)
+            self._refusals[node.place] = error
         else:
             if hello.protocol != wire.PROTOCOL:
                 self._name_all()
-                self._refusals.append(error_from(compare.other_protocol(node.name, hello)))
+                trouble = compare.other_protocol(node.name, hello)
+                self._refusals[node.place] = error_from(trouble)
             node.clock_offset_s = hello.record.clock_unix_s - time.time()
             node.record = hello.record
         self._waiting.change()

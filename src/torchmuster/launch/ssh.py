@@ -183,6 +183,7 @@ class _Greeted:
 class _Cause:
     """What ssh says when it fails (a pattern), what that means, and what to do."""
 
+    name: str
     says: str
     why: str
     fix: str
@@ -192,6 +193,7 @@ class _Cause:
 # The first that fits counts.
 _CAUSES = (
     _Cause(
+        name="ssh-host-key-changed",
         says=r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
         why="it shows another host key than the one that is known here: it was installed anew, or "
         "somebody else answers in its place",
@@ -199,51 +201,61 @@ _CAUSES = (
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
+        name="ssh-host-key-unknown",
         says=r"Host key verification failed",
         why="its host key is not known here yet",
         fix="ssh {host}  # once by hand: compare the key it shows, and accept it",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
+        name="ssh-key-refused",
         says=r"Permission denied",
         why="it does not accept your key",
         fix="ssh-copy-id {host}  # and for a key with a passphrase: ssh-add",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
+        name="host-name-unknown",
         says=r"Could not resolve hostname|Name or service not known|Temporary failure in name",
         why="its name cannot be resolved on this machine",
         fix="give its address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
+        name="ssh-not-served",
         says=r"Connection refused",
         why="it is there, but no ssh server listens on that port",
-        fix="on {host}: systemctl enable --now ssh  # or Port in ~/.ssh/config",
+        fix="on {host}: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd  "
+        "# or Port in ~/.ssh/config",
     ),
     _Cause(
+        name="host-unreachable",
         says=r"timed out|No route to host|Host is down",
         why="it does not answer: it is off, on another network, or a firewall keeps ssh out",
         fix="ping {host}  # and check the firewall there for the port of ssh",
     ),
     _Cause(
+        name="network-unreachable",
         says=r"Network is unreachable",
         why="this machine has no way to its network",
         fix="ip route get {host}  # shows where packets for it go",
     ),
     _Cause(
+        name="ssh-hangs-up",
         says=r"kex_exchange_identification|Connection (closed|reset) by",
         why="it hung up before the login: it has too many logins at once, or does not let this "
         "machine in",
         fix="try again, and look at MaxStartups and AllowUsers in its /etc/ssh/sshd_config",
     ),
     _Cause(
+        name="torchmuster-missing",
         says=r"No module named '?torchmuster",
         why="torchmuster is not installed for {python} there",
         fix="ssh {host} {python} -m pip install torchmuster",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
+        name="python-missing",
         says=r"No such file or directory|not found",
         why="there is no {python} there",
         fix="install it there, or give the path on the other machines: --remote-python PATH",
@@ -257,7 +269,12 @@ def diagnose(host: str, python: str, code: int, words: str) -> wire.Trouble:
     """Say what ssh's failure means."""
     cause = next(
         (one for one in _CAUSES if re.search(one.says, words, re.IGNORECASE)),
-        _Cause(says="", why="ssh ended with code {code}", fix="ssh {host}  # try it by hand"),
+        _Cause(
+            name="ssh-failed",
+            says="",
+            why="ssh ended with code {code}",
+            fix="ssh {host}  # try it by hand",
+        ),
     )
     # ssh itself knows in which file the old key is.
     forget = re.search(r"ssh-keygen -f .+", words)
@@ -269,7 +286,7 @@ def diagnose(host: str, python: str, code: int, words: str) -> wire.Trouble:
     }
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     return wire.Trouble(
-        name="host-unreachable",
+        name=cause.name,
         what=f"host {host} cannot take part",
         why=cause.why.format(**known),
         fix=cause.fix.format(**known),

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
+from torchmuster.known_errors.explain import Explanation, explain
+from torchmuster.known_errors.rule import Role
 from torchmuster.launch import known_failures, traceback_text, wire
 from torchmuster.launch.console import harmless, rank_words
 from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
@@ -146,7 +148,7 @@ def _code(failure: wire.Failure) -> int:
 
 def _blamed(reports: Sequence[_Report], ours_from_s: float) -> dict[_Report, _Blame]:
     """Say what each report is; a kill after ``ours_from_s`` is our own."""
-    late = [report.at_s for report in reports if _peer(report) == "late"]
+    late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
     # Whoever kept others waiting until they gave up was killed for that, not before.
     ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
     return {report: _blame(report, ours_from_s) for report in reports}
@@ -164,12 +166,18 @@ def _blame(report: _Report, ours_from_s: float) -> _Blame:
         return _Blame.CAUSE
     if _ENDED_BY_REQUEST.search(report.text) or (killed and report.at_s > ours_from_s):
         return _Blame.ENDED
-    return _Blame.PEER if _peer(report) else _Blame.CAUSE
+    return _Blame.PEER if _role(report) in (Role.PEER_LATE, Role.PEER_GONE) else _Blame.CAUSE
 
 
-def _peer(report: _Report) -> str:
-    found = None if report.lost else known_failures.known(report.text)
-    return found[0].peer if found else ""
+def _role(report: _Report) -> Role | None:
+    found = None if report.lost else _known(report)
+    return found.role if found else None
+
+
+def _known(report: _Report) -> Explanation | None:
+    """Return what is known of a report's text, without what the text says only in passing."""
+    found = explain(report.text, host=report.host)
+    return found[0] if found and found[0].role is not Role.ASIDE else None
 
 
 def _was_out_of_memory(failure: wire.Failure) -> bool:
@@ -231,9 +239,8 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     if report.lost:
         why = "the launcher and {host} no longer hear each other"
         fix = "see whether {host} is up and on the network, and whether somebody ended it there"
-    elif report.text and (found := known_failures.known(report.text)):
-        group = (found[1][1] or "") if found[1].re.groups else ""
-        why, fix = (text.replace("{1}", group) for text in (found[0].why, found[0].fix))
+    elif found := _known(report):
+        why, fix = "; ".join(part for part in (found.what, found.why) if part), found.fix
     elif failure is not None and (_code(failure) != 1 or not report.text):
         killed_by_kernel = _code(failure) == _KILLED and _was_out_of_memory(failure)
         exit_ = known_failures.exit_of(_code(failure))

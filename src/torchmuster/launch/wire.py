@@ -167,6 +167,19 @@ class TellPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
     """Ask for the list of installed packages, where their fingerprints differ."""
 
 
+class Engage(Message, frozen=True, kw_only=True, tag="engage"):
+    """Start a program of ours beside the keeper; it ends with the keeper, or when asked."""
+
+    program: str  # a module of torchmuster's, run as python -m
+    token: str  # of this keeper's part in the run: the program's is below it
+
+
+class Relay(Message, frozen=True, kw_only=True, tag="relay"):
+    """A line for the engaged program, or a line that it wrote."""
+
+    text: str
+
+
 class Alive(Message, frozen=True, kw_only=True, tag="alive"):
     """Both sides say this regularly; whoever is not heard for too long is taken for lost."""
 
@@ -261,8 +274,32 @@ class Packages(Message, frozen=True, kw_only=True, tag="packages"):
     packages: dict[str, str]
 
 
+class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
+    """The program was started."""
+
+    pid: int
+
+
+class Disengaged(Message, frozen=True, kw_only=True, tag="disengaged"):
+    """The engaged program has ended."""
+
+    exit_code: int | None  # negative: the signal that ended it; None: not known
+    words: str = ""  # its last words on standard error
+
+
 ToKeeper = Annotated[
-    Prepare | Listen | Reach | Start | Stop | Signal | TellPackages | Alive | Leave, "to a keeper"
+    Prepare
+    | Listen
+    | Reach
+    | Start
+    | Stop
+    | Signal
+    | TellPackages
+    | Engage
+    | Relay
+    | Alive
+    | Leave,
+    "to a keeper",
 ]
 FromKeeper = Annotated[
     Hello
@@ -275,6 +312,9 @@ FromKeeper = Annotated[
     | Output
     | Ended
     | Packages
+    | Engaged
+    | Relay
+    | Disengaged
     | Alive,
     "from a keeper",
 ]

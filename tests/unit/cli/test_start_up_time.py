@@ -16,6 +16,7 @@ LIMIT_S = 0.3
 INSTALLED = Path(sys.executable).parent / "muster"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "words", [["--help"], ["config", "show"], ["gpus", "--json"]], ids=" ".join
 )

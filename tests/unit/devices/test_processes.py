@@ -41,7 +41,7 @@ def test_this_very_process_is_known() -> None:
     (this,) = look_up(os.getpid())
     assert this.user == getpass.getuser()
     assert this.command is not None
-    assert "pytest" in this.command
+    assert this.command == printable(psutil.Process().cmdline())
     assert this.started_unix_s == psutil.Process().create_time()
     assert this.cpu_s is not None
     assert this.cpu_s > 0
@@ -94,7 +94,7 @@ def test_a_command_line_is_made_fit_to_print(arguments: list[str], shown: str) -
 
 
 def test_the_command_of_this_process() -> None:
-    assert "pytest" in command_of_this_process()
+    assert command_of_this_process() == printable(psutil.Process().cmdline())
 
 
 def test_how_long_a_process_has_been_running() -> None:

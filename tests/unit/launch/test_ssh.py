@@ -142,7 +142,11 @@ def test_an_ipv6_address_reaches_ssh_as_ssh_writes_it() -> None:
             "name cannot be resolved",
             "HostName",
         ),
-        ("ssh: connect to host b port 22: Connection refused", "no ssh server", "systemctl"),
+        (
+            "ssh: connect to host b port 22: Connection refused",
+            "no ssh server",
+            "sudo systemctl enable --now ssh || sudo systemctl enable --now sshd",
+        ),
         ("ssh: connect to host b port 22: Connection timed out", "does not answer", "ping b"),
         ("ssh: connect to host b port 22: No route to host", "does not answer", "ping b"),
         ("ssh: connect to host b port 22: Network is unreachable", "no way", "ip route get b"),

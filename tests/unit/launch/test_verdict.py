@@ -486,12 +486,10 @@ def test_well_known_errors_have_a_fix(error: str, fix: str) -> None:
     assert finding.why
 
 
-def test_every_text_of_the_tables_is_whole() -> None:
-    texts = [(one.why, one.fix) for one in known_failures.ERRORS]
-    texts += [(one.why, one.fix) for one in known_failures.EXITS.values()]
-    for why, fix in texts:
-        assert why
-        assert "{" not in (why + fix).replace("{host}", "").replace("{1}", "")
+def test_every_text_of_the_table_is_whole() -> None:
+    for one in known_failures.EXITS.values():
+        assert one.why
+        assert "{" not in (one.why + one.fix).replace("{host}", "")
 
 
 def test_secrets_and_escapes_of_an_error_are_not_shown() -> None:

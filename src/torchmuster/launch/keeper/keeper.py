@@ -21,6 +21,7 @@ from torchmuster.launch import fingerprint, record, wire
 from torchmuster.launch.keeper import holding, sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
 from torchmuster.launch.keeper.ends import End
+from torchmuster.launch.keeper.engagement import Engagement
 from torchmuster.launch.keeper.engines import engine_for
 from torchmuster.launch.keeper.running import Running
 from torchmuster.launch.keeper.watchman import Watchman
@@ -73,6 +74,7 @@ class Keeper:
         self._attempt = -1  # the last that was asked for
         self._trying: asyncio.Task[wire.Reached] | None = None
         self._running: Running | None = None
+        self._engaged: Engagement | None = None
         self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
         self._watchman: Watchman | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
@@ -148,6 +150,10 @@ class Keeper:
                     self._do(self._pass_on(message))
                 case wire.TellPackages():
                     self._do(self._tell_packages())
+                case wire.Engage():
+                    self._do(self._engage(message))
+                case wire.Relay() if self._engaged is not None:
+                    self._engaged.pass_on(message.text)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -175,7 +181,8 @@ class Keeper:
                 why="the script runs in the same folder on every machine",
                 fix="copy the code to that folder there, or start from a folder that all machines have",
             )
-        if self._job is not None:  # prepared again after a restart: what is held is kept
+        if self._job is not None:  # after a restart, or for another command: what is held is kept
+            self._job.prepare = message
             await self._tell_prepared()
             return
         if self._watchman is None:
@@ -317,6 +324,14 @@ class Keeper:
         packages = await asyncio.to_thread(fingerprint.packages)
         await self._end.send(wire.Packages(packages=packages))
 
+    async def _engage(self, message: wire.Engage) -> None:
+        if self._watchman is None:
+            self._watchman = Watchman(message.token, self._folder)
+        if self._engaged is not None:
+            await self._engaged.end()
+        self._engaged = await Engagement.begin(message, self._end.send)
+        await self._end.send(wire.Engaged(pid=self._engaged.pid))
+
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(_ALIVE_EVERY_S)
@@ -343,9 +358,10 @@ class Keeper:
     async def _end_all(self) -> None:
         """End the ranks, give back the devices, leave nothing behind."""
         await self._turn.acquire()  # for good: nothing is started any more
-        ended = True
         if self._running is not None:
             self._running.stop(_ORPHAN_GRACE_S)
+        ended = self._engaged is None or await self._engaged.end()
+        if self._running is not None:
             try:
                 await asyncio.wait_for(self._running.gone.wait(), _ORPHAN_GRACE_S + _GONE_WITHIN_S)
             except TimeoutError:

@@ -19,7 +19,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
@@ -39,6 +39,9 @@ MOST_CALLERS = 512
 PATIENCE_IN_A_CROWD_S = 0.25
 _TRIES = 50
 _LOOPBACK = wire.Address(address="127.0.0.1", interface="lo")
+
+# What is done with a connection whose caller knew the nonce; it is closed afterwards.
+Conversation = Callable[[socket.socket], Awaitable[None]]
 
 
 def request_line(nonce: str) -> bytes:
@@ -64,11 +67,14 @@ class OpenPort:
         """Where it listens, best first."""
         return tuple(self._sockets)
 
-    def answer(self, nonce: str) -> None:
-        """Begin to answer those who try the port; needs a running event loop."""
+    def answer(self, nonce: str, then: Conversation | None = None) -> None:
+        """Begin to answer those who try the port; needs a running event loop.
+
+        With those who knew the nonce the connection goes on to ``then``, if there is one.
+        """
         for sock in self._sockets.values():
             sock.setblocking(False)
-            self._answering.append(asyncio.create_task(self._accept(sock, nonce)))
+            self._answering.append(asyncio.create_task(self._accept(sock, nonce, then)))
 
     async def keep(self, address: str) -> socket.socket:
         """Stop answering, close all sockets but the one at this address, and return that one."""
@@ -91,7 +97,7 @@ class OpenPort:
             sock.close()
         self._sockets = {}
 
-    async def _accept(self, sock: socket.socket, nonce: str) -> None:
+    async def _accept(self, sock: socket.socket, nonce: str, then: Conversation | None) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -99,7 +105,7 @@ class OpenPort:
             except OSError:  # too many open files, or the caller has gone already
                 await asyncio.sleep(0.05)
                 continue
-            caller = asyncio.create_task(_talk(connection, nonce))
+            caller = asyncio.create_task(_talk(connection, nonce, then))
             self._callers[caller] = time.monotonic()
             caller.add_done_callback(functools.partial(self._gone, connection))
             # Where callers queue up, accepting does not wait; let the others have their turn.
@@ -120,7 +126,7 @@ class OpenPort:
         connection.close()  # also where the task was cancelled before it began
 
 
-async def _talk(connection: socket.socket, nonce: str) -> None:
+async def _talk(connection: socket.socket, nonce: str, then: Conversation | None) -> None:
     loop = asyncio.get_running_loop()
     wanted = request_line(nonce)
     said = b""
@@ -132,8 +138,11 @@ async def _talk(connection: socket.socket, nonce: str) -> None:
                 if not piece:
                     return
                 said += piece
-            if hmac.compare_digest(said, wanted):
-                await loop.sock_sendall(connection, nonce.encode() + b"\n")
+            if not hmac.compare_digest(said, wanted):
+                return
+            await loop.sock_sendall(connection, nonce.encode() + b"\n")
+        if then is not None:
+            await then(connection)
 
 
 def open_port(

@@ -47,45 +47,63 @@ async def try_all(
 async def _try(
     target: wire.Target, nonce: str, timeout_s: float, known: Sequence[Interface]
 ) -> wire.ReachResult:
+    result, connection = await connect(target, nonce, timeout_s=timeout_s, interfaces=known)
+    if connection is not None:
+        connection.close()
+    return result
+
+
+async def connect(
+    target: wire.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
+) -> tuple[wire.ReachResult, socket.socket | None]:
+    """Try one target; return how it went, and the open connection if it was reached."""
     begun = time.monotonic()
-    local = None
+    local = connection = None
     try:
         async with asyncio.timeout(timeout_s):
-            problem, local = await _call_until_answered(target, nonce, known)
+            problem, local, connection = await _call_until_answered(target, nonce, interfaces)
     except TimeoutError:
         problem = "timeout"
     except socket.gaierror:
         problem = "no-name"
     except OSError as error:
         problem = _PROBLEMS.get(error.errno or 0, "unreachable")
-    if problem == "refused" and network_interfaces.is_local(target.address, known):
+    if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
         # An address that each machine has for itself (docker0): we have called ourselves.
         problem = "impostor"
-    return wire.ReachResult(
+    result = wire.ReachResult(
         target=target, problem=problem, seconds=time.monotonic() - begun, local=local
     )
+    return result, connection
 
 
 async def _call_until_answered(
     target: wire.Target, nonce: str, known: Sequence[Interface]
-) -> tuple[str, wire.Address | None]:
+) -> tuple[str, wire.Address | None, socket.socket | None]:
     wanted = nonce.encode() + b"\n"
-    answer, local = b"", None
+    local = None
     for call in range(_CALLS):
         await asyncio.sleep(call * _PAUSE_S)
-        answer, local = await _call(target, request_line(nonce), len(wanted), known)
+        answer, local, connection = await _call(target, request_line(nonce), len(wanted), known)
+        if hmac.compare_digest(answer, wanted):
+            return "", local, connection
+        connection.close()
         if answer:
             break
-    return "" if hmac.compare_digest(answer, wanted) else "impostor", local
+    return "impostor", local, None
 
 
 async def _call(
     target: wire.Target, request: bytes, length: int, known: Sequence[Interface]
-) -> tuple[bytes, wire.Address]:
-    """Return what was answered, at most ``length`` bytes, and our own end; b"" if it hung up."""
+) -> tuple[bytes, wire.Address, socket.socket]:
+    """Return what was answered, at most ``length`` bytes, our own end, and the connection.
+
+    The answer is b"" if the other side hung up.
+    """
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
         sock.setblocking(False)
         await loop.sock_connect(sock, (target.address, target.port))
         own = str(sock.getsockname()[0])
@@ -102,7 +120,10 @@ async def _call(
                 answer += piece
         except ConnectionError:
             pass  # hung up
-        return answer, local
+    except BaseException:
+        sock.close()
+        raise
+    return answer, local, sock
 
 
 def local_end(reached: wire.Reached, address: str) -> wire.Address | None:

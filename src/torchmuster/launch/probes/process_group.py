@@ -1,4 +1,4 @@
-"""Forming the ranks' group, testing it by value, and ending it.
+"""Forming the ranks' group, and ending it.
 
 The device is set before the group is made, every wait has a limit, and the ranks agree on the library
 when they meet: if one of them cannot use NCCL, all use gloo.
@@ -7,7 +7,6 @@ when they meet: if one of them cannot use NCCL, all use gloo.
 import logging
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,8 +21,6 @@ from torchmuster.launch.probes.backend import Choice, Surroundings
 from torchmuster.launch.probes.membership import Membership
 
 _log = logging.getLogger("torchmuster.distributed")
-
-_PROBE_ELEMENTS = 2**17  # 1 MiB of 64-bit numbers: large enough to leave NCCL's small-message path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,28 +97,6 @@ def cleanup() -> None:
         dist.destroy_process_group()
     except RuntimeError as error:  # in a finally this must not hide the error that led there
         _log.warning("the process group did not end cleanly: %s", _first_line(error))
-
-
-def verify(rank: int, world_size: int, timeout_s: float) -> bool:
-    """Sum over all ranks what each contributes, and compare with what it must be."""
-    if not dist.is_initialized():
-        _log.error("communication not verified: there is no process group; call setup_distributed")
-        return False
-    device = current_device()
-    values = _sum_over_ranks(rank + 1, device, timeout_s)
-    if isinstance(values, str):
-        _log.error("communication failed on rank %d (%s): %s", rank, device, values)
-        return False
-    expected = world_size * (world_size + 1) // 2
-    wrong = values[values != expected]
-    if len(wrong):
-        _log.error(
-            "communication is wrong on rank %d (%s): the sum over %d ranks is %d, expected %d "
-            "(%d of %d values)",
-            *(rank, device, world_size, int(wrong[0]), expected, len(wrong), _PROBE_ELEMENTS),
-        )
-        return False
-    return True
 
 
 def current() -> Group | None:
@@ -235,31 +210,6 @@ def _no_group(member: Membership, timeout_s: float, error: RuntimeError) -> Must
         fix="check that all ranks were started, with the same MASTER_ADDR, MASTER_PORT and "
         "WORLD_SIZE; muster run names those that are missing",
     )
-
-
-def _sum_over_ranks(number: int, device: torch.device, timeout_s: float) -> torch.Tensor | str:
-    """Return the sums, or what went wrong. Comes back in time whatever happens."""
-    late = f"no answer within {timeout_s:g} s; another rank is missing, stuck or unreachable"
-    outcome: list[torch.Tensor | str] = [late]
-    limit = timedelta(seconds=timeout_s)
-
-    def reduce() -> None:
-        options = dist.AllreduceOptions()
-        options.timeout = limit
-        try:
-            world = dist.group.WORLD
-            assert world is not None
-            values = torch.full((_PROBE_ELEMENTS,), number, dtype=torch.int64, device=device)
-            world.allreduce([values], options).wait(limit)
-            outcome[0] = values.cpu()
-        except Exception as error:
-            outcome[0] = _first_line(error)
-
-    # NCCL can block inside the call itself, so the limit must be kept from outside.
-    thread = threading.Thread(target=reduce, name="verify-communication", daemon=True)
-    thread.start()
-    thread.join(timeout_s + 1)
-    return outcome[0]
 
 
 def _first_line(error: Exception) -> str:

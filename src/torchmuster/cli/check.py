@@ -1,0 +1,157 @@
+"""``muster check``: see whether a group of machines can train together, before it does."""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchmuster.cli import host, job_flags, output, parsers, slurm_run
+from torchmuster.cli.launching import transport_for
+from torchmuster.cli.scripts import Script, script_from
+from torchmuster.config.resolve import Resolved
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.spec import JobSpec
+from torchmuster.runfolder import RunFolder, create
+from torchmuster.units import format_seconds
+
+if TYPE_CHECKING:
+    from torchmuster.verify.group import GroupCheck
+    from torchmuster.verify.result import GroupResult
+
+_PROBE = "torchmuster.verify.probes.collectives"
+# Over ssh machines come by themselves; to those that join, people walk.
+_CALLED_S, _JOINING_S = 120.0, 1800.0
+_RANKS_ON_A_CPU = 2
+_REACH_S = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster check``."""
+    parser.usage = "muster check [options] [script.py]"
+    parser.description = (
+        f"{parser.description}\nCalls the machines, examines each, tries the links between them in both "
+        "directions, and runs\nreal ranks whose results are compared. Ends in what is wrong, why, and "
+        "what mends it.\nWith a script, its code is compared between the machines too; it is not run."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster check                      this machine: a rank on each GPU, or two on the CPU",
+            "muster check --hosts a,b:2,c      three machines over ssh",
+            "muster check --join 2             this machine, and one that joins by a code",
+            "muster check --slurm --nodes 4    as a Slurm job; inside of one, --slurm is left out",
+        ],
+    )
+    parser.add_argument("--quick", action="store_true", help="machines and links only, no ranks")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report here too")
+    parsers.add_json_flag(parser)
+    parsers.add_runs_flag(parser)
+    job_flags.add_machine_flags(parser)
+    many = job_flags.add_meeting_flags(parser)
+    job_flags.add_host_flags(many)
+    many.add_argument(
+        "--join", type=host.machines, metavar="N", help="N machines, this one too, join by a code"
+    )
+    slurm_run.add_flags(parser)
+    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(
+        run=_run,
+        command=None,
+        name="check",
+        grace=2.0,
+        join_timeout=None,
+        detach=False,
+        dry_run=False,
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.join_timeout is None:
+        options.join_timeout = _JOINING_S if options.join else _CALLED_S
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        raise Impossible(
+            f"cannot write {options.html}",
+            why="its folder is not there",
+            fix="make the folder first",
+        )
+    script = Script(command=(_PROBE,), module=True)
+    if options.command or options.stray:
+        script = script_from(options, Path.cwd())
+    resolved = job_flags.settings_of(options)
+    spec = job_flags.job_from(options, resolved, script)
+    if options.slurm:
+        return slurm_run.submit_and_follow(options, spec)
+    slurm_run.refuse_flags_without_slurm(options)
+    spec, transport = _machines(options, spec, resolved)
+    # What looks blocked is tried once more, so that each try can be shorter than a run allows.
+    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
+    return _check(options, spec, transport, create(options.runs, spec.name))
+
+
+def _machines(
+    options: argparse.Namespace, spec: JobSpec, resolved: Resolved
+) -> tuple[JobSpec, Transport]:
+    if options.join:
+        if spec.hosts:
+            raise Impossible(
+                "--join lets machines come; --hosts calls them over ssh", fix="give one of the two"
+            )
+        if options.join < 2:
+            raise Impossible("nobody is to join", fix="--join 2 and more, or leave out --join")
+        stream = sys.stderr if options.json else sys.stdout
+        return spec, host.transport_for_guests(options.join, stream=stream)
+    if inside := slurm_run.transport_inside(spec):
+        return spec, inside
+    if not spec.hosts and spec.ranks is None and not _sees_gpus(spec):
+        # One rank alone has nobody to talk to.
+        spec = dataclasses.replace(spec, ranks=_RANKS_ON_A_CPU)
+    return spec, transport_for(spec, resolved.settings.launch.remote_python or sys.executable)
+
+
+def _sees_gpus(spec: JobSpec) -> bool:
+    from torchmuster.devices import snapshot
+    from torchmuster.devices.visibility import visible
+
+    return spec.device != "cpu" and bool(visible(snapshot.take().accelerators, os.environ).devices)
+
+
+def _check(options: argparse.Namespace, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+    from torchmuster.launch.launcher import launch
+
+    made: list[GroupCheck] = []
+
+    def make(*words: Any, **named: Any) -> "GroupCheck":
+        # Imported once the machines have been called: their keepers start meanwhile.
+        from torchmuster.verify.group import GroupCheck
+
+        made.append(GroupCheck(*words, **named, quick=options.quick))
+        return made[0]
+
+    code = launch(spec, transport, run, job_flags.voice_for, make)
+    result = made[0].result if made else None
+    if result is not None:
+        _tell(options, result, run, shown=code in (ExitCode.GOOD, ExitCode.FAILED))
+    return code
+
+
+def _tell(
+    options: argparse.Namespace, result: "GroupResult", run: RunFolder, *, shown: bool
+) -> None:
+    """Write the report and show the result, unless the launcher has said already what is wrong."""
+    from torchmuster.verify import report
+    from torchmuster.verify.result import headline
+
+    report.write(run.path, result)
+    if options.json:
+        output.print_json(report.as_json(result))
+    elif shown:
+        width = shutil.get_terminal_size().columns
+        print(report.text(result, width=width, colour=output.wants_colour(sys.stdout)))
+        took = format_seconds(result.seconds)
+        print(f"\n{headline(result)}, in {took}; report: {options.html or run.report}")
+    if options.html is not None:
+        options.html.write_text(report.page(result), encoding="utf-8")

@@ -1,0 +1,175 @@
+"""``muster doctor``: examines this machine, and says what would hurt a run and how to mend it."""
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+from torchmuster import __version__
+from torchmuster.cli import output, parsers
+from torchmuster.errors import ExitCode
+from torchmuster.finding import Finding, Status, exit_code, render, worst_first
+from torchmuster.verify.machine.all_checks import SUBJECTS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster doctor``."""
+    parsers.show_examples(
+        parser,
+        [
+            "muster doctor                      a look at everything, in a second or two",
+            "muster doctor --deep               also tries torch out, on each device",
+            "muster doctor --only torch numpy   only these subjects",
+            "muster doctor --json > today.json  for programs; the exit code is 1 if something fails",
+            "muster doctor --explain - < error.log   what an error text means, and what mends it",
+        ],
+    )
+    parser.add_argument("--deep", action="store_true", help="also try out what takes seconds")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(SUBJECTS),
+        default=(),
+        metavar="SUBJECT",
+        help="look at these subjects only (--list names them)",
+    )
+    parser.add_argument(
+        "--explain", metavar="TEXT", help="say what an error text means instead (-: read it)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--list", action="store_true", help="say what is looked at, and do not look")
+    parsers.add_json_flag(how)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> ExitCode:
+    if options.explain is not None:
+        return _explain(options)
+    return _list(options.only) if options.list else _examine(options)
+
+
+def _explain(options: argparse.Namespace) -> ExitCode:
+    from torchmuster.known_errors.as_finding import findings_of
+
+    findings = findings_of(sys.stdin.read() if options.explain == "-" else options.explain)
+    if options.json:
+        output.print_json({"findings": [one.as_json() for one in findings]})
+    else:
+        output.show_findings(findings, sys.stdout)
+    return exit_code(findings)
+
+
+def _list(only: Sequence[str]) -> ExitCode:
+    from torchmuster.verify.check import Cost
+    from torchmuster.verify.examination import chosen_of
+    from torchmuster.verify.machine.all_checks import by_subject
+
+    for subject, checks in by_subject(only).items():
+        title = subject
+        for check in chosen_of(checks, sys.platform, Cost.SECONDS):
+            deep = "  (--deep)" if check.cost > Cost.INSTANT else ""
+            print(f"{title:<22}{check.asks}{deep}")
+            title = ""
+    return ExitCode.GOOD
+
+
+def _examine(options: argparse.Namespace) -> ExitCode:
+    from torchmuster.verify.check import Check, Cost, Surroundings
+    from torchmuster.verify.examination import examine
+    from torchmuster.verify.machine.all_checks import by_subject
+
+    def still_waiting(checks: Sequence[Check]) -> None:
+        names = ", ".join(check.name for check in checks)
+        output.say(f"still waiting for {names} …")
+
+    began = time.monotonic()
+    subjects = by_subject(options.only)
+    subject_of = {check.name: name for name, checks in subjects.items() for check in checks}
+    examined = examine(
+        Surroundings(),
+        [check for checks in subjects.values() for check in checks],
+        at_most=Cost.SECONDS if options.deep else Cost.INSTANT,
+        on_silence=still_waiting,
+    )
+    seconds = time.monotonic() - began
+    findings: dict[str, list[Finding]] = {}
+    for one in examined:
+        findings.setdefault(subject_of[one.check.name], []).extend(one.findings)
+    if options.json:
+        _print_json(findings, seconds)
+    else:
+        _show(findings, seconds)
+    return exit_code(finding for some in findings.values() for finding in some)
+
+
+# ---- for programs
+
+
+def _print_json(findings: dict[str, list[Finding]], seconds: float) -> None:
+    output.print_json(
+        {
+            "torchmuster": __version__,
+            "seconds": round(seconds, 3),
+            "subjects": {subject: _worst(some).value for subject, some in findings.items()},
+            "findings": [
+                {"subject": subject, **finding.as_json()}
+                for subject, some in findings.items()
+                for finding in worst_first(some)
+            ],
+        }
+    )
+
+
+def _worst(findings: Sequence[Finding]) -> Status:
+    return worst_first(findings)[0].status if findings else Status.OK
+
+
+# ---- for people
+
+
+def _show(findings: dict[str, list[Finding]], seconds: float) -> None:
+    colour = output.wants_colour(sys.stdout)
+    # One line each on a screen; whole where a program or a file takes it.
+    room = max(shutil.get_terminal_size().columns - 9, 40) if sys.stdout.isatty() else None
+    for subject, some in findings.items():
+        line = _shortened(f"{subject:<22}{_words(some)}", room)
+        seen = Finding(name=subject, status=_worst(some), what=line)
+        print(render([seen], colour=colour))
+    told = [one for some in findings.values() for one in some if one.status is not Status.OK]
+    if told:
+        print()
+        output.show_findings(told, sys.stdout)
+    print(f"\n{_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
+
+
+def _words(findings: Sequence[Finding]) -> str:
+    """Say what was seen of a subject; how many findings it has is said where there are any."""
+    seen = [one.what for one in findings if one.status is Status.OK and one.what]
+    return "; ".join([*_counts(findings), *seen]) or "nothing to look at"
+
+
+def _counts(findings: Sequence[Finding]) -> list[str]:
+    counted = []
+    for status in (Status.FAILURE, Status.WARNING, Status.NOTE):
+        count = sum(one.status is status for one in findings)
+        if count:
+            counted.append(f"{count} {status.value}{'' if count == 1 else 's'}")
+    return counted
+
+
+def _shortened(text: str, room: int | None) -> str:
+    return text if room is None or len(text) <= room else f"{text[: room - 1].rstrip()}…"
+
+
+def _verdict(told: Sequence[Finding]) -> str:
+    counts = ", ".join(_counts(told))
+    match worst_first(told)[0].status if told else Status.OK:
+        case Status.FAILURE:
+            return f"not fit for a run: {counts}"
+        case Status.WARNING:
+            return f"fit for a run, with {counts}"
+        case Status.NOTE:
+            return f"fit for a run ({counts})"
+        case _:
+            return "fit for a run: nothing is wrong"

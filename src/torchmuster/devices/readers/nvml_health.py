@@ -1,0 +1,78 @@
+"""What NVML knows of a GPU that no choice depends on, but its health: its links, its modes, its repairs.
+
+Read apart from ``nvml.py``, so that a look at who uses what stays quick.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from torchmuster.devices.readers import nvml
+from torchmuster.devices.readers.nvml_ask import Unreachable, measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """The state of one GPU; ``nvlinks`` says for each of its NVLinks whether it is up."""
+
+    uuid: str
+    persistent: bool | None = None
+    exclusive: bool = False
+    performance_state: int | None = None
+    pcie_width: int | None = None
+    pcie_max_width: int | None = None
+    pcie_generation: int | None = None
+    pcie_max_generation: int | None = None
+    nvlinks: tuple[bool, ...] = ()
+    rows_to_remap: bool = False
+    rows_not_remappable: bool = False
+
+
+def read() -> dict[str, Health]:
+    """Return the health of every GPU that answers, by UUID."""
+    found: dict[str, Health] = {}
+    with nvml.kept_open():
+        try:
+            count = pynvml.nvmlDeviceGetCount()
+        except pynvml.NVMLError:
+            return {}
+        for index in range(count):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                health = _read_one(handle, pynvml.nvmlDeviceGetUUID(handle))
+            except (pynvml.NVMLError, Unreachable):
+                continue  # one that does not answer has its own finding
+            found[health.uuid] = health
+    return found
+
+
+def _read_one(handle: Any, uuid: str) -> Health:
+    mode = measure(pynvml.nvmlDeviceGetComputeMode, handle)
+    # corrected, uncorrected, waiting for a reset, and whether spare rows have run out
+    rows = measure(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    persistent = measure(pynvml.nvmlDeviceGetPersistenceMode, handle)
+    return Health(
+        uuid=uuid,
+        persistent=None if persistent is None else bool(persistent),
+        exclusive=mode
+        in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD),
+        performance_state=measure(pynvml.nvmlDeviceGetPerformanceState, handle),
+        pcie_width=measure(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_max_width=measure(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        pcie_generation=measure(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_max_generation=measure(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        nvlinks=_nvlinks(handle),
+        rows_to_remap=bool(rows[2]),
+        rows_not_remappable=bool(rows[3]),
+    )
+
+
+def _nvlinks(handle: Any) -> tuple[bool, ...]:
+    states: list[bool] = []
+    for lane in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        state = measure(pynvml.nvmlDeviceGetNvLinkState, handle, lane)
+        if state is None:
+            break  # lanes are numbered without gaps
+        states.append(bool(state))
+    return tuple(states)

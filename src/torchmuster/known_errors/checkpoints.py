@@ -1,0 +1,95 @@
+"""Checkpoints that cannot be loaded."""
+
+from torchmuster.known_errors.rule import Rule
+
+RULES = (
+    Rule(
+        name="checkpoint-keys",
+        patterns=(
+            r"Missing key\(s\) in state_dict",
+            r"Unexpected key\(s\) in state_dict",
+            r"Error\(s\) in loading state_dict for \w+:(?! size mismatch)",
+            r"Missing key in checkpoint state_dict",
+            r"size of (?:loaded )?state_dict keys",
+            r"unexpected key \W?[\w.]+\W? in state_dict",
+            r"missing keys? in (?:source )?state_dict",
+        ),
+        what="the checkpoint's names are not the model's",
+        why="it was saved from inside DDP (names begin with module.) or torch.compile (_orig_mod.), or from another model",
+        confirm="python -c \"import torch; print(list(torch.load('FILE', map_location='cpu', weights_only=True))[:5])\"",
+        fix="save model.module.state_dict(); for a file that is there: torch.nn.modules.utils."
+        'consume_prefix_in_state_dict_if_present(state, "module.")\n'
+        "if it is another model on purpose: load_state_dict(state, strict=False)",
+    ),
+    Rule(
+        name="checkpoint-shape",
+        patterns=(
+            r"size mismatch for [\w.]+: copying a param with shape",
+            r"copying a param with shape",
+            r"size mismatch for [\w.]+",
+            r"Trying to set a tensor of shape",
+            r"ignore_mismatched_sizes",
+        ),
+        what="the checkpoint's tensors have other shapes than the model's",
+        why="the model was built with other settings (number of classes, vocabulary, layers) than when it was saved; or "
+        "it is one shard of a sharded save",
+        confirm="print(model)   # compare with the shapes that it names",
+        fix="build the model with the settings it was saved with\n"
+        "or leave out what differs: from_pretrained(…, ignore_mismatched_sizes=True); "
+        "model.resize_token_embeddings(len(tokenizer))",
+    ),
+    Rule(
+        name="checkpoint-corrupt",
+        patterns=(
+            r"failed finding central directory",
+            r"PytorchStreamReader failed",
+            r"unexpected EOF, expected \d+ more bytes",
+            r"invalid load key",
+            r"EOFError: Ran out of input|Ran out of input",
+            r"Invalid magic number; corrupt file",
+            r"storage has wrong (?:byte )?size",
+            r"(?:archive is|file (?:might|may) be) corrupted",
+            r"Error while deserializing header",
+            r"pickle data was truncated",
+            r"unpickling stack underflow",
+            r"not a (?:ZIP|zip) (?:archive|file)|BadZipFile",
+            r"SafetensorError",
+            r"UnpicklingError: (?!Weights)",
+        ),
+        what="the checkpoint file is cut off or is not a checkpoint",
+        why="the run that wrote it was killed while writing, the disk was full, several ranks wrote the same file, or it "
+        "is a git-lfs pointer or an error page instead of the file",
+        confirm="ls -l FILE; head -c 200 FILE   # 'version https://git-lfs' is a pointer\n"
+        "python -m zipfile -t FILE",
+        fix="load the checkpoint before it, or fetch it again:\ngit lfs pull\n"
+        "from now on write on rank 0 only, to another name, then os.replace(new, name)",
+    ),
+    Rule(
+        name="checkpoint-optimizer",
+        patterns=(
+            r"loaded state dict contains a parameter group that doesn't match",
+            r"loaded state dict has a different number of parameter groups",
+            r"optimizer state[^\n]{0,60}(?:mismatch|does not match|doesn't match)",
+        ),
+        what="the saved optimiser belongs to other parameters than the model's now",
+        why="weights were frozen, added or grouped differently since it was saved",
+        confirm='print([len(g["params"]) for g in optimizer.param_groups], '
+        '[len(g["params"]) for g in saved["param_groups"]])',
+        fix="build the optimiser as it was when it was saved, with the same weights frozen\n"
+        "or start it anew: load only the model",
+    ),
+    Rule(
+        name="weights-only-load",
+        patterns=(
+            r"Weights only load failed",
+            r"WeightsUnpickler error",
+        ),
+        unless=(r"invalid load key",),
+        details=(r"GLOBAL (?P<type>[\w.]+)",),
+        what="torch.load refuses a file that holds more than tensors and plain types",
+        why="since torch 2.6 it loads weights only, because other files can run code when they are loaded",
+        confirm="python -c \"import torch; print(torch.serialization.get_unsafe_globals_in_checkpoint('FILE'))\"",
+        fix="allow what it names, if you know it: torch.serialization.add_safe_globals([{type}])\n"
+        "only for a file that you made or trust: torch.load(FILE, weights_only=False)",
+    ),
+)

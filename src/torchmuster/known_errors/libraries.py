@@ -1,0 +1,74 @@
+"""Shared libraries: not found, or not the ones that fit."""
+
+from torchmuster.known_errors.rule import Rule
+
+RULES = (
+    Rule(
+        name="shared-library-missing",
+        patterns=(
+            r"(?P<library>lib[\w.+-]+\.so[\w.]*): cannot open shared object file",
+            r"cannot open shared object file",
+            r"Could not load library (?P<library>lib[\w.+-]+)",
+            r"Unable to load any of \{(?P<library>lib[\w.+-]+)",
+            r"Could not load dynamic library '(?P<library>lib[\w.+-]+)'",
+            r"WinError 126|WinError 1114|WinError 193",
+            r"DLL load failed",
+            r"Library not loaded: (?P<library>[\w./@+-]+)",
+            r"(?P<library>lib[\w.+-]+\.so[\w.]*)'? not found",
+            r"Could not locate (?P<library>[\w.-]+\.dll)",
+            r"(?:unable|failed) to (?:load|find|open|dlopen)[^\n]{0,60}(?P<library>lib[\w.+-]+\.so)",
+            r"specified module could not be found",
+            r"cannot find -l(?:cuda|cudart|cublas|cudnn|nccl)",
+        ),
+        unless=(
+            r"undefined symbol",
+            r"nvidia-container-cli",
+            r"GLIBC(?:XX)?_",
+            r"specified procedure",
+        ),
+        what="a library that torch or an extension needs is not found on {host}: {library}",
+        why="the package that brings it is not installed there, is another version, or another folder is searched. "
+        "libcuda.so.1 is part of the driver; on Windows the Visual C++ runtime is often what is missing",
+        confirm="ldconfig -p | grep {library}; python -m pip list | grep -i nvidia\n"
+        'echo "$LD_LIBRARY_PATH"',
+        fix="python -m pip install --force-reinstall torch   # brings libcudart, libcublas, libcudnn, libnccl\n"
+        "libGL:\nsudo apt-get install -y libgl1 libglib2.0-0\nlibcuda: install the driver\n"
+        "Windows: install the Microsoft Visual C++ Redistributable (x64)",
+    ),
+    Rule(
+        name="symbol-mismatch",
+        patterns=(
+            r"undefined symbol: (?!nccl)(?P<symbol>\w+)",
+            r"symbol not found in flat namespace|Symbol not found: ",
+            r"WinError 127|specified procedure could not be found",
+            r"symbol lookup error",
+            r"symbol \w+[^\n]{0,20}version [\w.]+ not defined in file",
+            r"undefined reference to",
+            r"procedure entry point[^\n]{0,100}could not be located",
+        ),
+        unless=(r"undefined symbol: nccl", r"GLIBC(?:XX)?_[\d.]+' not found"),
+        what="a library on {host} does not fit the one that it uses: a symbol is missing ({symbol})",
+        why="an extension was built for another torch (or with another C++ ABI), or LD_LIBRARY_PATH puts another CUDA "
+        "library before the one that torch brings",
+        confirm='echo "$LD_LIBRARY_PATH"; python -m pip list | grep -i -E "torch|nvidia|flash|deepspeed"\n'
+        "c++filt {symbol}   # what it is",
+        fix="unset LD_LIBRARY_PATH\n"
+        "rebuild the extension for the torch that is there:\npython -m pip install --no-build-isolation "
+        "--no-cache-dir --force-reinstall PACKAGE\n"
+        "iJIT_NotifyEvent:\nconda install mkl=2024.0",
+    ),
+    Rule(
+        name="glibcxx-missing",
+        patterns=(
+            r"version [`']?(?P<version>(?:GLIBCXX|CXXABI|GLIBC)_[\d.]+)'? not found",
+            r"(?P<version>(?:GLIBCXX|CXXABI|GLIBC)_[\d.]+)'? not found",
+        ),
+        what="a library was built for a newer system than {host}: {version} is missing",
+        why="GLIBCXX comes with gcc's libstdc++, and conda often has a newer one than the system; GLIBC is the system "
+        "itself, and only a newer system or an older build helps",
+        confirm="strings /usr/lib/x86_64-linux-gnu/libstdc++.so.6 | grep GLIBCXX | tail -1; ldd --version | head -1",
+        fix="GLIBCXX:\nconda install -c conda-forge libstdcxx-ng\n"
+        "export LD_LIBRARY_PATH=$CONDA_PREFIX/lib:$LD_LIBRARY_PATH\n"
+        "GLIBC: run it in a container with a newer system, or install an older build of the package",
+    ),
+)

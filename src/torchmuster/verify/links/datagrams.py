@@ -1,0 +1,250 @@
+"""Datagrams between two machines: how many are lost, and how big a frame may be.
+
+TCP hides both: it sends again what was lost, and where big frames vanish it says nothing at all. Here
+datagrams may not be cut into smaller ones on the way, so a frame that is too big is simply not there.
+Whoever does not know the nonce gets no answer.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+# The sizes of frames that networks are usually made for, beside that of the interface itself.
+USUAL_FRAMES = (9000, 4000, 1500, 1492, 1480, 1460, 1450, 1420, 1400, 1380, 1350, 1300, 1280, 1000)
+_ECHO, _WANT, _REPLY = b"e", b"w", b"r"
+# The token, what it is, the series it belongs to, its number, a size.
+_HEAD = struct.Struct("!16sc8sII")
+_SMALL_BYTES = 64
+_MOST_BYTES = 65507
+MOST_FRAME_BYTES = _MOST_BYTES + 28
+_SERIES_KEPT = 256
+_IN_A_ROW, _PAUSE_S = 10, 0.001
+# An answer may take this long on a busy machine; longer on a long way.
+_PATIENCE_S, _PATIENCE_ROUND_TRIPS = 0.25, 4
+_ROUNDS = 3
+# Linux: never cut a datagram, and do not believe what was learnt about the way before.
+_MTU_DISCOVER = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10, 3),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3),
+}
+_HEADERS_BYTES = {socket.AF_INET: 28, socket.AF_INET6: 48}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sounded:
+    """What came of it: how many small ones were sent, arrived there, and were answered."""
+
+    sent: int
+    arrived: int
+    returned: int
+    frame_there_bytes: int | None = None
+    frame_back_bytes: int | None = None
+
+
+def token_of(nonce: str) -> bytes:
+    """Return what shows that a datagram comes from somebody who knows the nonce."""
+    return hashlib.sha256(f"datagram {nonce}".encode()).digest()[:16]
+
+
+def open_socket(address: str) -> socket.socket:
+    """Return a socket at any port of an address, whose datagrams are not cut on the way."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    try:
+        sock.setblocking(False)
+        sock.bind((address, 0))
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        if sizes_can_be_tried():
+            sock.setsockopt(*_MTU_DISCOVER[family])
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def sizes_can_be_tried() -> bool:
+    """Say whether this system can send datagrams that are not cut on the way."""
+    return sys.platform == "linux"
+
+
+class Answering(asyncio.DatagramProtocol):
+    """The side that is called: counts and answers, and sends what is wanted."""
+
+    def __init__(self, nonce: str) -> None:
+        self._token = token_of(nonce)
+        self._counts: dict[bytes, int] = {}
+        self._transport: asyncio.DatagramTransport | None = None
+
+    def count(self, series: bytes) -> int:
+        """Return how many of a series have arrived."""
+        return self._counts.get(series, 0)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember through what to answer."""
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        """Answer one datagram; a stranger's is passed over."""
+        if len(data) < _HEAD.size or self._transport is None:
+            return
+        token, kind, series, number, size = _HEAD.unpack_from(data)
+        if not hmac.compare_digest(token, self._token) or kind not in (_ECHO, _WANT):
+            return
+        if kind == _ECHO:
+            self._counts[series] = self._counts.get(series, 0) + 1
+            while len(self._counts) > _SERIES_KEPT:
+                del self._counts[next(iter(self._counts))]
+            size = _SMALL_BYTES
+        answer = _datagram(self._token, _REPLY, series, number, size)
+        # What does not fit into a frame of this machine's is not sent.
+        self._transport.sendto(answer, addr)
+
+
+class _Calling(asyncio.DatagramProtocol):
+    """The side that calls: which numbers have been answered."""
+
+    def __init__(self, token: bytes, series: bytes) -> None:
+        self.answered: set[int] = set()
+        self.news = asyncio.Event()
+        self.series = series
+        self._known = token, _REPLY, series
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        if len(data) < _HEAD.size:
+            return
+        *known, number, _ = _HEAD.unpack_from(data)
+        if tuple(known) == self._known:
+            self.answered.add(number)
+            self.news.set()
+
+    async def await_all(self, numbers: Iterable[int], within_s: float) -> None:
+        """Wait for these answers; give up when none has come for so long."""
+        wanted = set(numbers)
+        while not wanted <= self.answered:
+            self.news.clear()
+            try:
+                async with asyncio.timeout(within_s):
+                    await self.news.wait()
+            except TimeoutError:
+                return
+
+
+async def sound(
+    address: str,
+    port: int,
+    nonce: str,
+    *,
+    local: str,
+    count: int,
+    round_trip_s: float,
+    frames_bytes: tuple[int | None, int | None],
+    ask_count: Callable[[bytes], Awaitable[int]],
+) -> Sounded:
+    """Send ``count`` small datagrams and some big ones; ``ask_count`` asks how many arrived there.
+
+    ``frames_bytes`` are the biggest frames of the two ends, first our own.
+    """
+    token, series = token_of(nonce), os.urandom(8)
+    patience_s = max(_PATIENCE_S, _PATIENCE_ROUND_TRIPS * round_trip_s)
+    sock = open_socket(local)
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.sock_connect(sock, (address, port))
+    except BaseException:
+        sock.close()
+        raise
+    transport, calling = await loop.create_datagram_endpoint(
+        lambda: _Calling(token, series), sock=sock
+    )
+    try:
+        for number in range(count):
+            transport.sendto(_datagram(token, _ECHO, series, number, _SMALL_BYTES))
+            if number % _IN_A_ROW == _IN_A_ROW - 1:
+                await asyncio.sleep(_PAUSE_S)
+        await calling.await_all(range(count), patience_s)
+        returned = len(calling.answered)
+        arrived = count if returned == count else await _settled(ask_count, series)
+        there = back = None
+        if returned and sizes_can_be_tried():
+            frames = _Frames(transport, calling, token, _HEADERS_BYTES[sock.family], patience_s)
+            there, back = await asyncio.gather(
+                frames.biggest(_ECHO, frames_bytes[0]), frames.biggest(_WANT, frames_bytes[1])
+            )
+    finally:
+        transport.close()
+    return Sounded(
+        sent=count,
+        arrived=arrived,
+        returned=returned,
+        frame_there_bytes=there,
+        frame_back_bytes=back,
+    )
+
+
+async def _settled(ask_count: Callable[[bytes], Awaitable[int]], series: bytes) -> int:
+    """Ask until the number stays the same: a busy machine may still have some to count."""
+    until = time.monotonic() + 1.0
+    last, counted = None, await ask_count(series)
+    while counted != last and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+        last, counted = counted, await ask_count(series)
+    return counted
+
+
+class _Frames:
+    """Tries frames of several sizes at once."""
+
+    def __init__(
+        self,
+        transport: asyncio.DatagramTransport,
+        calling: _Calling,
+        token: bytes,
+        headers_bytes: int,
+        patience_s: float,
+    ) -> None:
+        self._transport, self._calling, self._token = transport, calling, token
+        self._headers_bytes, self._patience_s = headers_bytes, patience_s
+        self._next = 1 << 20  # well above the numbers of the small ones
+
+    async def biggest(self, kind: bytes, own_bytes: int | None) -> int | None:
+        """Return the biggest frame that passes, of those an interface sends; None if unknown."""
+        if own_bytes is None:
+            return None
+        sizes, passed = [own_bytes], set[int]()
+        for _ in range(_ROUNDS):
+            passed |= await self._try(kind, sizes)
+            if own_bytes in passed:
+                break
+            # Smaller ones beside it: if these pass, it is the size and not the moment.
+            sizes = [own_bytes, *(size for size in USUAL_FRAMES if size < own_bytes)]
+        return max(passed, default=None)
+
+    async def _try(self, kind: bytes, sizes: Sequence[int]) -> set[int]:
+        asked = {}
+        for size in sizes:
+            payload = size - self._headers_bytes
+            # Those we send are big themselves; those we want are asked for by small ones.
+            length = payload if kind == _ECHO else _SMALL_BYTES
+            number, self._next = self._next, self._next + 1
+            asked[number] = size
+            data = _datagram(self._token, kind, self._calling.series, number, payload, length)
+            self._transport.sendto(data)
+        await self._calling.await_all(asked, self._patience_s)
+        return {size for number, size in asked.items() if number in self._calling.answered}
+
+
+def _datagram(
+    token: bytes, kind: bytes, series: bytes, number: int, size: int, length: int | None = None
+) -> bytes:
+    wanted = min(size if length is None else length, _MOST_BYTES)
+    return _HEAD.pack(token, kind, series, number, size).ljust(wanted, b"\0")

@@ -1,0 +1,125 @@
+"""What is known of the links between machines: one ``Link`` for each direction of each pair."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchmuster.finding import Finding
+
+# Where most systems take the ports from that they give out.
+USUAL_PORTS = (32768, 60999)
+# The problem of a link that could not be tried at all.
+NOT_TRIED = "not-tried"
+# That of a connection that was there and was lost again while a link was measured.
+DROPPED = "dropped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """A machine as the others reach it: the address that was chosen, and what the machine says of it.
+
+    ``findings`` are about the machine itself: a meeting port that is taken, an address passed over.
+    """
+
+    name: str
+    place: int
+    system: str
+    address: str | None = None
+    interface: str = ""
+    network: str | None = None  # 10.0.0.0/24
+    mtu_bytes: int | None = None
+    speed_mbits: int | None = None
+    given_out_ports: tuple[int, int] = USUAL_PORTS
+    meeting_port: int | None = None  # of the first machine
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of one direction. Unknown is None.
+
+    Of several tries the best counts: a busy machine makes a link look worse, nothing makes it look
+    better than it is.
+    """
+
+    bytes_per_s: float | None = None
+    round_trips_s: tuple[float, ...] = ()  # there and back, of small messages, in the order sent
+    sent: int = 0  # small datagrams; none where they are not let through
+    lost: int = 0
+    frame_tried_bytes: int | None = None  # the biggest frame that this end sends
+    frame_bytes: int | None = None  # the biggest that arrived
+    stalled: bool = False  # small messages pass, and much data does not
+    wrong_bytes: int = 0
+    waited_share: float = 0.0  # of the time, in which a busy machine did not let us work
+    retransmits: int | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The share of small datagrams that were lost."""
+        return self.lost / self.sent if self.sent else None
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """The least round trip, which is that of the link itself."""
+        return min(self.round_trips_s, default=None)
+
+    @property
+    def median_round_trip_s(self) -> float | None:
+        """The usual round trip, with all that the machines add to it."""
+        return statistics.median(self.round_trips_s) if self.round_trips_s else None
+
+    def best_with(self, other: "Figures") -> "Figures":
+        """Return the better of two tries, figure by figure; wrong bytes are never forgiven."""
+        faster, slower = sorted((self, other), key=lambda one: -(one.bytes_per_s or 0.0))
+        losing = [one for one in (self, other) if one.sent]
+        kept = min(losing, key=lambda one: one.lost / one.sent, default=self)
+        return replace(
+            faster,
+            round_trips_s=self.round_trips_s + other.round_trips_s,
+            sent=kept.sent,
+            lost=kept.lost,
+            frame_tried_bytes=faster.frame_tried_bytes or slower.frame_tried_bytes,
+            frame_bytes=max(
+                (one.frame_bytes for one in (self, other) if one.frame_bytes is not None),
+                default=None,
+            ),
+            stalled=self.stalled and other.stalled,
+            wrong_bytes=self.wrong_bytes + other.wrong_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One direction between two machines: how ``source`` reaches ``target``.
+
+    ``problem`` is "" if it reaches it, at a port that the system gave out; else timeout, refused,
+    prohibited, absent, no-route, impostor or not-tried. ``meeting_problem`` is the same for the
+    meeting port, and None where ``target`` does not have it. ``dropped`` counts the connections that
+    were lost while it was being measured, in ``tries`` tries.
+    """
+
+    source: End
+    target: End
+    problem: str
+    meeting_problem: str | None = None
+    local: str | None = None  # the address from which it is reached
+    port: int | None = None
+    seconds: float = 0.0
+    figures: Figures | None = None
+    tries: int = 0
+    dropped: int = 0
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The places of both ends, in the direction of the link."""
+        return self.source.place, self.target.place
+
+    @property
+    def name(self) -> str:
+        """``node1 to node2``."""
+        return f"{self.source.name} to {self.target.name}"
+
+
+def by_places(links: Sequence[Link]) -> dict[tuple[int, int], Link]:
+    """Return the links by the places of their ends."""
+    return {link.places: link for link in links}

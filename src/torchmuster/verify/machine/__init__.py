@@ -1,0 +1,1 @@
+"""Checks of this machine, one file for each subject."""

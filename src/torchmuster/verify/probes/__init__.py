@@ -1,0 +1,1 @@
+"""Small torch programs that run as ranks."""

@@ -1,0 +1,142 @@
+"""What one rank of the collectives probe saw: the record it prints, and reading it back.
+
+A rank prints its record as a line of its output, again after each stage; the last one counts. So a
+rank that was ended in the middle has still said how far it came.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+MARK = "torchmuster-probe: "
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rank could not go on.
+
+    ``problem`` is absent (others did not come to the stage), hangs (it did not end in time) or error.
+    ``ranks`` are those it waited for in vain, as far as that is known.
+    """
+
+    stage: str
+    problem: str
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+
+
+class Values(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers that were compared one by one with what they must be, and the first wrong one."""
+
+    compared: int = 0
+    wrong: int = 0
+    place: int | None = None
+    got: float | None = None
+    expected: float | None = None
+
+    def __add__(self, other: "Values") -> "Values":
+        first = self if self.wrong else other
+        return Values(
+            compared=self.compared + other.compared,
+            wrong=self.wrong + other.wrong,
+            place=first.place,
+            got=first.got,
+            expected=first.expected,
+        )
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of collective: its values, which ranks' parts were wrong here, and its best times.
+
+    Values of a sum come from all ranks together: then ``wrong_from`` says nothing. ``small`` and
+    ``large`` are bytes; a time is that of the whole call.
+    """
+
+    name: str
+    values: Values
+    wrong_from: dict[int, int] = {}
+    small_bytes: int = 0
+    small_s: float | None = None
+    large_bytes: int = 0
+    large_s: float | None = None
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """What this rank and another one sent each other: ``values`` are those that arrived here."""
+
+    peer: int
+    values: Values
+    latency_s: float | None = None  # one way
+    bytes_per_s: float | None = None
+
+
+class Matmul(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrix products on the rank's device in one precision: the best speed, and the values."""
+
+    precision: str
+    flops_per_s: float
+    values: Values
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver said of the device while it worked; ``held_back`` is the share of periods
+    in which a CPU quota was used up, None without a quota.
+    """
+
+    temperature_c: int | None = None
+    slowdown_temperature_c: int | None = None
+    throttled_by: tuple[str, ...] = ()
+    held_back: float | None = None
+    cores: str = ""  # how many this process may use, and why
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank. What it did not come to is None or empty; ``ended`` is False if it never finished."""
+
+    rank: int
+    world_size: int
+    host: str
+    node: int | None = None  # the place of its machine in the group
+    local_rank: int | None = None
+    device: str = ""  # cpu, cuda:0
+    device_name: str = ""
+    device_uuid: str | None = None
+    backend: str = ""
+    backend_reason: str = ""
+    accelerator: str | None = None  # what torch could use here, whether or not it is used
+    stage: str = "start"
+    stage_s: dict[str, float] = {}
+    matmuls: tuple[Matmul, ...] = ()
+    health: Health | None = None
+    operations: tuple[Operation, ...] = ()
+    suspects: tuple[tuple[int, ...], ...] = ()  # smallest groups of ranks whose sum was wrong
+    pairs: tuple[Pair, ...] = ()
+    waited_s: float | None = None  # for the others, after equal work
+    trouble: Trouble | None = None
+    ended: bool = False
+
+    @property
+    def where(self) -> str:
+        """How findings call it: ``node2, GPU 1 (rank 9)``."""
+        kind, _, number = self.device.partition(":")
+        device = f"GPU {number}" if number else (kind.upper() or "CPU")
+        return f"{self.host}, {device} (rank {self.rank})"
+
+
+def line_of(record: RankRecord) -> str:
+    """Return a record as the line that a rank prints."""
+    return MARK + msgspec.json.encode(record).decode()
+
+
+def records_from(lines: Iterable[str]) -> list[RankRecord]:
+    """Return the last record of each rank, by rank; lines that are no records are passed over."""
+    last: dict[int, RankRecord] = {}
+    for line in lines:
+        _, mark, text = line.partition(MARK)
+        if not mark:
+            continue
+        try:
+            record = msgspec.json.decode(text, type=RankRecord)
+        except msgspec.MsgspecError:  # cut short, or another program's
+            continue
+        last[record.rank] = record
+    return [last[rank] for rank in sorted(last)]

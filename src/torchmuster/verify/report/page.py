@@ -1,0 +1,161 @@
+"""A check as one page: report.html, which needs no other file and no network."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from torchmuster.finding import Finding, Status, worst_first
+from torchmuster.units import format_seconds
+from torchmuster.verify.rank_record import RankRecord
+from torchmuster.verify.report.grid import Grid, of_machines, of_ranks, words
+from torchmuster.verify.report.heat_map import heat_map
+from torchmuster.verify.report.terminal import clock, or_unknown
+from torchmuster.verify.result import GroupResult, Machine
+
+_WORST_SHOWN = 20
+_NAMED_IN_PICTURE = 8  # up to so many, every figure can be read in the picture itself
+_MOST_ROWS = 1000  # all are in check.json
+_OPEN_UP_TO = 40
+
+# Nothing may be loaded from anywhere, and no script may run, whatever a machine calls itself.
+_HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>muster check</title>
+<style>
+:root { color-scheme: light dark; --edge: #8884; --failure: #b00020; --warning: #8a5a00; --note: #00687a;
+  --ok: #1b6e2d }
+@media (prefers-color-scheme: dark) {
+  :root { --failure: #ff8a80; --warning: #ffc24b; --note: #6fd3e6; --ok: #86d995 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem }
+summary { font-size: 1.1rem; font-weight: 600; margin: 1.5rem 0 .5rem; cursor: pointer }
+table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--edge);
+  vertical-align: top; white-space: nowrap }
+article { border-left: 4px solid var(--edge); padding: .1rem 0 .1rem 1rem; margin: 1rem 0 }
+pre { white-space: pre-wrap; margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace;
+  overflow-wrap: anywhere }
+dt { font-size: 12px; opacity: .75 } dd { margin: 0 0 .4rem }
+.failure { border-color: var(--failure) } .warning { border-color: var(--warning) }
+.note { border-color: var(--note) }
+b.failure { color: var(--failure) } b.warning { color: var(--warning) } b.note { color: var(--note) }
+b.ok { color: var(--ok) }
+figure { margin: 1rem 0; overflow-x: auto }
+</style>
+</head>
+<body>
+"""
+
+
+def page(result: GroupResult) -> str:
+    """Return the page. Everything that machines said is shown as text, never as markup."""
+    found = worst_first(result.findings)
+    parts = [
+        f"<h1>{_verdict(result)}</h1>",
+        f"<p>{_counted(len(result.machines), 'machine')}, {_counted(len(result.ranks), 'rank')}, "
+        f"in {format_seconds(result.seconds)}</p>",
+        *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
+        *(_finding(one) for one in found if one.status is not Status.NOTE),
+    ]
+    for grid in (of_machines(result), of_ranks(result)):
+        if grid is not None:
+            parts += _links(grid)
+    parts.append(_section("machines", _machines(result.machines), len(result.machines)))
+    if result.ranks:
+        parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
+    parts += [_finding(one) for one in found if one.status is Status.NOTE]
+    return _HEAD + "\n".join(parts) + "\n</body>\n</html>\n"
+
+
+def _verdict(result: GroupResult) -> str:
+    for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "passed, with warnings")):
+        if any(finding.status is status for finding in result.findings):
+            return f'muster check: <b class="{status.value}">{word}</b>'
+    return 'muster check: <b class="ok">passed</b>'
+
+
+def _finding(finding: Finding) -> str:
+    status = finding.status.value
+    told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
+    details = "".join(
+        f"<dt>{title}</dt><dd><pre>{escape(text)}</pre></dd>" for title, text in told if text
+    )
+    return (
+        f'<article class="{status}"><b class="{status}">{status}</b> {escape(finding.what)}'
+        f"<dl>{details}</dl></article>"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _section(title: str, body: str, rows: int) -> str:
+    """Return a part of the page; a long one is to be opened by a click."""
+    opened = " open" if rows <= _OPEN_UP_TO else ""
+    return f"<details{opened}><summary>{title}</summary>\n{body}</details>"
+
+
+def _machines(machines: Sequence[Machine]) -> str:
+    titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
+    return _table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
+
+
+def _machine(machine: Machine) -> tuple[str, ...]:
+    if machine.missing:
+        return machine.name, "", f"did not come: {machine.missing}", "", "", "", "", ""
+    return (
+        machine.name,
+        or_unknown(machine.ranks),
+        ", ".join(machine.devices) or "CPU",
+        or_unknown(machine.cores),
+        machine.torch or "none",
+        or_unknown(machine.python),
+        or_unknown(machine.system),
+        clock(machine.clock_offset_s),
+    )
+
+
+def _links(grid: Grid) -> Iterator[str]:
+    yield f"<figure>{heat_map(grid)}</figure>"
+    if len(grid.names) <= _NAMED_IN_PICTURE:
+        return
+    rows = ((f"{cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN])
+    yield _table(("the worst", ""), rows)
+
+
+def _ranks(records: Sequence[RankRecord]) -> str:
+    rows = []
+    for record in records[:_MOST_ROWS]:
+        sums = next((one for one in record.operations if one.name == "all-reduce"), None)
+        bus = "?"
+        if sums and sums.large_s:
+            moved = 2 * (record.world_size - 1) / record.world_size * sums.large_bytes
+            bus = f"{moved / sums.large_s / 1e9:.2f} GB/s"
+        rows.append(
+            (
+                str(record.rank),
+                record.host,
+                f"{record.device} {record.device_name}",
+                ", ".join(
+                    f"{one.flops_per_s / 1e12:.2f} TFLOP/s {one.precision}"
+                    for one in record.matmuls
+                ),
+                bus,
+                "ended" if record.ended else f"came as far as {record.stage}",
+            )
+        )
+    return _table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
+    return f"<table><tr>{head}</tr>\n{body}</table>"

@@ -1,0 +1,73 @@
+"""The order in which machines are paired: in each round nobody is in two pairs.
+
+Pairs of one round can be measured at the same time, since none disturbs another.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Pair = tuple[int, int]
+# With more machines than these, measuring all pairs takes too many rounds.
+ALL_PAIRS_UP_TO = 9
+
+
+def survey_rounds(count: int) -> list[list[Pair]]:
+    """Return the rounds in which a group is measured: all pairs of a small one, else what collectives use."""
+    return rounds_for(count) if count <= ALL_PAIRS_UP_TO else collective_rounds(count)
+
+
+def rounds_for(count: int) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs of ``range(count)`` in which every two meet exactly once.
+
+    The circle method: one stays, the others move on by a place, opposite places meet. That takes
+    ``count - 1`` rounds, or ``count`` if the number is odd, since then one has to rest in each.
+    A pair is (lower, higher).
+    """
+    if count < 2:
+        return []
+    places = count + count % 2  # with an odd number, whoever meets the last place rests
+    moving = places - 1
+    rounds = []
+    for turn in range(moving):
+        meetings = [(turn, moving)]
+        meetings += [
+            ((turn + step) % moving, (turn - step) % moving) for step in range(1, places // 2)
+        ]
+        rounds.append(sorted((min(pair), max(pair)) for pair in meetings if max(pair) < count))
+    return rounds
+
+
+def collective_rounds(count: int) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs that have every link at a distance of 1, 2, 4, 8, … ranks.
+
+    Ranks are counted in a circle. Rings, recursive doubling and both of NCCL's binary trees use no
+    other links. A machine has two links of one distance, so that three rounds have room for them.
+    """
+    rounds: list[list[Pair]] = []
+    met: set[Pair] = set()
+    distance = 1
+    while distance < count:
+        others = ((one, (one + distance) % count) for one in range(count))
+        links = dict.fromkeys((min(pair), max(pair)) for pair in others)
+        rounds += disjoint((pair for pair in links if pair not in met), members=tuple)
+        met.update(links)
+        distance *= 2
+    return rounds
+
+
+def disjoint(groups: Iterable[T], members: Callable[[T], Iterable[int]]) -> list[list[T]]:
+    """Distribute groups over as few rounds as going through them in order allows."""
+    rounds: list[list[T]] = []
+    busy: list[set[int]] = []
+    for group in groups:
+        asked = set(members(group))
+        for chosen, used in zip(rounds, busy, strict=True):
+            if used.isdisjoint(asked):
+                chosen.append(group)
+                used |= asked
+                break
+        else:
+            rounds.append([group])
+            busy.append(asked)
+    return rounds

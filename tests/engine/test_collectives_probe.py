@@ -1,0 +1,166 @@
+"""The parts of the collectives probe in one process: exact values, limits, quotas, slow pairs."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from torchmuster import distributed
+from torchmuster.verify.probes import exact_values, matmul, pairs
+from torchmuster.verify.probes.exact_values import OPERATIONS, Seat, compare, numbers, sums
+from torchmuster.verify.probes.health import Quota
+from torchmuster.verify.probes.together import Absent, Hangs, Pulse, Together, in_time
+from torchmuster.verify.rank_record import Values
+
+pytestmark = pytest.mark.engine
+
+CPU = torch.device("cpu")
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 4000])
+def test_what_the_ranks_contribute_adds_up_exactly(size: int) -> None:
+    added = sum((numbers(rank, 2000, 5, CPU) for rank in range(size)), torch.zeros(2000))
+    assert compare(added, sums(size, 2000, 5, CPU)) == Values(compared=2000)
+    assert float(sums(size, 2000, 5, CPU).max()) < 2**24  # beyond, floats leave numbers out
+
+
+def test_what_is_missing_old_or_anothers_is_wrong() -> None:
+    own = numbers(1, 1000, 0, CPU)
+    for other in (torch.zeros(1000), numbers(0, 1000, 0, CPU), numbers(1, 1000, 1, CPU)):
+        assert compare(other, own).wrong > 900
+
+
+def test_a_single_wrong_value_is_counted_with_its_place() -> None:
+    got = numbers(0, 1_000_000, 0, CPU)
+    got[765432] = float("nan")
+    values = compare(got, numbers(0, 1_000_000, 0, CPU))
+    assert (values.compared, values.wrong, values.place) == (1_000_000, 1, 765432)
+    assert values.expected == float(numbers(0, 1_000_000, 0, CPU)[765432])
+
+
+@pytest.fixture
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seat]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    distributed.setup_distributed(0, 1, "gloo")
+    yield Seat(rank=0, world_size=1, device=CPU)
+    distributed.cleanup_distributed()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_collective_fills_what_is_compared(group_of_one: Seat, name: str) -> None:
+    call, pieces = OPERATIONS[name](group_of_one, 100, 0)
+    call()
+    for _, got, expected in pieces():
+        assert compare(got, expected) == Values(compared=100)
+
+
+def test_a_collective_that_does_nothing_is_wrong(
+    group_of_one: Seat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
+    call, pieces = exact_values.all_gather(group_of_one, 100, 0)
+    call()
+    ((source, got, expected),) = pieces()
+    assert source == 0
+    assert compare(got, expected).wrong == 100
+
+
+def test_products_are_exact_in_every_precision() -> None:
+    for precision in (torch.float32, torch.bfloat16, torch.float16):
+        left, right, expected = matmul._factors(CPU, precision)
+        assert compare(torch.matmul(left, right), expected).wrong == 0
+
+
+def test_sums_in_less_precision_are_not_allowed_while_values_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{one}_reduced_precision_reduction" for one in ("fp16", "bf16")]
+    seen: list[bool] = []
+
+    def measured(device: torch.device, precision: torch.dtype) -> None:
+        seen.extend(getattr(settings, name) for name in names)
+
+    monkeypatch.setattr(matmul, "_measure", measured)
+    assert [getattr(settings, name) for name in names] == [True, True]
+    matmul.run_all(CPU)
+    assert seen == [False, False]
+    assert [getattr(settings, name) for name in names] == [True, True]
+
+
+# ---- limits
+
+
+def test_work_that_ends_in_time_gives_its_answer_or_its_error() -> None:
+    assert in_time(lambda: 7, 5) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 // 0, 5)
+
+
+def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
+    pulse, release = Pulse(), threading.Event()
+
+    def steady() -> str:
+        for _ in range(5):
+            release.wait(0.2)
+            pulse.beat()
+        return "done"
+
+    assert in_time(steady, 0.5, pulse) == "done"
+    stuck = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(Hangs, match=r"no answer within 0.5 s"):
+        in_time(lambda: stuck.wait(20), 0.5, Pulse())
+    assert time.monotonic() - began < 10
+    stuck.set()
+
+
+def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        boards = [Together(store, rank, 4) for rank in range(3)]
+
+        def share(board: Together) -> Absent:
+            with pytest.raises(Absent) as caught:
+                board.share("here", board._rank, 1)
+            return caught.value
+
+        assert [error.ranks for error in pool.map(share, boards)] == [(3,)] * 3
+    late = Together(store, 3, 4)
+    assert late.share("here", 3, 5) == [0, 1, 2, 3]
+
+
+# ---- pairs and quotas
+
+
+def test_only_pairs_far_below_their_kind_are_measured_again() -> None:
+    hosts = ["a", "a", "b"]
+    quick = [{"1": 9e9, "2": 1e9}, {"0": 9e9, "2": 0.9e9}, {"0": 1e9, "1": 0.9e9}]
+    assert pairs.slow_pairs(quick, hosts) == set()
+    slow = [{"1": 9e9, "2": 1e9, "3": 1e9}, {"2": 0.1e9, "3": 1e9}, {}, {}]
+    assert pairs.slow_pairs(slow, [*hosts, "c"]) == {(1, 2)}
+
+
+def test_a_quota_that_is_used_up_is_counted_in_periods(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    )
+    stat = tmp_path / "sys/fs/cgroup/cpu.stat"
+    stat.parent.mkdir(parents=True)
+    stat.write_text("usage_usec 5\nnr_periods 100\nnr_throttled 10\n")
+    quota = Quota(tmp_path / "proc", tmp_path / "sys")
+    assert quota.held_back() is None  # no period has passed
+    stat.write_text("usage_usec 9\nnr_periods 110\nnr_throttled 19\n")
+    assert quota.held_back() == pytest.approx(0.9)

@@ -1,0 +1,58 @@
+"""The trial of torch that ``muster doctor --deep`` makes, with the real torch and with planted faults."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from muster_command import Muster
+from torchmuster.finding import Status
+from torchmuster.verify.machine.torch_at_work import PROBE, Trial, attempt, judge
+from torchmuster.verify.probes.torch_at_work import _is_right
+
+pytestmark = pytest.mark.engine
+
+
+def trial_of(*before: str) -> Trial:
+    """Run the probe after some lines that spoil something."""
+    lines = [*before, "import runpy, sys", f"runpy.run_module({PROBE!r}, run_name='__main__')"]
+    return attempt([sys.executable, "-c", "\n".join(lines)], dict(os.environ))
+
+
+def test_this_machines_torch_works(muster: Muster) -> None:
+    done = muster("doctor", "--deep", "--only", "torch-at-work", timeout_s=55)
+    assert done.code == 0, done.out
+    assert done.out.startswith("ok       torch-at-work         imported in ")
+    assert "gloo works; cpu " in done.out
+
+
+def test_wrong_products_are_found() -> None:
+    spoil = (
+        "import torch",
+        "real = torch.mm",
+        "def mm(a, b):",
+        "    product = real(a, b)",
+        "    product[7, 9] += 1",
+        "    return product",
+        "torch.mm = mm",
+    )
+    (found,) = judge(trial_of(*spoil), python="python", gpus=False)
+    assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
+    assert found.what.startswith("cpu computes wrong values: 1 of ")
+
+
+def test_an_interface_that_is_not_there_stops_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ens5q9")
+    found = next(iter(judge(trial_of(), python="python", gpus=False)))
+    assert (found.name, found.status) == ("gloo-fails", Status.FAILURE)
+    assert "ens5q9" in found.why
+
+
+def test_one_wrong_value_in_a_quarter_million_is_seen(tmp_path: Path) -> None:
+    a, b = (torch.randint(0, 2, (512, 512)).mul(2).sub(1).float() for _ in range(2))
+    product = a @ b
+    assert _is_right(torch, product, a, b)
+    product[300, 401] += 1
+    assert not _is_right(torch, product, a, b)

@@ -1,0 +1,928 @@
+"""The catalogue of faults: what is wrong, how it is made, and what ``muster check`` must say of it.
+
+Each entry is data. A fault is applied to a lab, ``muster check`` runs on its first host, and the finding
+of this name must be there, with these words. Where the fix is a command, it is run as it stands, and the
+next check must not find the fault any more; else undoing the fault stands for what a person does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hosts.faults import (
+    ClockSkew,
+    ClosedPorts,
+    Delay,
+    DockerBridge,
+    Fault,
+    HostKeyChanged,
+    HostKilled,
+    KeyRefused,
+    LinkCut,
+    Loss,
+    Mtu,
+    NameLeadsTo,
+    NoSshd,
+    OnlyOpenPorts,
+    PortTaken,
+    own_name_is_loopback,
+    own_name_is_unknown,
+)
+from hosts.machine_faults import (
+    ControlGroup,
+    FileReads,
+    Gpus,
+    Limit,
+    NoRoute,
+    OnlyCore,
+    Packages,
+    SilentNameServer,
+    SlowLink,
+    SmallFileSystem,
+    Sysctl,
+    Variables,
+)
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+
+MIB = 1 << 20
+FAULTY_RANKS = Path(__file__).parents[1] / "ranks" / "faulty"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The line of the fix that contains ``line`` mends it when it is run on ``host``."""
+
+    host: str
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogued:
+    """One fault: ``finding`` is its name, ``says`` what must be in its words, ``fix`` in its fix.
+
+    ``ranks``: it is seen only when real ranks run. ``today`` is what a bare torchrun says of it.
+    """
+
+    name: str
+    faults: Sequence[Fault]
+    finding: str
+    says: Sequence[str]
+    fix: str
+    mended_by: Command | None = None
+    hosts: int = 2
+    ranks: bool = False
+    flags: Sequence[str] = ()
+    host_words: str = ""  # what --hosts is given, where it is not all of them
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    today: str = ""
+
+
+def _gpu(change: Callable[[Scenario], object]) -> Scenario:
+    scenario = scenarios.eight_a100_idle()
+    change(scenario)
+    return scenario
+
+
+def _cuda_torch(version: str = "2.13.0+cu130", cuda: str = "13.0") -> dict[str, str]:
+    return {
+        "torch/__init__.py": "",
+        "torch/version.py": f"__version__ = '{version}'\ncuda = '{cuda}'\nhip = None\n",
+    }
+
+
+NETWORK = [
+    Catalogued(
+        name="the meeting port is dropped at the first machine",
+        faults=[ClosedPorts(host="node1", ports=(29400,))],
+        finding="meeting-port-blocked",
+        says=["node2", "node1", "29400", "dropped"],
+        fix="iptables",
+        mended_by=Command(host="node1", line="iptables"),
+        today="The client socket has timed out after 60000ms (66 s)",
+    ),
+    Catalogued(
+        name="the meeting port is refused by a firewall",
+        faults=[ClosedPorts(host="node1", ports=(29400,), verdict="refuse")],
+        finding="meeting-port-blocked",
+        says=["node2", "node1", "29400", "refused"],
+        fix="iptables",
+        mended_by=Command(host="node1", line="iptables"),
+        today="the same after silent retries (83-135 s)",
+    ),
+    Catalogued(
+        name="the meeting port is prohibited by a firewall",
+        faults=[ClosedPorts(host="node1", ports=(29400,), verdict="prohibit")],
+        finding="meeting-port-blocked",
+        says=["node2", "node1", "29400", "prohibited"],
+        fix="iptables",
+        mended_by=Command(host="node1", line="iptables"),
+    ),
+    Catalogued(
+        name="only ssh and the meeting port are open at the first machine",
+        faults=[OnlyOpenPorts(host="node1", ports=(2222, 29400))],
+        finding="data-ports-blocked",
+        says=["node2", "node1", "29400", "dropped"],
+        fix="iptables",
+        mended_by=Command(host="node1", line="iptables"),
+        today="DistStoreError: wait timeout after 60000ms",
+    ),
+    Catalogued(
+        name="the ports of ranks are dropped at the second machine",
+        faults=[OnlyOpenPorts(host="node2", ports=(2222,))],
+        finding="blocked-dropped",
+        says=["node1", "node2", "dropped"],
+        fix="iptables",
+        mended_by=Command(host="node2", line="iptables"),
+        today="Gloo connectFullMesh failed … timed out connecting (149-550 s)",
+    ),
+    Catalogued(
+        name="the ports of ranks are refused at the second machine",
+        faults=[OnlyOpenPorts(host="node2", ports=(2222,), verdict="refuse")],
+        finding="blocked-rejected",
+        says=["node1", "node2", "refused"],
+        fix="iptables",
+        mended_by=Command(host="node2", line="iptables"),
+        today="Gloo connectFullMesh failed … Connection refused",
+    ),
+    Catalogued(
+        name="the ports of ranks are prohibited at the third machine",
+        faults=[OnlyOpenPorts(host="node3", ports=(2222,), verdict="prohibit")],
+        hosts=3,
+        finding="blocked-prohibited",
+        says=["node3", "prohibited"],
+        fix="iptables",
+        mended_by=Command(host="node3", line="iptables"),
+    ),
+    Catalogued(
+        name="one machine has no route to another",
+        faults=[NoRoute(host="node2", target="node3")],
+        hosts=3,
+        finding="no-route",
+        says=["node2", "node3"],
+        fix="ip route",
+    ),
+    Catalogued(
+        name="large packets vanish on the way",
+        faults=[Mtu(host="node2"), Mtu(host="node3")],
+        hosts=3,
+        finding="mtu-black-hole",
+        says=["node2", "node3"],
+        fix="mtu 1500",
+        mended_by=Command(host="node2", line="mtu 1500"),
+        today="Timed out waiting 40000ms for recv operation",
+    ),
+    Catalogued(
+        name="a cable that carries 20 Mbit/s",
+        faults=[SlowLink(host="node2", mbits=20)],
+        finding="slow-link",
+        says=["node2"],
+        fix="ethtool",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="one machine of four on a slow cable",
+        faults=[SlowLink(host="node3", mbits=50)],
+        hosts=4,
+        finding="slow-link",
+        says=["node3"],
+        fix="ethtool",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="5 % of the packets are lost",
+        faults=[Loss(host="node2", percent=5)],
+        finding="lossy-link",
+        says=["node2"],
+        fix="ethtool",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="100 ms to one machine and back",
+        faults=[Delay(host="node2")],
+        finding="high-latency",
+        says=["node2"],
+        fix="",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="GLOO_SOCKET_IFNAME names no interface",
+        faults=[Variables(host="node2", values={"GLOO_SOCKET_IFNAME": "ens5"})],
+        finding="socket-interface",
+        says=["node2", "GLOO_SOCKET_IFNAME", "ens5"],
+        fix="eth0",
+        today="ifa != nullptr. Unable to find address for: ens5",
+    ),
+    Catalogued(
+        name="GLOO_SOCKET_IFNAME is loopback",
+        faults=[Variables(host="node2", values={"GLOO_SOCKET_IFNAME": "lo"})],
+        finding="socket-interface",
+        says=["node2", "GLOO_SOCKET_IFNAME", "lo"],
+        fix="eth0",
+        today="Connection refused, remote=[127.0.0.1]",
+    ),
+    Catalogued(
+        name="GLOO_SOCKET_IFNAME is docker0, which all machines have",
+        faults=[
+            DockerBridge(),
+            Variables(host="node2", values={"GLOO_SOCKET_IFNAME": "docker0"}),
+        ],
+        finding="socket-interface",
+        says=["node2", "GLOO_SOCKET_IFNAME", "docker0"],
+        fix="eth0",
+        today="Connection refused, remote=[172.17.0.1]",
+    ),
+    Catalogued(
+        name="NCCL_SOCKET_IFNAME matches nothing",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=scenarios.eight_a100_idle(),
+                others={"NCCL_SOCKET_IFNAME": "ib9"},
+            )
+        ],
+        finding="socket-interface",
+        says=["node2", "NCCL_SOCKET_IFNAME", "ib9"],
+        fix="eth0",
+        today="NCCL WARN Bootstrap : no socket interface found",
+    ),
+    Catalogued(
+        name="the range of ports has room for few connections",
+        faults=[Sysctl(host="node2", name="net.ipv4.ip_local_port_range", value="50000 50020")],
+        finding="ports-few",
+        says=["node2", "50000", "50020"],
+        fix="sysctl",
+        mended_by=Command(host="node2", line="ip_local_port_range"),
+    ),
+]
+
+MACHINES_AWAY = [
+    Catalogued(
+        name="the ssh key is refused",
+        faults=[KeyRefused(host="node2")],
+        finding="ssh-key-refused",
+        says=["node2", "does not accept your key"],
+        fix="ssh-copy-id",
+        today="Permission denied (publickey).",
+    ),
+    Catalogued(
+        name="the host key has changed",
+        faults=[HostKeyChanged(host="node2")],
+        finding="ssh-host-key-changed",
+        says=["node2", "another host key"],
+        fix="ssh-keygen -f",
+        today="Host key verification failed.",
+    ),
+    Catalogued(
+        name="no ssh server",
+        faults=[NoSshd(host="node2")],
+        finding="ssh-not-served",
+        says=["node2", "no ssh server"],
+        fix="systemctl enable --now ssh",
+        today="Connection refused",
+    ),
+    Catalogued(
+        name="the cable of a machine is out",
+        faults=[LinkCut(host="node2")],
+        finding="host-absent",
+        says=["node2", "10.77.0.12", "network card"],
+        fix="look at its cable",
+        today="Connection timed out",
+    ),
+    Catalogued(
+        name="a machine has no power",
+        faults=[HostKilled(host="node3")],
+        hosts=3,
+        finding="host-absent",
+        says=["node3", "10.77.0.13", "it is off"],
+        fix="switch node3 on",
+        today="No route to host",
+    ),
+    Catalogued(
+        name="the cable of this machine itself is out",
+        faults=[LinkCut(host="node1")],
+        finding="own-cable-out",
+        says=["eth0 of this machine", "nothing is connected to it"],
+        fix="plug the cable of this machine in",
+        today="No route to host",
+    ),
+    Catalogued(
+        name="the port of ssh is dropped by a firewall",
+        faults=[ClosedPorts(host="node2", ports=(2222,))],
+        finding="ssh-port-dropped",
+        says=["node2 is on", "2222", "drops"],
+        fix="iptables",
+        mended_by=Command(host="node2", line="iptables"),
+        today="Connection timed out",
+    ),
+    Catalogued(
+        name="the port of ssh is prohibited by a firewall",
+        faults=[ClosedPorts(host="node2", ports=(2222,), verdict="prohibit")],
+        finding="ssh-port-prohibited",
+        says=["node2 is on", "2222", "not allowed"],
+        fix="iptables",
+        mended_by=Command(host="node2", line="iptables"),
+        today="No route to host",
+    ),
+    Catalogued(
+        name="the port of ssh is refused by a firewall",
+        faults=[ClosedPorts(host="node2", ports=(2222,), verdict="refuse")],
+        finding="ssh-not-served",
+        says=["node2", "2222", "a firewall rejects"],
+        fix="iptables",
+        mended_by=Command(host="node2", line="iptables"),
+        today="Connection refused",
+    ),
+    Catalogued(
+        name="large packets vanish between both machines, and ssh hangs",
+        faults=[Mtu()],
+        finding="mtu-black-hole",
+        says=["node2", "eth0", "ssh hangs"],
+        fix="mtu 1500",
+        mended_by=Command(host="node1", line="mtu 1500"),
+        today="Connection timed out",
+    ),
+    Catalogued(
+        name="a name that leads to this machine itself",
+        faults=[NameLeadsTo(host="node1", name="ghost", address="127.0.1.1")],
+        host_words="node1,ghost",
+        finding="name-leads-here",
+        says=["ghost", "127.0.1.1", "this machine itself"],
+        fix="/etc/hosts",
+        today="Host key verification failed.",
+    ),
+    Catalogued(
+        name="a machine whose name nobody knows",
+        faults=[],
+        host_words="node1,node9",
+        finding="host-name-unknown",
+        says=["node9"],
+        fix="/etc/hosts",
+        today="Could not resolve hostname",
+    ),
+]
+
+NAMES_AND_CLOCKS = [
+    Catalogued(
+        name="the machine's own name is 127.0.1.1",
+        faults=[own_name_is_loopback("node2")],
+        finding="name-is-loopback",
+        says=["node2", "127.0.1.1"],
+        fix="/etc/hosts",
+        today="connectFullMesh … Connection refused, remote=[127.0.1.1]",
+    ),
+    Catalogued(
+        name="the machine does not know its own name",
+        faults=[own_name_is_unknown("node2")],
+        finding="name-unresolvable",
+        says=["node2"],
+        fix="/etc/hosts",
+        mended_by=Command(host="node2", line="/etc/hosts"),
+        today="socket.gaierror: [Errno -3] Temporary failure in name resolution",
+    ),
+    Catalogued(
+        name="the machine's own name leads to another",
+        faults=[NameLeadsTo(host="node2", address="10.77.0.99")],
+        finding="name-leads-elsewhere",
+        says=["node2", "10.77.0.99"],
+        fix="/etc/hosts",
+    ),
+    Catalogued(
+        name="localhost is not this machine",
+        faults=[NameLeadsTo(host="node2", name="localhost", address="10.77.0.99")],
+        finding="localhost-wrong",
+        says=["node2", "10.77.0.99"],
+        fix="127.0.0.1 localhost",
+    ),
+    Catalogued(
+        name="a name server that does not answer",
+        faults=[SilentNameServer(host="node2")],
+        finding="reverse-lookup-slow",
+        says=["node2"],
+        fix="/etc/hosts",
+        today="10 s for each rank that connects, without a word",
+    ),
+    Catalogued(
+        name="a clock that is a minute behind",
+        faults=[ClockSkew(host="node2", seconds=-60)],
+        finding="clocks",
+        says=["node2", "behind"],
+        fix="timedatectl",
+        today="the first machine trains alone and ends well; the other hangs",
+    ),
+    Catalogued(
+        name="a clock that is a minute ahead",
+        faults=[ClockSkew(host="node2", seconds=60)],
+        finding="clocks",
+        says=["node2", "ahead"],
+        fix="timedatectl",
+        today="300 s in the exit barrier",
+    ),
+    Catalogued(
+        name="a clock that is years behind",
+        faults=[ClockSkew(host="node2", seconds=-3 * 365 * 86400)],
+        finding="date-wrong",
+        says=["node2", "20"],
+        fix="timedatectl",
+    ),
+    Catalogued(
+        name="the time is read from a slow source",
+        faults=[
+            FileReads(
+                host="node2",
+                path="/sys/devices/system/clocksource/clocksource0/current_clocksource",
+                text="hpet\n",
+            ),
+            FileReads(
+                host="node2",
+                path="/sys/devices/system/clocksource/clocksource0/available_clocksource",
+                text="tsc hpet acpi_pm\n",
+            ),
+        ],
+        finding="clock-source-slow",
+        says=["node2", "hpet"],
+        fix="clocksource",
+    ),
+    Catalogued(
+        name="the usual meeting port is held by another program",
+        faults=[PortTaken(host="node1", port=29400)],
+        finding="port-taken",
+        says=["node1", "29400"],
+        fix="",
+        today="silent on both machines, > 900 s",
+    ),
+    Catalogued(
+        name="MASTER_PORT names a port that is taken",
+        faults=[
+            PortTaken(host="node2", port=29511),
+            Variables(host="node2", values={"MASTER_PORT": "29511"}),
+        ],
+        finding="master-port-taken",
+        says=["node2", "29511"],
+        fix="",
+        today="EADDRINUSE; the other machine hangs",
+    ),
+]
+
+WITHIN = [
+    Catalogued(
+        name="/dev/shm of a container's default size",
+        faults=[SmallFileSystem(host="node2", path="/dev/shm", size_bytes=64 * MIB)],
+        finding="shared-memory-small",
+        says=["node2", "64.0 MiB"],
+        fix="--shm-size",
+        today="Bus error in a DataLoader worker",
+    ),
+    Catalogued(
+        name="/dev/shm is full",
+        faults=[
+            SmallFileSystem(
+                host="node2", path="/dev/shm", size_bytes=256 * MIB, used_bytes=255 * MIB
+            )
+        ],
+        finding="shared-memory-full",
+        says=["node2", "/dev/shm"],
+        fix="/dev/shm",
+        today="Bus error in a DataLoader worker",
+    ),
+    Catalogued(
+        name="few files may be open",
+        faults=[Limit(host="node2", name="RLIMIT_NOFILE", most=256)],
+        finding="open-files-low",
+        says=["node2", "256"],
+        fix="ulimit -n",
+        today="Too many open files",
+    ),
+    Catalogued(
+        name="only small files may be written",
+        faults=[Limit(host="node2", name="RLIMIT_FSIZE", most=100 * MIB)],
+        finding="file-size-limited",
+        says=["node2", "100 MiB"],
+        fix="ulimit -f",
+        today="File size limit exceeded",
+    ),
+    Catalogued(
+        name="a control group with little memory",
+        faults=[
+            ControlGroup(
+                host="node2",
+                controller="memory",
+                settings={"memory.limit_in_bytes": str(700 * MIB)},
+            )
+        ],
+        finding="memory-limit",
+        says=["node2", "700 MiB"],
+        fix="--mem",
+        today="a rank ends with -9",
+    ),
+    Catalogued(
+        name="a control group with few processes",
+        faults=[ControlGroup(host="node2", controller="pids", settings={"pids.max": "70"})],
+        finding="pids-few",
+        says=["node2", "70"],
+        fix="pids-limit",
+        today="can't start new thread",
+    ),
+    Catalogued(
+        name="a quota of half a core",
+        faults=[
+            ControlGroup(host="node2", controller="cpu", settings={"cpu.cfs_quota_us": "50000"})
+        ],
+        finding="cpu-quota",
+        says=["node2", "0.5"],
+        fix="--cpus",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="one core of several",
+        faults=[OnlyCore(host="node2")],
+        finding="cpu-affinity",
+        says=["node2", "one core"],
+        fix="",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="the disk for runs is full",
+        faults=[SmallFileSystem(host="node2", path="work", size_bytes=MIB, used_bytes=MIB - 4096)],
+        finding="run-folder-full",
+        says=["node2", "full"],
+        fix="du ",
+        today="No space left on device",
+    ),
+    Catalogued(
+        name="the disk for runs may not be written",
+        faults=[SmallFileSystem(host="node2", path="work", size_bytes=64 * MIB, read_only=True)],
+        finding="run-folder-read-only",
+        says=["node2", "nothing can be written"],
+        fix="",
+        today="Read-only file system",
+    ),
+    Catalogued(
+        name="a temporary folder from which nothing may be run",
+        faults=[Variables(host="node2", values={"TMPDIR": "/proc"})],
+        finding="temporary-folder-not-writable",
+        says=["node2", "/proc"],
+        fix="TMPDIR",
+    ),
+    Catalogued(
+        name="more threads than cores in every rank",
+        faults=[Variables(host="node2", values={"OMP_NUM_THREADS": "64"})],
+        finding="too-many-threads",
+        says=["node2", "OMP_NUM_THREADS"],
+        fix="unset OMP_NUM_THREADS",
+    ),
+    Catalogued(
+        name="RANK and WORLD_SIZE are left over in the shell",
+        faults=[Variables(host="node2", values={"RANK": "3", "WORLD_SIZE": "8"})],
+        finding="left-over-variables",
+        says=["node2", "RANK"],
+        fix="unset",
+    ),
+    Catalogued(
+        name="WSL 2 behind the address of Windows",
+        faults=[
+            FileReads(
+                host="node2",
+                path="/proc/version",
+                text="Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x) #1 SMP\n",
+            ),
+            FileReads(
+                host="node2",
+                path="/proc/sys/kernel/osrelease",
+                text="5.15.153.1-microsoft-standard-WSL2\n",
+            ),
+        ],
+        finding="wsl2-nat",
+        says=["node2", "WSL 2"],
+        fix="networkingMode=mirrored",
+        today="The client socket has timed out",
+    ),
+]
+
+INSTALLATION = [
+    Catalogued(
+        name="another version of torch",
+        faults=[
+            Packages(
+                host="node2",
+                files={
+                    "torch/__init__.py": "",
+                    "torch/version.py": "__version__ = '2.8.0+cpu'\ncuda = None\nhip = None\n",
+                },
+            )
+        ],
+        finding="torch-version",
+        says=["node2", "2.8.0"],
+        fix="pip install",
+        today="nothing, or a silent hang",
+    ),
+    Catalogued(
+        name="torch that cannot be imported",
+        faults=[Packages(host="node2", files={"torch/__init__.py": "raise ImportError\n"})],
+        finding="torch-broken",
+        says=["node2", "torch"],
+        fix="pip install",
+    ),
+    Catalogued(
+        name="a torch.py of one's own hides torch",
+        faults=[Packages(host="node2", files={"torch.py": "print('hello')\n"})],
+        finding="module-shadowed",
+        says=["node2", "torch.py"],
+        fix="my_torch.py",
+        mended_by=Command(host="node2", line="mv "),
+        today="partially initialized module 'torch' has no attribute …",
+    ),
+    Catalogued(
+        name="NumPy 2 beside a torch that was built for NumPy 1",
+        faults=[
+            Packages(
+                host="node2",
+                files={
+                    "torch/__init__.py": "",
+                    "torch/version.py": "__version__ = '2.2.0+cpu'\ncuda = None\nhip = None\n",
+                    "torch-2.2.0.dist-info/METADATA": (
+                        "Metadata-Version: 2.1\nName: torch\nVersion: 2.2.0\n"
+                    ),
+                    "numpy/__init__.py": "",
+                    "numpy/version.py": "version = '2.1.0'\n",
+                    "numpy-2.1.0.dist-info/METADATA": (
+                        "Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n"
+                    ),
+                },
+            )
+        ],
+        finding="numpy-abi",
+        says=["node2", "NumPy", "2.1.0"],
+        fix="numpy<2",
+        today="A module that was compiled using NumPy 1.x cannot be run in NumPy 2.1.0",
+    ),
+    Catalogued(
+        name="torchvision for another torch",
+        faults=[
+            Packages(
+                host="node2",
+                files={
+                    "torchvision-0.15.2.dist-info/METADATA": (
+                        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\n"
+                        "Requires-Dist: torch (==2.0.1)\n"
+                    )
+                },
+            )
+        ],
+        finding="torch-companion-mismatch",
+        says=["node2", "torchvision", "0.15.2"],
+        fix="pip install",
+        today="operator torchvision::nms does not exist",
+    ),
+    Catalogued(
+        name="another script on one machine",
+        faults=[],
+        files={"node1": {"train.py": "print(1)\n"}, "node2": {"train.py": "print(2)\n"}},
+        flags=["train.py"],
+        finding="script-differs",
+        says=["train.py", "node2"],
+        fix="rsync",
+    ),
+    Catalogued(
+        name="the script is missing on one machine",
+        faults=[],
+        files={"node1": {"train.py": "print(1)\n"}, "node2": {}},
+        flags=["train.py"],
+        finding="script-missing",
+        says=["train.py", "node2"],
+        fix="rsync",
+    ),
+    Catalogued(
+        name="other code beside the script on one machine",
+        faults=[],
+        files={
+            "node1": {"train.py": "import model\n", "model.py": "x = 1\n"},
+            "node2": {"train.py": "import model\n", "model.py": "x = 2\n"},
+        },
+        flags=["train.py"],
+        finding="code-differs",
+        says=["train.py", "node2"],
+        fix="rsync",
+    ),
+]
+
+GPUS = [
+    Catalogued(
+        name="a GPU has fallen off the bus",
+        faults=[Gpus(host="node2", scenario=scenarios.one_failing())],
+        finding="gpu-unreachable",
+        says=["node2", "GPU 2"],
+        fix="dmesg",
+    ),
+    Catalogued(
+        name="a GPU has uncorrectable memory errors",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(lambda s: s["devices"][2]["ecc"].update(uncorrected=3)),
+            )
+        ],
+        finding="ecc-uncorrected",
+        says=["node2", "GPU 2"],
+        fix="nvidia-smi -r -i",
+    ),
+    Catalogued(
+        name="a GPU is too hot",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(
+                    lambda s: s["devices"][3].update(temperature_c=91, throttle_reasons=0x40)
+                ),
+            )
+        ],
+        finding="gpu-hot",
+        says=["node2", "GPU 3", "91"],
+        fix="",
+    ),
+    Catalogued(
+        name="a GPU is slowed down by its power supply",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(lambda s: s["devices"][1].update(throttle_reasons=0x80)),
+            )
+        ],
+        finding="gpu-slowed",
+        says=["node2", "GPU 1"],
+        fix="",
+    ),
+    Catalogued(
+        name="an NVLink is down",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(
+                    lambda s: s["devices"][4].update(
+                        nvlinks=[{**s["devices"][4]["nvlinks"][0], "lanes": 10}]
+                    )
+                ),
+            )
+        ],
+        finding="nvlink-down",
+        says=["node2", "GPU 4"],
+        fix="nvidia-smi nvlink",
+    ),
+    Catalogued(
+        name="the driver and its library are of different versions",
+        faults=[Gpus(host="node2", scenario=scenarios.driver_mismatch())],
+        finding="driver-library-mismatch",
+        says=["node2", "driver"],
+        fix="reboot",
+        today="Failed to initialize NVML: Driver/library version mismatch",
+    ),
+    Catalogued(
+        name="the driver is not loaded",
+        faults=[Gpus(host="node2", scenario=scenarios.driver_not_loaded())],
+        finding="driver-not-loaded",
+        says=["node2", "driver"],
+        fix="modprobe nvidia",
+        today="Found no NVIDIA driver on your system",
+    ),
+    Catalogued(
+        name="the driver is too old for this torch",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(lambda s: s["driver"].update(version="470.57.02", cuda=11040)),
+            ),
+            Packages(host="node2", files=_cuda_torch()),
+        ],
+        finding="driver-too-old",
+        says=["node2", "470.57.02"],
+        fix="driver",
+        today="The NVIDIA driver on your system is too old",
+    ),
+    Catalogued(
+        name="GPUs, and a torch that cannot use them",
+        faults=[Gpus(host="node2", scenario=scenarios.eight_a100_idle())],
+        finding="torch-build-without-gpu",
+        says=["node2", "torch"],
+        fix="pip install",
+        today="Torch not compiled with CUDA enabled",
+    ),
+    Catalogued(
+        name="CUDA_VISIBLE_DEVICES names a GPU that is not there",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=scenarios.eight_a100_idle(),
+                others={"CUDA_VISIBLE_DEVICES": "0,1,9,2"},
+            )
+        ],
+        finding="visible-devices-partly-ignored",
+        says=["node2", "CUDA_VISIBLE_DEVICES"],
+        fix="",
+        today="invalid device ordinal, or fewer GPUs than ranks",
+    ),
+    Catalogued(
+        name="a GPU that lets no program compute",
+        faults=[
+            Gpus(host="node2", scenario=_gpu(lambda s: s["devices"][5].update(compute_mode=2)))
+        ],
+        finding="gpu-compute-prohibited",
+        says=["node2", "GPU 5"],
+        fix="nvidia-smi",
+        today="all CUDA-capable devices are busy or unavailable",
+    ),
+    Catalogued(
+        name="GPU memory that waits for its repair",
+        faults=[
+            Gpus(
+                host="node2",
+                scenario=_gpu(
+                    lambda s: s["devices"][6].update(
+                        remapped_rows={
+                            "correctable": 0,
+                            "uncorrectable": 1,
+                            "pending": True,
+                            "failure": False,
+                        }
+                    )
+                ),
+            )
+        ],
+        finding="gpu-memory-repair-pending",
+        says=["node2", "GPU 6"],
+        fix="nvidia-smi -r -i",
+    ),
+]
+
+
+def _faulty_rank(fault: str) -> Variables:
+    """On the second machine torch does something wrong, by a ``sitecustomize`` that Python runs first."""
+    return Variables(host="node2", values={"PYTHONPATH": str(FAULTY_RANKS), "FAULT": fault})
+
+
+RANKS = [
+    Catalogued(
+        name="one value in a million of what a machine contributes is wrong",
+        faults=[_faulty_rank("corrupt-sum")],
+        ranks=True,
+        finding="wrong-values",
+        says=["node2"],
+        fix="",
+        today="nothing: training goes wrong",
+    ),
+    Catalogued(
+        name="one value in a million that a machine receives is wrong",
+        faults=[_faulty_rank("corrupt-result")],
+        ranks=True,
+        finding="wrong-values",
+        says=["node2"],
+        fix="",
+        today="nothing: training goes wrong",
+    ),
+    Catalogued(
+        name="a machine receives zeros from its peer",
+        faults=[_faulty_rank("p2p-zeros")],
+        ranks=True,
+        finding="p2p-wrong",
+        says=["node2"],
+        fix="NCCL_P2P_DISABLE=1",
+        today="nothing, or a hang",
+    ),
+    Catalogued(
+        name="a device multiplies wrongly",
+        faults=[_faulty_rank("wrong-matmul")],
+        ranks=True,
+        finding="wrong-device",
+        says=["node2"],
+        fix="",
+        today="nothing: training goes wrong",
+    ),
+    Catalogued(
+        name="a device is five times slower than the others",
+        faults=[_faulty_rank("slow-matmul")],
+        ranks=True,
+        finding="slow-host",
+        says=["node2"],
+        fix="",
+        today="nothing: it is only slow",
+    ),
+    Catalogued(
+        name="a rank never comes to the first all-reduce",
+        faults=[_faulty_rank("hang")],
+        ranks=True,
+        finding="collective-hangs",
+        says=["node2"],
+        fix="",
+        today="Timed out waiting 1800000ms for recv operation to complete",
+    ),
+]
+
+GROUPS = {
+    "The network": NETWORK,
+    "Machines that do not come": MACHINES_AWAY,
+    "Names, clocks and ports": NAMES_AND_CLOCKS,
+    "Within a machine": WITHIN,
+    "What is installed": INSTALLATION,
+    "GPUs": GPUS,
+    "Ranks at work": RANKS,
+}
+ALL = [one for group in GROUPS.values() for one in group]

@@ -1,0 +1,89 @@
+"""Every fault of the catalogue is made for real, named as itself, and mended by what the finding says."""
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hosts.catalogue import ALL, Catalogued
+from hosts.catalogue_table import TABLE, record_of
+from hosts.checking import Found, check, do_what_it_says, names
+from hosts.conftest import MakeLab
+from hosts.faults import injected
+from hosts.lab import Lab
+
+# On a machine of its own, as the table in docs/faults.md has it; tests have others beside them.
+PROMISED_S, NAMED_WITHIN_S = 30.0, 75.0
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", ALL, ids=[one.name for one in ALL])
+def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
+    lab = make_lab(fault.hosts)
+    with ExitStack() as made:
+        work = _folders(lab, fault, made)
+        made.enter_context(injected(lab, *fault.faults))
+        found = _check(lab, fault, work)
+        finding = _the_finding(fault, found)
+        assert found.seconds < NAMED_WITHIN_S
+        if fault.mended_by is not None:
+            host = lab.host(fault.mended_by.host)
+            do_what_it_says(host, finding["fix"], fault.mended_by.line)
+            again = _check(lab, fault, work)
+            assert again.named(fault.finding) == []
+            assert again.exit_code == 0, again.said
+    _note(fault, finding, found, lab)
+
+
+def _check(lab: Lab, fault: Catalogued, work: Path) -> Found:
+    quick = () if fault.ranks else ("--quick",)
+    return check(lab, *quick, *fault.flags, hosts=fault.host_words, cwd=work)
+
+
+def _the_finding(fault: Catalogued, found: Found) -> dict[str, str]:
+    """Return the finding of this name that has the words; there must be one."""
+    for one in found.named(fault.finding):
+        if names(one, fault.says) and fault.fix in one["fix"]:
+            return one
+    raise AssertionError(f"{fault.finding}: {list(fault.says)}, fix {fault.fix!r}\n{found.said}")
+
+
+def _folders(lab: Lab, fault: Catalogued, made: ExitStack) -> Path:
+    """Give each host its own files in the same folder, as machines without a shared disk have."""
+    work = lab.folder / "work"
+    work.mkdir()
+    for name, files in fault.files.items():
+        own = lab.folder / f"work-{name}"
+        own.mkdir()
+        for path, text in files.items():
+            (own / path).write_text(text)
+        host = lab.host(name)
+        host.run(["mount", "--bind", str(own), str(work)], check=True)
+        made.callback(host.run, ["umount", "-l", str(work)])
+    return work
+
+
+def _note(fault: Catalogued, finding: dict[str, str], found: Found, lab: Lab) -> None:
+    """Write down how it went, where the table in the documentation is to be made anew."""
+    if "CATALOGUE_RECORDS" not in os.environ:
+        return
+    records = Path(os.environ["CATALOGUE_RECORDS"])
+    records.mkdir(parents=True, exist_ok=True)
+    record = {
+        "finding": finding["name"],
+        "what": finding["what"].replace(str(lab.folder), "/home/ana"),
+        "fix": finding["fix"].replace(str(lab.folder), "/home/ana"),
+        "seconds": round(found.seconds, 1),
+    }
+    record_of(fault, records).write_text(json.dumps(record, indent=1))
+
+
+def test_the_table_has_every_fault() -> None:
+    rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    told = {row[0].removeprefix("| "): row for row in rows if row[0] != "| the fault"}
+    assert set(told) == {one.name for one in ALL}
+    for one in ALL:
+        assert f"`{one.finding}`" in told[one.name][2]
+        assert float(told[one.name][-1].removesuffix(" |")) < PROMISED_S

@@ -1,0 +1,180 @@
+"""``muster check`` over ssh: a healthy group passes, a fault is named with its fix, nothing is left."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hosts.checking import CHECK_WITHIN_S, check, do_what_it_says
+from hosts.conftest import MakeLab
+from hosts.faults import NoSshd, OnlyOpenPorts, injected
+from hosts.host import Host, HostProcess
+from hosts.lab import Lab
+from hosts.launching import Transcript, leftovers, strays
+from hosts.machine_faults import Packages
+from hosts.namespaces import await_true
+from muster_command import muster_argv
+
+pytestmark = pytest.mark.timeout(200)
+
+_TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
+# Of an examiner that is being asked, and of ranks.
+_STAGES = {"examiner": "torchmuster.verify.examiner", "ranks": "torchmuster/launch/rank.py"}
+
+
+def muster_check(host: Host, cwd: Path, *words: str) -> HostProcess:
+    return host.popen(
+        muster_argv(["check", *words]),
+        cwd=cwd,
+        env={"NO_COLOR": "1", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def work_of(lab: Lab) -> Path:
+    work = lab.folder / "work"
+    work.mkdir(exist_ok=True)
+    return work
+
+
+def report_of(work: Path) -> Path:
+    (run,) = (work / "runs").iterdir()
+    return run
+
+
+def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
+    work = work_of(lab2)
+    told = Transcript(muster_check(lab2.hosts[0], work, "--hosts", "node1,node2"))
+    assert told.end(CHECK_WITHIN_S) == 0, told.text()
+    assert "muster: 2 of 2 joined: node1 ok, node2 ok" in told.text("err")
+    run = report_of(work)
+    *_, last = told.text("out").splitlines()
+    assert last.startswith("all 2 machines pass muster, in ")
+    assert last.endswith(f"; report: {run.relative_to(work)}/report.html")
+    assert told.longest_silence_s() < 10, told.text()
+    result = json.loads((run / "check.json").read_text())
+    assert [one["name"] for one in result["machines"]] == ["node1", "node2"]
+    assert len(result["links"]) == 2
+    assert [one["host"] for one in result["ranks"]] == ["node1", "node2"]
+    above = [one for one in result["findings"] if one["status"] not in ("ok", "note")]
+    assert above == []
+    assert (run / "links.svg").read_text().startswith("<svg")
+    assert strays(lab2) == {}
+
+
+def test_a_machine_that_does_not_answer_is_named_and_the_others_are_checked(lab3: Lab) -> None:
+    work = work_of(lab3)
+    with injected(lab3, NoSshd(host="node2")):
+        found = check(lab3)
+    assert found.exit_code == 1
+    (failure,) = found.above_note()
+    assert failure["what"] == "host node2 cannot take part"
+    assert "no ssh server listens" in failure["why"]
+    assert "systemctl enable --now ssh" in failure["fix"]
+    result = json.loads((report_of(work) / "check.json").read_text())
+    assert [bool(one["missing"]) for one in result["machines"]] == [False, True, False]
+    assert len(result["links"]) == 2
+    assert [one["host"] for one in result["ranks"]] == ["node1", "node3"]
+
+
+def test_a_direction_that_is_closed_is_named_and_mended_by_the_fix(lab2: Lab) -> None:
+    fault = OnlyOpenPorts(host="node1", ports=(29400,), verdict="drop")
+    with injected(lab2, fault):
+        found = check(lab2, "--quick")
+        assert found.exit_code == 1
+        (failure,) = found.named("data-ports-blocked")
+        assert failure["what"].startswith("node2 does not reach node1 except at the meeting port")
+        assert "10.77.0.12/32" in failure["fix"]
+        do_what_it_says(lab2.host("node1"), failure["fix"], "iptables")
+        again = check(lab2, "--quick")
+        assert again.above_note() == [], again.said
+        assert again.exit_code == 0
+
+
+def test_another_torch_is_told_before_ranks_would_hang_over_it(lab2: Lab) -> None:
+    with injected(lab2, Packages(host="node2", files=_TORCH_240)):
+        found = check(lab2, "--quick")
+    assert found.exit_code == 1
+    (failure,) = found.named("torch-version")
+    assert "2.4.0 on node2" in failure["what"]
+    assert failure["fix"].startswith("python -m pip install torch==")
+
+
+def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None:
+    work, other = work_of(lab2), lab2.folder / "other"
+    other.mkdir()
+    script = "open('was-run', 'w')\n"
+    (work / "train.py").write_text(script)
+    (other / "train.py").write_text(f"{script}# of yesterday\n")
+    node2 = lab2.host("node2")
+    node2.run(["mount", "--bind", str(other), str(work)], check=True)
+    try:
+        # What follows a script is its own, as in muster run.
+        found = check(lab2, "--quick", "--json", "train.py")
+    finally:
+        node2.run(["umount", str(work)], check=True)
+    (failure,) = found.above_note()
+    assert failure["name"] == "script-differs"
+    assert failure["what"] == "train.py is not the same on node2 as on node1"
+    assert not (work / "was-run").exists()
+    assert not (other / "was-run").exists()
+
+
+@pytest.mark.parametrize("stage", _STAGES)
+def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) -> None:
+    node1 = lab2.hosts[0]
+    process = muster_check(node1, work_of(lab2), "--hosts", "node1,node2")
+    told = Transcript(process)
+    try:
+        await_true(f"{stage} everywhere", lambda: _runs(lab2, _STAGES[stage]), 60)
+        process.kill()
+        told.end(20)
+        await_true("nothing of the run is left", lambda: not leftovers(lab2), 30)
+        await_true("nothing of ours is left", lambda: not strays(lab2), 30)
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
+    process = muster_check(lab2.hosts[0], work_of(lab2), "--hosts", "node1,node2")
+    told = Transcript(process)
+    await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]), 60)
+    process.send_signal(signal.SIGINT)
+    assert told.end(30) == 130
+    assert "nothing of it is running any more" in told.text("err")
+    assert strays(lab2) == {}
+
+
+def _runs(lab: Lab, words: str) -> bool:
+    """Say whether a program with these words runs on every host."""
+    found = strays(lab)
+    return len(found) == len(lab.hosts) and all(
+        any(words in command for command in commands) for commands in found.values()
+    )
+
+
+def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
+    make_lab: MakeLab, tmp_path: Path
+) -> None:
+    lab = make_lab(2, ssh=False)
+    first, second = lab.hosts
+    told = Transcript(muster_check(first, tmp_path, "--join", "2", "--quick"))
+    line = told.wait_for("muster join ", 30)
+    joining = Transcript(
+        second.popen(
+            muster_argv(["join", line.text.split()[-1]]),
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    )
+    assert told.end(CHECK_WITHIN_S) == 0, told.text()
+    assert joining.end(20) == 0, joining.text()
+    assert "all 2 machines pass muster" in told.text("out")
+    assert "all 2 machines pass muster" in joining.text("err")
+    assert strays(lab) == {}

@@ -1,0 +1,335 @@
+"""Faults between real hosts: each is named, with its direction, and what mends it does mend it."""
+
+import shlex
+from collections.abc import Sequence
+
+import pytest
+
+from hosts.conftest import MakeLab
+from hosts.examining import found_in, surveyed
+from hosts.faults import (
+    ClosedPorts,
+    DeadInterface,
+    Delay,
+    DockerBridge,
+    Fault,
+    KeptApart,
+    LinkCut,
+    Loss,
+    Mtu,
+    OnlyOpenPorts,
+    PortTaken,
+    SecondNetwork,
+    Verdict,
+    injected,
+)
+from hosts.host import Host
+from hosts.lab import Lab
+from hosts.machine_faults import NoRoute, SlowLink
+from torchmuster.finding import Finding, Status
+from torchmuster.verify.links.judge import judge
+
+WORDS = {"drop": "dropped", "refuse": "refused", "prohibit": "prohibited"}
+NAMES = {
+    "drop": "blocked-dropped",
+    "refuse": "blocked-rejected",
+    "prohibit": "blocked-prohibited",
+}
+VERDICTS: list[Verdict] = ["drop", "refuse", "prohibit"]
+
+
+def bad(findings: Sequence[Finding]) -> list[str]:
+    return [f"{one.name}: {one.what}" for one in findings if one.status is not Status.NOTE]
+
+
+def the_only(findings: Sequence[Finding]) -> Finding:
+    assert len(bad(findings)) == 1, findings
+    return findings[0]
+
+
+def run_fix(host: Host, finding: Finding, word: str) -> None:
+    """Do on a host what the fix says there; of several firewalls' lines that of iptables."""
+    lines = [line for line in finding.fix.splitlines() if word in line]
+    assert lines, finding.fix
+    for line in lines:
+        command = shlex.split(line.partition("  #")[0])
+        assert command.pop(0) == "sudo"
+        host.run(command, check=True)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_healthy_hosts_give_no_finding_and_all_figures(make_lab: MakeLab, count: int) -> None:
+    links = surveyed(make_lab(count, ssh=False))
+    assert judge(links) == []
+    assert len(links) == count * (count - 1)
+    for link in links:
+        assert link.problem == ""
+        assert link.meeting_problem == ("" if link.target.name == "node1" else None)
+        assert link.target.address == f"10.77.0.{11 + link.target.place}"
+        assert link.target.network == "10.77.0.0/24"
+        assert link.figures is not None
+        assert (link.figures.bytes_per_s or 0) > 1e7
+        assert 0 < (link.figures.round_trip_s or 0) < 0.02
+        assert (link.figures.frame_bytes, link.figures.stalled) == (1500, False)
+        assert link.figures.sent >= 200
+
+
+@pytest.mark.parametrize(
+    "fault", [DockerBridge(), SecondNetwork(), DeadInterface()], ids=lambda one: type(one).__name__
+)
+def test_further_interfaces_are_no_fault(make_lab: MakeLab, fault: Fault) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, fault):
+        links = surveyed(lab)
+    assert bad(judge(links)) == []
+    assert {link.target.address for link in links} <= {
+        "10.77.0.11",
+        "10.77.0.12",
+        "10.88.0.11",
+        "10.88.0.12",
+    }
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_closed_meeting_port(make_lab: MakeLab, verdict: Verdict) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, ClosedPorts(host="node1", ports=(29400,), verdict=verdict)):
+        found = the_only(found_in(lab))
+        assert found.name == "meeting-port-blocked"
+        assert found.status is Status.FAILURE
+        assert found.what.startswith(
+            "node2 does not reach node1 at the meeting port 29400, only at others: "
+        )
+        assert WORDS[verdict] in found.what
+        run_fix(lab.hosts[0], found, "iptables")
+        assert bad(found_in(lab)) == []
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_only_the_meeting_port_is_open(make_lab: MakeLab, verdict: Verdict) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, OnlyOpenPorts(host="node1", ports=(29400,), verdict=verdict)):
+        found = the_only(found_in(lab))
+        assert found.name == "data-ports-blocked"
+        assert found.what.startswith("node2 does not reach node1 except at the meeting port 29400")
+        assert WORDS[verdict] in found.what
+        run_fix(lab.hosts[0], found, "iptables")
+        assert bad(found_in(lab)) == []
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_one_direction_is_blocked(make_lab: MakeLab, verdict: Verdict) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, OnlyOpenPorts(host="node2", ports=(2222,), verdict=verdict)):
+        found = the_only(found_in(lab))
+        assert found.name == NAMES[verdict]
+        assert found.what.startswith("node1 does not reach node2 at 10.77.0.12: ")
+        assert found.what.endswith(f"{WORDS[verdict]}; the other direction works")
+        run_fix(lab.hosts[1], found, "iptables")
+        assert bad(found_in(lab)) == []
+
+
+def test_a_host_that_lets_nobody_in_is_named_once(make_lab: MakeLab) -> None:
+    lab = make_lab(3, ssh=False)
+    with injected(lab, OnlyOpenPorts(host="node3", ports=(2222,), verdict="refuse")):
+        found = the_only(found_in(lab))
+        assert found.what.startswith("no other machine reaches node3 at 10.77.0.13: it is refused")
+        assert "let node1 and node2 in at node3" in found.fix
+        run_fix(lab.hosts[2], found, "iptables")
+        assert bad(found_in(lab)) == []
+
+
+def test_two_firewalls_are_two_findings(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(
+        lab,
+        OnlyOpenPorts(host="node1", ports=(2222,), verdict="refuse"),
+        OnlyOpenPorts(host="node2", ports=(2222,), verdict="prohibit"),
+    ):
+        assert bad(found_in(lab)) == [
+            "blocked-rejected: node2 does not reach node1 at 10.77.0.11: it is refused",
+            "blocked-prohibited: node1 does not reach node2 at 10.77.0.12: it is prohibited",
+        ]
+
+
+def test_a_cable_that_is_out(make_lab: MakeLab) -> None:
+    lab = make_lab(3, ssh=False)
+    with injected(lab, LinkCut(host="node2")):
+        found = the_only(found_in(lab))
+        assert found.name == "link-down"
+        assert found.what == "node2 is not connected: eth0 (10.77.0.12/24) has no cable"
+    assert bad(found_in(lab)) == []
+
+
+def test_an_interface_that_is_switched_off(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    lab.hosts[1].ip("link", "set", "eth0", "down")
+    found = the_only(found_in(lab))
+    assert found.name == "link-down"
+    assert found.what == "node2 is not connected: eth0 (10.77.0.12/24) is switched off"
+    run_fix(lab.hosts[1], found, "ip link set")
+    assert bad(found_in(lab)) == []
+
+
+def test_the_other_network_is_taken_where_one_is_cut(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, SecondNetwork(), LinkCut(host="node2")):
+        links = surveyed(lab)
+    assert {link.target.address for link in links} == {"10.88.0.11", "10.88.0.12"}
+    assert bad(judge(links)) == []
+    notes = [one.what for one in judge(links)]
+    assert notes == ["node1 is reached at 10.88.0.11 (eth1), but not at 10.77.0.11 (eth0)"]
+
+
+def test_a_port_of_the_switch_on_another_network(make_lab: MakeLab) -> None:
+    lab = make_lab(3, ssh=False)
+    lab.switch_ip("link", "set", "p2", "nomaster")
+    found = the_only(found_in(lab))
+    assert found.name == "host-absent"
+    assert found.what.startswith("node2 and the other machines do not reach each other")
+    assert "ip -br link show dev eth0" in found.fix
+
+
+def test_a_link_that_dies_while_in_use_may_also_be_two_firewalls(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    assert bad(found_in(lab)) == []  # now they know each other, and believe so for a while
+    lab.switch_ip("link", "set", "p2", "nomaster")
+    found = the_only(found_in(lab))
+    assert found.name in ("blocked-dropped", "host-absent")  # as long as they believe it
+    assert found.what.startswith("node1 and node2 do not reach each other: ")
+    assert "ip -br link show dev eth0" in found.fix
+
+
+def test_no_route(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    lab.hosts[1].ip("route", "del", "10.77.0.0/24")
+    found = the_only(found_in(lab))
+    assert found.name == "no-route"
+    assert found.what == "node2 does not reach node1 at 10.77.0.11: it has no route to it"
+    run_fix(lab.hosts[1], found, "ip route replace")
+    assert bad(found_in(lab)) == []
+
+
+def test_a_route_that_leads_nowhere(make_lab: MakeLab) -> None:
+    lab = make_lab(3, ssh=False)
+    NoRoute(host="node2", target="node3").apply(lab)
+    found = the_only(found_in(lab))
+    assert found.name == "no-route"
+    assert found.what == "node2 does not reach node3 at 10.77.0.13: it has no route to it"
+    run_fix(lab.hosts[1], found, "ip route replace")
+    assert bad(found_in(lab)) == []
+
+
+def test_two_hosts_with_the_same_address(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    lab.hosts[1].ip("addr", "flush", "dev", "eth0")
+    lab.hosts[1].ip("addr", "add", "10.77.0.11/24", "dev", "eth0")
+    found = the_only(found_in(lab))
+    assert found.name == "wrong-machine-answers"
+    assert "10.77.0.11" in found.what
+    assert "another machine answers" in found.what
+
+
+def test_big_frames_vanish(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, Mtu()):
+        found = the_only(found_in(lab))
+        assert found.name == "mtu-black-hole"
+        assert found.status is Status.FAILURE
+        assert found.what == (
+            "the link between node1 and node2 swallows big frames: small messages pass"
+        )
+        assert "node1 to node2: frames of 1,500 bytes pass, 9,000 do not" in found.evidence
+        for host in lab.hosts:
+            run_fix(host, found, "mtu 1500")
+        assert bad(found_in(lab)) == []
+
+
+def test_where_datagrams_are_dropped_the_frames_are_only_suspected(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    lab.hosts[1].run(["iptables", "-A", "INPUT", "-p", "udp", "-j", "DROP"], check=True)
+    assert bad(found_in(lab)) == []
+    with injected(lab, Mtu()):
+        found = the_only(found_in(lab))
+        assert (found.name, found.status) == ("stalled-link", Status.WARNING)
+        assert found.what == "the link between node1 and node2 carries small messages only"
+        for host in lab.hosts:
+            run_fix(host, found, "mtu 1500")
+        assert bad(found_in(lab)) == []
+
+
+def test_bigger_frames_at_one_end_do_no_harm(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, Mtu(host="node2")):
+        findings = found_in(lab)
+    assert bad(findings) == []
+    assert [one.name for one in findings] == ["mtu-differs"]
+    assert findings[0].what.startswith("the link from node2 to node1 carries smaller frames")
+    assert findings[0].fix == "on node2:\nsudo ip link set dev eth0 mtu 1500"
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "two", "three"),
+    [
+        (
+            Loss(percent=5, host="node2"),
+            "lossy-link",
+            "the link from node1 to node2 loses packets: ",
+            "all links to node2 lose packets: ",
+        ),
+        (
+            Delay(host="node2"),
+            "high-latency",
+            "the link between node1 and node2 is a long way: 10",
+            "all links of node2 are a long way: 10",
+        ),
+        (
+            SlowLink(host="node2"),
+            "slow-link",
+            "the link between node1 and node2 is slow: ",
+            "all links of node2 are slow: ",
+        ),
+    ],
+    ids=["loss", "delay", "slow"],
+)
+def test_links_that_hurt(make_lab: MakeLab, fault: Fault, name: str, two: str, three: str) -> None:
+    for count, what in ((2, two), (3, three)):
+        lab = make_lab(count, ssh=False)
+        with injected(lab, fault):
+            found = the_only(found_in(lab))
+        assert found.name == name
+        assert found.status is Status.WARNING
+        assert found.what.startswith(what)
+
+
+def test_a_taken_meeting_port_names_its_holder(make_lab: MakeLab) -> None:
+    lab = make_lab(2, ssh=False)
+    with injected(lab, PortTaken(host="node1", port=29400)):
+        findings = found_in(lab)
+    assert bad(findings) == []
+    assert findings[0].name == "meeting-port-taken"
+    assert findings[0].what == "node1: port 29400 is taken; muster meets at 29401 instead"
+    assert "python" in findings[0].why
+
+
+def test_nothing_listens_after_a_survey(make_lab: MakeLab) -> None:
+    lab: Lab = make_lab(2, ssh=False)
+    surveyed(lab)
+    for host in lab.hosts:
+        assert [line for line in host.run(["ss", "-Hltun"]).stdout.splitlines() if line] == []
+        assert host.pids() == []
+
+
+def test_of_twelve_hosts_the_one_cut_off_and_the_two_kept_apart_are_named(
+    make_lab: MakeLab,
+) -> None:
+    lab = make_lab(12, ssh=False)
+    # Five apart: in a group of this size their link is not measured.
+    kept_apart = KeptApart(host="node3", other="node8")
+    with injected(lab, LinkCut(host="node6"), kept_apart):
+        findings = found_in(lab)
+    assert sorted(bad(findings)) == [
+        "blocked-dropped: node3 and node8 do not reach each other: "
+        "nothing passes in either direction",
+        "link-down: node6 is not connected: eth0 (10.77.0.16/24) has no cable",
+    ]

@@ -1,0 +1,204 @@
+"""The checks of one machine on real hosts: silent where all is well, and right about real faults."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hosts.conftest import MakeLab
+from hosts.faults import (
+    ClosedPorts,
+    DockerBridge,
+    Fault,
+    LinkCut,
+    Loss,
+    NameLeadsTo,
+    OnlyOpenPorts,
+    SecondNetwork,
+    injected,
+    own_name_is_loopback,
+    own_name_is_unknown,
+)
+from hosts.host import Host
+from hosts.lab import Lab
+from hosts.machine_faults import SilentNameServer, SmallFileSystem
+from torchmuster.units import MiB
+
+# Looks at the machine it runs on, and prints the name and the fix of what is more than a row in a table.
+_PROGRAM = """
+import importlib, json, os, sys
+from torchmuster.verify.check import Cost, Surroundings
+from torchmuster.verify.examination import examine
+checks = [
+    check
+    for subject in sys.argv[1].split(",")
+    for check in importlib.import_module(f"torchmuster.verify.machine.{subject}").CHECKS
+]
+if sys.argv[2:] == ["nobody"]:  # only now: the folders of Python may be root's
+    "name".encode("idna")
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+examined = examine(Surroundings(), checks, at_most=Cost.SECONDS)
+print(json.dumps([one.as_json() for each in examined for one in each.findings]))
+"""
+SUBJECTS = (
+    "shared_memory,memory,processors,limits,storage,clock,names,network_interfaces,firewall,ports,"
+    "virtualisation,other_systems"
+)
+SIGNIFICANT = ("warning", "failure")
+
+
+def examined(
+    host: Host, subjects: str = SUBJECTS, *, user: str = "root", cwd: Path | None = None
+) -> dict[str, dict[str, str]]:
+    """Return the findings on a host by name."""
+    words = [sys.executable, "-c", _PROGRAM, subjects, user]
+    done = host.run(words, check=True, cwd=cwd, env={"HOME": "/tmp"})
+    return {one["name"]: one for one in json.loads(done.stdout)}
+
+
+def significant(findings: dict[str, dict[str, str]]) -> set[str]:
+    return {name for name, one in findings.items() if one["status"] in SIGNIFICANT}
+
+
+def do_all(host: Host, fix: str) -> None:
+    """Run a fix line by line, as root without sudo."""
+    for line in fix.splitlines():
+        host.run(["sh", "-c", re.sub(r"\bsudo ", "", line)], check=True)
+
+
+@pytest.fixture
+def lab(make_lab: MakeLab) -> Lab:
+    return make_lab(2, ssh=False)
+
+
+@pytest.mark.parametrize("user", ["root", "nobody"])
+@pytest.mark.parametrize(
+    "fault", [None, DockerBridge(), SecondNetwork(), Loss(host="node1", percent=5)], ids=repr
+)
+def test_no_false_alarms(lab: Lab, fault: Fault | None, user: str) -> None:
+    with injected(lab, *([fault] if fault else [])):
+        findings = examined(lab.hosts[0], user=user, cwd=Path("/tmp"))
+    assert significant(findings) == set()
+    assert not {"check-failed", "check-hangs"} & set(findings)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (ClosedPorts(host="node1", ports=(29400,)), "firewall-meeting-closed"),
+        (OnlyOpenPorts(host="node1", ports=(22, 29400)), "firewall-ranks-closed"),
+        (OnlyOpenPorts(host="node1", ports=(29400,), verdict="prohibit"), "firewall-ranks-closed"),
+    ],
+    ids=["drop", "all but", "prohibit"],
+)
+def test_a_closed_firewall_is_opened_by_its_fix(lab: Lab, fault: Fault, name: str) -> None:
+    head = lab.hosts[0]
+    with injected(lab, fault):
+        findings = examined(head, "firewall")
+        assert set(findings) == {name}
+        assert "10.77.0.0/24" in findings[name]["fix"]  # and not the whole world
+        do_all(head, findings[name]["fix"])
+        assert set(examined(head, "firewall")) == {"firewall"}
+
+
+def test_nftables_alone(lab: Lab, tmp_path: Path) -> None:
+    head = lab.hosts[0]
+    rules = tmp_path / "rules.nft"
+    rules.write_text(
+        "table inet mine {\n chain in {\n  type filter hook input priority 0; policy drop;\n"
+        '  iifname "lo" accept\n  ct state established,related accept\n  tcp dport 22 accept\n }\n}\n'
+    )
+    head.run(["nft", "-f", rules], check=True)
+    findings = examined(head, "firewall")
+    assert set(findings) == {"firewall-meeting-closed", "firewall-ranks-closed"}
+    for one in findings.values():
+        do_all(head, one["fix"])
+    assert set(examined(head, "firewall")) == {"firewall"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (own_name_is_loopback("node1"), "name-is-loopback"),
+        (own_name_is_unknown("node1"), "name-unresolvable"),
+        (NameLeadsTo(host="node1", address="10.77.0.99"), "name-leads-elsewhere"),
+    ],
+    ids=lambda one: str(one),
+)
+def test_a_wrong_own_name_is_mended_by_its_fix(
+    lab: Lab, tmp_path: Path, fault: Fault, name: str
+) -> None:
+    head = lab.hosts[0]
+    kept = str(tmp_path / "hosts.before")  # the hosts of a lab share /etc with this machine
+    with injected(lab, fault):
+        findings = examined(head, "names")
+        assert name in findings
+        assert head.address in findings[name]["fix"]
+        do_all(head, findings[name]["fix"].replace("/etc/hosts.before", kept))
+        again = examined(head, "names")
+        assert again["own-name"]["what"] == f"node1 is {head.address}"
+        assert head.run(["getent", "hosts", "localhost"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "name"),
+    [
+        (
+            lambda folder: SmallFileSystem(host="node1", path="/dev/shm", size_bytes=64 * MiB),
+            "shared_memory",
+            "shared-memory-small",
+        ),
+        (
+            lambda folder: SmallFileSystem(
+                host="node1", path="/dev/shm", size_bytes=200 * MiB, used_bytes=180 * MiB
+            ),
+            "shared_memory",
+            "shared-memory-full",
+        ),
+        (
+            lambda folder: SmallFileSystem(
+                host="node1", path=folder, size_bytes=MiB, used_bytes=MiB
+            ),
+            "storage",
+            "run-folder-full",
+        ),
+        (
+            lambda folder: SmallFileSystem(
+                host="node1", path=folder, size_bytes=64 * MiB, read_only=True
+            ),
+            "storage",
+            "run-folder-read-only",
+        ),
+        (
+            lambda folder: SmallFileSystem(
+                host="node1", path=folder, size_bytes=64 * MiB, inodes=1
+            ),
+            "storage",
+            "run-folder-no-inodes",
+        ),
+        (lambda folder: SilentNameServer(host="node1"), "names", "reverse-lookup-slow"),
+        (lambda folder: LinkCut(host="node1"), "network_interfaces", "no-carrier"),
+    ],
+    ids=[
+        "shm small",
+        "shm full",
+        "disk full",
+        "read-only",
+        "inodes",
+        "name server",
+        "no cable",
+    ],
+)
+def test_faults(
+    lab: Lab, tmp_path: Path, fault: Callable[[str], Fault], subject: str, name: str
+) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with injected(lab, fault(str(folder))):
+        findings = examined(lab.hosts[0], subject, cwd=folder)
+        assert significant(findings) == {name}

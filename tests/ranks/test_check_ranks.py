@@ -1,0 +1,67 @@
+"""``muster check`` of this machine alone: real ranks, the report, the exit code."""
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from ranks.launched import START_WITHIN_S, launched
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+
+_CHECK_WITHIN_S = 100.0
+
+
+def test_this_machine_passes_with_two_ranks_on_its_cpu(muster: Muster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('was-run', 'w')\n")
+    words = ("--json", "--html", "page.html", "train.py", "--lr", "1e-4")
+    done = muster("check", *words, timeout_s=_CHECK_WITHIN_S)
+    assert done.code == 0, done.out + done.err
+    assert not (tmp_path / "was-run").exists()
+    result = json.loads(done.out)
+    assert [one for one in result["findings"] if one["status"] not in ("ok", "note")] == []
+    (machine,) = result["machines"]
+    assert machine["name"] == socket.gethostname()
+    assert machine["ranks"] == 2
+    assert [(one["rank"], one["ended"]) for one in result["ranks"]] == [(0, True), (1, True)]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "check.json").read_text()) == result
+    assert (tmp_path / "page.html").read_text() == (run / "report.html").read_text()
+    assert sorted(one.name for one in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def test_what_is_shown_ends_with_the_verdict_and_where_the_report_is(
+    muster: Muster, tmp_path: Path
+) -> None:
+    done = muster("check", "--quick", timeout_s=_CHECK_WITHIN_S)
+    assert done.code == 0, done.out + done.err
+    (run,) = (tmp_path / "runs").iterdir()
+    *_, last = done.out.splitlines()
+    assert last.startswith("this machine passes muster, in ")
+    assert last.endswith(f"; report: runs/{run.name}/report.html")
+    assert "not tried: ranks: left out, as --quick asks" in done.out
+    runs = muster("runs", "--json")
+    assert [one["phase"] for one in json.loads(runs.out)] == ["finished"]
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(own_machine: Path) -> None:
+    with launched(own_machine, "check") as command:
+        command.wait_for("2 ranks started")
+        command.send(signal.SIGINT)
+        ended = command.end()
+        assert ended.code == 130
+        assert "nothing of it is running any more" in ended.err
+        assert ended.out == ""
+        command.wait_until_nothing_lives(10)
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(own_machine: Path) -> None:
+    with launched(own_machine, "check") as command:
+        command.wait_for("2 ranks started")
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end()
+        command.wait_until_nothing_lives(START_WITHIN_S)

@@ -1,0 +1,96 @@
+"""The collectives probe as real ranks: good ones are left alone, and each fault is found in its rank.
+
+The faults are those of ``faulty/sitecustomize.py``: the probe knows nothing of them.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from ranks.conftest import Ran, Torchrun
+from torchmuster.finding import Finding
+from torchmuster.verify import collectives
+from torchmuster.verify.rank_record import RankRecord, records_from
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+MODULE = "torchmuster.verify.probes.collectives"
+FAULTY = Path(__file__).parent / "faulty"
+
+
+def probe(torchrun: Torchrun, fault: str | None = None, *, ranks: int = 2) -> list[RankRecord]:
+    """Run the probe, with a fault in rank 1; return the records."""
+    env = {"PYTHONPATH": str(FAULTY), "FAULT": fault, "FAULT_RANK": "1"} if fault else {}
+    ran: Ran = torchrun("-m", MODULE, ranks=ranks, env=env, within_s=110)
+    assert ran.code == 0, ran.err
+    records = records_from(ran.out.splitlines())
+    assert [record.rank for record in records] == list(range(ranks)), ran.err
+    return records
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_good_ranks_compare_every_value_and_nothing_is_found(
+    torchrun: Torchrun, ranks: int
+) -> None:
+    records = probe(torchrun, ranks=ranks)
+    assert collectives.judge(records) == []
+    for record in records:
+        assert record.ended
+        assert record.trouble is None
+        names = [one.name for one in record.operations]
+        assert names == ["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all"]
+        assert all(one.values.compared > 4096 for one in record.operations)
+        assert all(one.small_s and one.large_s for one in record.operations)
+        assert [one.peer for one in record.pairs] == [r for r in range(ranks) if r != record.rank]
+        assert all(one.bytes_per_s and one.latency_s for one in record.pairs)
+        (product,) = record.matmuls
+        assert product.flops_per_s > 1e8
+        assert product.values.compared >= 65536
+
+
+@pytest.mark.parametrize("fault", ["corrupt-sum", "corrupt-result"])
+def test_one_wrong_value_in_a_million_is_found_with_its_rank(
+    torchrun: Torchrun, fault: str
+) -> None:
+    records = probe(torchrun, fault, ranks=3)
+    finding = only(collectives.judge(records))
+    assert finding.name == "wrong-values"
+    assert "(rank 1) passes on wrong values in all-reduce" in finding.what
+    wrong = {one.rank: one.operations[0].values.wrong for one in records}
+    # What a rank adds wrongly all get; what it spoils afterwards only it has.
+    assert all(wrong.values()) if fault == "corrupt-sum" else (not wrong[0] and wrong[1])
+    assert records[0].suspects == ((1,),)
+
+
+def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Torchrun) -> None:
+    records = probe(torchrun, "p2p-zeros", ranks=3)
+    finding = only(collectives.judge(records))
+    assert finding.name == "p2p-wrong"
+    assert "(rank 1) exchanges with others" in finding.what
+    assert collectives.second_try(records) == {"NCCL_P2P_DISABLE": "1"}
+
+
+def test_a_hang_ends_in_time_and_names_the_rank(torchrun: Torchrun) -> None:
+    finding = only(collectives.judge(probe(torchrun, "hang", ranks=3)))
+    assert finding.name == "collective-hangs"
+    assert "(rank 1) does not take part in the collectives: all others wait" in finding.what
+
+
+def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
+    finding = only(collectives.judge(probe(torchrun, "wrong-matmul")))
+    assert finding.name == "wrong-device"
+    assert "(rank 1) computes wrongly: " in finding.what
+    # The third row of 256 columns, and five more.
+    assert "the first at place 773: " in finding.evidence
+
+
+@pytest.mark.parametrize("fault", ["slow", "slow-matmul"])
+def test_a_slow_device_is_found(torchrun: Torchrun, fault: str) -> None:
+    finding = only(collectives.judge(probe(torchrun, fault)))
+    assert finding.name == "slow-device"
+    assert "(rank 1) computes at " in finding.what

@@ -1,0 +1,29 @@
+"""``muster check`` as a Slurm job: submitted, made on all nodes of the job, its verdict followed."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from muster_command import muster_argv
+from slurm.slurm_lab import SlurmLab
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_job_checks_all_its_nodes(cluster: SlurmLab, tmp_path: Path) -> None:
+    words = ["check", "--slurm", "--nodes", "2", "--device", "cpu", "--ranks", "1"]
+    done = subprocess.run(
+        muster_argv(words),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 of 2 joined" in done.stdout
+    assert "all 2 machines pass" in done.stdout
+    (result,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/check.json"))
+    assert len(result["machines"]) == len(result["ranks"]) == 2

@@ -1,0 +1,208 @@
+"""A program beside the keeper: only ours, heard line by line, and never left behind."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.launch import wire
+from torchmuster.launch.keeper import sweep
+from torchmuster.launch.keeper.engagement import Engagement
+from torchmuster.launch.keeper.keeper import Keeper
+
+EXAMINER = "torchmuster.verify.examiner"
+_WITHIN_S = 20.0
+
+
+class Launcher:
+    """The launcher's side of a keeper, played by the test."""
+
+    def __init__(self) -> None:
+        self.to_keeper: asyncio.Queue[wire.ToKeeper | None] = asyncio.Queue()
+        self.heard: asyncio.Queue[wire.FromKeeper] = asyncio.Queue()
+
+    async def receive(self) -> wire.ToKeeper | None:
+        return await self.to_keeper.get()
+
+    async def send(self, message: wire.FromKeeper) -> None:
+        self.heard.put_nowait(message)
+
+    async def close(self) -> None:
+        pass
+
+    async def hear(self, kind: type[wire.Message]) -> wire.Message:
+        async with asyncio.timeout(_WITHIN_S):
+            while not isinstance(message := await self.heard.get(), kind):
+                pass
+        return message
+
+
+def question(number: int, verb: str) -> wire.Relay:
+    return wire.Relay(text=json.dumps({"id": number, "verb": verb, "argument": None}))
+
+
+def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
+    """Play a scene with a keeper; at its end nothing of it may be alive."""
+    token = os.urandom(8).hex()
+
+    async def go() -> None:
+        launcher = Launcher()
+        keeping = asyncio.create_task(Keeper(launcher).run())
+        await launcher.hear(wire.Hello)
+        await scene(launcher, token)
+        launcher.to_keeper.put_nowait(None)
+        await asyncio.wait_for(keeping, _WITHIN_S)
+
+    asyncio.run(go())
+    assert sweep.processes_of(token) == []
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_program_is_started_talked_with_and_ended_with_the_keeper() -> None:
+    async def scene(launcher: Launcher, token: str) -> None:
+        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
+        engaged = await launcher.hear(wire.Engaged)
+        assert isinstance(engaged, wire.Engaged)
+        launcher.to_keeper.put_nowait(question(7, "no-such-verb"))
+        relayed = await launcher.hear(wire.Relay)
+        assert isinstance(relayed, wire.Relay)
+        answer = json.loads(relayed.text)
+        assert answer["id"] == 7
+        assert answer["error"]["what"] == "there is no verb 'no-such-verb'"
+        assert [one.pid for one in sweep.processes_of(token)] == [engaged.pid]
+
+    play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
+    async def scene(launcher: Launcher, token: str) -> None:
+        launcher.to_keeper.put_nowait(wire.Engage(program="torchmuster.no_such", token=token))
+        ended = await launcher.hear(wire.Disengaged)
+        assert isinstance(ended, wire.Disengaged)
+        assert ended.exit_code == 1
+        assert "No module named torchmuster.no_such" in ended.words
+
+    play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
+    async def scene(launcher: Launcher, token: str) -> None:
+        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
+        engaged = await launcher.hear(wire.Engaged)
+        assert isinstance(engaged, wire.Engaged)
+        os.kill(engaged.pid, signal.SIGKILL)
+        assert await launcher.hear(wire.Disengaged) == wire.Disengaged(exit_code=-9, words="")
+
+    play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
+    async def scene(launcher: Launcher, token: str) -> None:
+        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
+        await launcher.hear(wire.Engaged)
+        sweep.kill(f"{token}.ranks", within_s=1.0)
+        launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
+        await launcher.hear(wire.Relay)
+
+    play(scene)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_another_program_takes_the_place_of_the_first() -> None:
+    async def scene(launcher: Launcher, token: str) -> None:
+        message = wire.Engage(program=EXAMINER, token=token)
+        pids = []
+        for _ in range(2):
+            launcher.to_keeper.put_nowait(message)
+            engaged = await launcher.hear(wire.Engaged)
+            assert isinstance(engaged, wire.Engaged)
+            pids.append(engaged.pid)
+        assert [one.pid for one in sweep.processes_of(token)] == [pids[1]]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("program", ["os", "torchmusterly.x", "torchmuster", "torchmuster.x; ls"])
+def test_programs_that_are_not_ours_are_refused(program: str) -> None:
+    async def send(message: wire.FromKeeper) -> None:
+        raise AssertionError(message)
+
+    with pytest.raises(Impossible, match="is not a program of torchmuster's"):
+        asyncio.run(Engagement.begin(wire.Engage(program=program, token="t"), send))
+
+
+def test_a_program_that_does_not_listen_is_killed() -> None:
+    async def play_it() -> None:
+        heard: list[wire.FromKeeper] = []
+
+        async def send(message: wire.FromKeeper) -> None:
+            heard.append(message)
+
+        message = wire.Engage(program=EXAMINER, token=os.urandom(8).hex())
+        engagement = await Engagement.begin(message, send)
+        os.kill(engagement.pid, signal.SIGSTOP)
+        async with asyncio.timeout(_WITHIN_S):
+            await engagement.end()
+        assert not psutil.pid_exists(engagement.pid)
+
+    asyncio.run(play_it())
+
+
+def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def for_ever() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def send(message: wire.FromKeeper) -> None:
+        pass
+
+    async def play_it() -> None:
+        message = wire.Engage(program=EXAMINER, token=os.urandom(8).hex())
+        engagement = await Engagement.begin(message, send)
+        wait = engagement._process.wait
+        monkeypatch.setattr(engagement._process, "wait", for_ever)
+        async with asyncio.timeout(_WITHIN_S):
+            assert await engagement.end() is False
+            await wait()
+
+    asyncio.run(play_it())
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
+    done: list[str] = []
+
+    class Ending:
+        """Ranks, program and watchman in one: what is done with them is written down."""
+
+        gone = asyncio.Event()
+
+        def stop(self, grace_s: float) -> None:
+            done.append("ranks stopped")
+            self.gone.set()
+
+        async def end(self) -> bool:
+            done.append("program ended")
+            return gone
+
+        def dismiss(self) -> None:
+            done.append("watchman dismissed")
+
+    async def play_it() -> None:
+        keeper = Keeper(Launcher())
+        keeper._running = keeper._engaged = keeper._watchman = Ending()  # type: ignore[assignment]
+        await keeper._end_all()
+
+    asyncio.run(play_it())
+    assert done[:2] == ["ranks stopped", "program ended"]
+    assert done[2:] == (["watchman dismissed"] if gone else [])

@@ -1,0 +1,65 @@
+"""One direction of one port, by real sockets on this machine and by errors as the network gives them."""
+
+import errno
+import socket
+
+import pytest
+
+from torchmuster import distributed
+from torchmuster.finding import Finding, Status
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: OSError) -> Finding:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", broken)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    return distributed.check_connection("10.77.0.12", timeout_s=2)
+
+
+def test_a_port_that_is_reached_is_ok() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = distributed.check_connection("127.0.0.1", port)
+    assert finding.status is Status.OK
+    assert finding.what == f"{socket.gethostname()} reaches port {port} of 127.0.0.1"
+    assert finding.evidence.startswith("from 127.0.0.1 in ")
+
+
+def test_a_port_where_nobody_listens_is_refused_and_the_fix_opens_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    finding = distributed.check_connection("127.0.0.1", port)
+    assert (finding.name, finding.status) == ("connection-refused", Status.FAILURE)
+    assert f"no program listens at port {port}" in finding.why
+    assert f"sudo ufw allow {port}/tcp" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "why", "fix"),
+    [
+        (TimeoutError(), "connection-times-out", "no answer in 2 s", "on 10.77.0.12 open the port"),
+        (
+            OSError(errno.EHOSTUNREACH, "No route to host"),
+            "connection-prohibited",
+            "a firewall, there or on the way",
+            "on 10.77.0.12 open the port",
+        ),
+        (
+            OSError(errno.ENETUNREACH, "Network is unreachable"),
+            "no-route",
+            "no route",
+            "ip route get 10.77.0.12",
+        ),
+        (socket.gaierror(-2, "unknown"), "name-unknown", "the name is not known", "/etc/hosts"),
+    ],
+)
+def test_each_cause_has_its_name_and_its_fix(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, name: str, why: str, fix: str
+) -> None:
+    finding = failing(monkeypatch, error)
+    assert finding.name == name
+    assert finding.what == "node1 does not reach port 29400 of 10.77.0.12"
+    assert why in finding.why
+    assert fix in finding.fix

@@ -1,0 +1,159 @@
+"""Asking an examiner: answers find their question, and whoever asks is never left waiting."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from torchmuster.errors import MachineLost, MusterError
+from torchmuster.launch import wire
+from torchmuster.launch.node import Node
+from torchmuster.verify.conversation import PROGRAM, Examiner
+
+RECORD = wire.NodeRecord(
+    host="n1",
+    user="ana",
+    pid=1,
+    system="linux",
+    machine="x86_64",
+    python="3.11.7",
+    torch=None,
+    torchmuster="0",
+    cores=8,
+    clock_unix_s=0.0,
+    addresses=(),
+)
+
+
+class Machine:
+    """A channel to a keeper that starts what it is told to; its examiner is played by the test."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.engaged: list[wire.Engage] = []
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        if isinstance(message, wire.Engage):
+            self.engaged.append(message)
+            self.says.put_nowait(wire.Engaged(pid=1))
+        if isinstance(message, wire.Relay):
+            self.asked.put_nowait(json.loads(message.text))
+
+    async def receive(self) -> wire.FromKeeper | None:
+        return await self.says.get()
+
+    def why_closed(self) -> str:
+        return "Connection reset by peer"
+
+    async def close(self) -> None:
+        pass
+
+    def answer(self, **told: Any) -> None:
+        self.says.put_nowait(wire.Relay(text=json.dumps(told)))
+
+
+def play(scene: Callable[[Examiner, Machine], Awaitable[None]]) -> Machine:
+    async def go() -> Machine:
+        machine = Machine()
+        node = Node(0, "node1", machine, "token.0.0")
+        node.record = RECORD
+        node.listen(on_output=lambda *_: None, on_change=lambda: None)
+        try:
+            await scene(await Examiner.engage(node), machine)
+        finally:
+            machine.says.put_nowait(None)
+            await node.close()
+        return machine
+
+    return asyncio.run(go())
+
+
+def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
+
+    assert play(scene).engaged == [wire.Engage(program=PROGRAM, token="token.0.0")]
+
+
+def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = [asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=5)) for verb in "ab"]
+        first, second = await machine.asked.get(), await machine.asked.get()
+        assert (first["verb"], first["argument"]) == ("a", {"n": 1})
+        machine.answer(id=second["id"], answer="of b")
+        machine.answer(id=first["id"], answer="of a")
+        assert await asyncio.gather(*asking) == ["of a", "of b"]
+
+    play(scene)
+
+
+def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=5))
+        number = (await machine.asked.get())["id"]
+        machine.answer(id=number, error={"what": "no port", "why": "taken", "fix": "--port 1"})
+        with pytest.raises(MusterError) as caught:
+            await asking
+        assert str(caught.value) == "node1: no port\ntaken\n--port 1"
+
+    play(scene)
+
+
+def test_what_is_not_an_answer_is_passed_over() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=5))
+        number = (await machine.asked.get())["id"]
+        machine.says.put_nowait(wire.Relay(text="Segmentation fault"))
+        machine.says.put_nowait(wire.Relay(text="[1]"))
+        machine.answer(id=999, answer="of nobody")
+        machine.answer(id=number, answer=None)
+        assert await asking is None
+
+    play(scene)
+
+
+def test_whoever_does_not_answer_in_time_is_named() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        with pytest.raises(MusterError) as caught:
+            await examiner.ask("examine", within_s=0.05)
+        assert caught.value.what == "node1 did not answer within 0.05 s"
+        assert "it was asked to examine" in caught.value.why
+        # What comes too late is not mistaken for another answer.
+        machine.answer(id=(await machine.asked.get())["id"], answer="late")
+        asking = asyncio.ensure_future(examiner.ask("examine", within_s=5))
+        machine.answer(id=(await machine.asked.get())["id"], answer="in time")
+        assert await asking == "in time"
+
+    play(scene)
+
+
+def test_when_the_program_ends_all_questions_do() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
+        await machine.asked.get()
+        machine.says.put_nowait(wire.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
+        for one in asking:
+            with pytest.raises(MachineLost) as caught:
+                await one
+            assert caught.value.what == "node1 cannot be examined any more"
+            assert caught.value.why.startswith("the program that examines it ended by signal 9\n")
+            assert caught.value.why.endswith("line\nKilled")
+        with pytest.raises(MachineLost):
+            await examiner.ask("call", within_s=60)
+
+    play(scene)
+
+
+def test_when_the_machine_is_lost_all_questions_end() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("call", within_s=60))
+        await machine.asked.get()
+        machine.says.put_nowait(None)
+        with pytest.raises(MachineLost) as caught:
+            await asking
+        assert caught.value.why == "Connection reset by peer"
+
+    play(scene)

@@ -1,0 +1,39 @@
+"""The page about large groups says what was simulated: its tables and picture are made from the figures."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+IMAGES = DOCS / "images"
+
+
+def test_the_tables_are_those_of_the_figures() -> None:
+    page = (DOCS / "growing.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(IMAGES / "check_rounds_tables.py"))
+    for name in made["TABLES"]:
+        assert page.count(f"<!-- {name} -->\n") == page.count(f"<!-- end of {name} -->") == 1, name
+    assert made["written"](page) == page, "run: python docs/images/check_rounds_tables.py"
+
+
+def test_the_picture_is_that_of_the_figures() -> None:
+    drawn = runpy.run_path(str(IMAGES / "draw_check_rounds.py"))["draw"]()
+    picture = (IMAGES / "check_rounds.svg").read_text(encoding="utf-8")
+    assert drawn == picture, "run: python docs/images/draw_check_rounds.py"
+
+
+def test_a_line_is_fitted() -> None:
+    fit = runpy.run_path(str(IMAGES / "check_rounds_tables.py"))["fit"]
+    assert fit([(2, 5.0), (4, 7.0), (16, 11.0)]) == pytest.approx((3.0, 2.0))
+
+
+def test_the_page_names_the_clock_that_was_simulated() -> None:
+    from torchmuster.verify.simulation import Clock
+
+    clock, page = Clock(), (DOCS / "growing.md").read_text(encoding="utf-8")
+    words = " ".join(page.split())
+    assert f"{clock.telling_s * 1e3:g} ms to tell a machine" in words
+    assert f"{clock.pair_s:g} s for a pair" in words
+    assert f"{clock.call_s * 1e3:g} ms for each call where many meet" in words
+    assert f"{clock.deadline_s:g} s for somebody who does not answer" in words
