@@ -161,6 +161,7 @@ NETWORK = [
         finding="no-route",
         says=["node2", "node3"],
         fix="ip route",
+        mended_by=Command(host="node2", line="ip route replace"),
     ),
     Catalogued(
         name="large packets vanish on the way",
@@ -393,6 +394,7 @@ NAMES_AND_CLOCKS = [
         finding="localhost-wrong",
         says=["node2", "10.77.0.99"],
         fix="127.0.0.1 localhost",
+        mended_by=Command(host="node2", line="127.0.0.1 localhost"),
     ),
     Catalogued(
         name="a name server that does not answer",
@@ -442,6 +444,7 @@ NAMES_AND_CLOCKS = [
         finding="clock-source-slow",
         says=["node2", "hpet"],
         fix="clocksource",
+        mended_by=Command(host="node2", line="clocksource"),
     ),
     Catalogued(
         name="the usual meeting port is held by another program",
@@ -471,6 +474,7 @@ WITHIN = [
         finding="shared-memory-small",
         says=["node2", "64.0 MiB"],
         fix="--shm-size",
+        mended_by=Command(host="node2", line="remount,size"),
         today="Bus error in a DataLoader worker",
     ),
     Catalogued(
@@ -682,6 +686,7 @@ INSTALLATION = [
         finding="script-differs",
         says=["train.py", "node2"],
         fix="rsync",
+        mended_by=Command(host="node1", line="rsync"),
     ),
     Catalogued(
         name="the script is missing on one machine",
@@ -691,6 +696,7 @@ INSTALLATION = [
         finding="script-missing",
         says=["train.py", "node2"],
         fix="rsync",
+        mended_by=Command(host="node1", line="rsync"),
     ),
     Catalogued(
         name="other code beside the script on one machine",
@@ -703,6 +709,7 @@ INSTALLATION = [
         finding="code-differs",
         says=["train.py", "node2"],
         fix="rsync",
+        mended_by=Command(host="node1", line="rsync"),
     ),
 ]
 

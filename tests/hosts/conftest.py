@@ -13,7 +13,7 @@ from hosts.etcd_lab import Etcd, etcd_on
 from hosts.host import Host
 from hosts.lab import Lab, remove_abandoned
 
-_TOOLS = ("ip", "iptables", "sshd", "ssh", "ssh-keygen", "unshare", "setpriv", "gcc")
+_TOOLS = ("ip", "tc", "iptables", "sshd", "ssh", "ssh-keygen", "rsync", "unshare", "setpriv", "gcc")
 
 
 class MakeLab(Protocol):
@@ -41,7 +41,9 @@ def why_hosts_are_impossible() -> str | None:
         return "hosts are network namespaces, which only root can make: run the tests as root"
     missing = [name for name in _TOOLS if shutil.which(name) is None]
     if missing:
-        install = "apt-get install iproute2 iptables openssh-server openssh-client util-linux gcc"
+        install = (
+            "apt-get install iproute2 iptables openssh-server openssh-client rsync util-linux gcc"
+        )
         return f"missing: {', '.join(missing)}; {install}"
     return None
 

@@ -291,7 +291,8 @@ class NoRoute:
     def apply(self, lab: Lab) -> Undo:
         host, target = lab.host(self.host), lab.host(self.target).address
         host.ip("route", "add", "unreachable", target)
-        return lambda: _quiet(host.ip("route", "del", "unreachable", target))
+        # Whatever has taken its place, nothing but the way to all others is left.
+        return lambda: _quiet(host.ip("route", "flush", "exact", f"{target}/32"))
 
 
 def _quiet(_: object) -> None:

@@ -345,8 +345,9 @@ def _copy(first: Described, names: Sequence[str], folder: str) -> str:
     if first.record.system == "win32":
         return f"copy {folder} from {first.name} to {several(names)}"
     path = folder.rstrip("/") + "/"
+    # By content (-c): copies of the same length and time would be passed over.
     lines = [
-        f"rsync -a {shlex.quote(path)} {shlex.quote(f'{name}:{path}')}"
+        f"rsync -ac {shlex.quote(path)} {shlex.quote(f'{name}:{path}')}"
         for name in names[:_LINES_SHOWN]
     ]
     lines[0] += f"  # on {first.name}"

@@ -162,7 +162,7 @@ def test_a_script_that_is_missing_is_copied() -> None:
     assert finding.name == "script-missing"
     assert finding.what == "train.py is not on b"
     assert finding.why == "every machine runs its own copy, in /home/ana/project"
-    assert finding.fix == "rsync -a /home/ana/project/ b:/home/ana/project/  # on a"
+    assert finding.fix == "rsync -ac /home/ana/project/ b:/home/ana/project/  # on a"
 
 
 def test_a_script_that_is_nowhere() -> None:
@@ -178,7 +178,7 @@ def test_a_module_that_is_nowhere_is_left_to_python() -> None:
     assert compare.all_nodes([node("a", missing), node("b", missing)], module) == []
     finding = only(node("a", fingerprint()), node("b", missing), spec=module)
     assert finding.what == "module pkg.train is not on b"
-    assert finding.fix == "rsync -a /home/ana/project/ b:/home/ana/project/  # on a"
+    assert finding.fix == "rsync -ac /home/ana/project/ b:/home/ana/project/  # on a"
 
 
 def test_another_script_is_refused_and_told_once() -> None:
@@ -186,7 +186,7 @@ def test_another_script_is_refused_and_told_once() -> None:
     assert finding.status is Status.FAILURE
     assert finding.name == "script-differs"
     assert finding.what == "train.py is not the same on ana@b as on a"
-    assert finding.fix == "rsync -a /home/ana/project/ ana@b:/home/ana/project/  # on a"
+    assert finding.fix == "rsync -ac /home/ana/project/ ana@b:/home/ana/project/  # on a"
 
 
 def test_other_code_beside_the_script_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_other_code_beside_the_script_is_refused() -> None:
         "Python files in /home/ana/a project/scripts differ: 7 files on a, 9 files on b"
     )
     assert finding.fix == (
-        "rsync -a '/home/ana/a project/scripts/' 'b:/home/ana/a project/scripts/'  # on a"
+        "rsync -ac '/home/ana/a project/scripts/' 'b:/home/ana/a project/scripts/'  # on a"
     )
 
 
@@ -289,7 +289,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly() -> None:
         "train.py is not the same on n0, n1, n2 and 9,996 others as on head"
     )
     assert by_name["script-differs"].fix.splitlines()[2:] == [
-        "rsync -a /home/ana/project/ n2:/home/ana/project/",
+        "rsync -ac /home/ana/project/ n2:/home/ana/project/",
         "# and so for 9,996 others",
     ]
     assert by_name["python-version"].what.endswith("; others on 9,199 more")
