@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -40,6 +41,8 @@ def main(words: list[str]) -> int:
         except OSError as error:
             print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(127)
+    while os.getsid(child) != child:  # a signal to its group would find nobody before
+        time.sleep(0.001)
     os.write(pipe, str(child).encode())
     # The command's output ends when the command closes it, not when we do.
     os.closerange(0, 1024)
