@@ -225,8 +225,9 @@ class RollCall:
                 self._name_all()
                 trouble = compare.other_protocol(node.name, hello)
                 self._refusals[node.place] = error_from(trouble)
-            node.clock_offset_s = hello.record.clock_unix_s - time.time()
-            node.record = hello.record
+            else:
+                node.clock_offset_s = hello.record.clock_unix_s - time.time()
+                node.record = hello.record
         self._waiting.change()
 
     async def _deal_with_refused(

@@ -1,4 +1,4 @@
-"""Machines that were lost are let go of together, in a bounded time, and called again."""
+"""Who is called comes, is refused, or is let go of in a bounded time and called again."""
 
 import asyncio
 import time
@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from torchmuster.errors import Impossible
 from torchmuster.launch import roll_call, waiting, wire
 from torchmuster.launch.channel import Arrive
 from torchmuster.launch.roll_call import RollCall
@@ -29,10 +30,12 @@ RECORD = wire.NodeRecord(
 class Machine:
     """A channel to a machine that says hello and is let go of as the test wants it."""
 
-    def __init__(self, letting_go: Callable[[], Awaitable[object]]) -> None:
+    def __init__(
+        self, letting_go: Callable[[], Awaitable[object]], *, protocol: int = wire.PROTOCOL
+    ) -> None:
         self._letting_go = letting_go
         self._says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
-        self._says.put_nowait(wire.Hello(protocol=wire.PROTOCOL, record=RECORD))
+        self._says.put_nowait(wire.Hello(protocol=protocol, record=RECORD))
         self.given_up = False
 
     async def send(self, message: wire.ToKeeper) -> None:
@@ -176,3 +179,27 @@ def test_a_machine_that_came_back_by_itself_is_kept() -> None:
         assert sorted(called.again) == [0, 2]
 
     play(at_once, scene, [])
+
+
+def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_come() -> None:
+    async def story() -> None:
+        called = Called(at_once)
+        called.machines[2] = Machine(at_once, protocol=wire.PROTOCOL + 98)
+        roll = RollCall(
+            called,
+            Waiting(print),
+            token="t",
+            join_s=20,
+            lost_after_s=None,
+            on_output=lambda *_: None,
+        )
+        await called.open(roll.arrive)
+        try:
+            with pytest.raises(Impossible, match=r"torchmuster on c speaks protocol 99"):
+                await roll.call(range(3))
+        finally:
+            await roll.close()
+            for node in roll.nodes:
+                await node.close()
+
+    asyncio.run(story())
