@@ -1,11 +1,15 @@
 """What all tests share: leak guards, the rule about skips, the NVML stand-in, code in documents."""
 
+import os
 import signal
 from collections.abc import Generator
 
+import hypothesis
 import pytest
+from hypothesis.internal import constants_ast
+from hypothesis.internal.conjecture import providers
 
-pytest_plugins = ["leak_guard", "muster_command", "document_examples", "side_by_side"]
+pytest_plugins = ["leak_guard", "muster_command", "document_examples", "rank_group", "side_by_side"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,9 +17,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    _draw_the_same_every_time()
     # A shell starts background jobs deaf to Ctrl-C, and so would be everything that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _draw_the_same_every_time() -> None:
+    """In CI a property is tried with the same examples at every run; HYPOTHESIS_RANDOM=1 draws others."""
+    random = bool(os.environ.get("HYPOTHESIS_RANDOM"))
+    hypothesis.settings.register_profile("random", deadline=None)
+    hypothesis.settings.register_profile(
+        "same",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    same = "CI" in os.environ and not random
+    hypothesis.settings.load_profile("same" if same else "random")
+    if same:
+        # It also draws what stands in the modules imported so far, which differ from worker to worker.
+        # There is no public way to have it not do so.
+        nothing = constants_ast.Constants()
+        providers._get_local_constants = lambda: nothing
 
 
 @pytest.hookimpl(wrapper=True)

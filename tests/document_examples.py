@@ -21,13 +21,14 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 import nvml_stub
 from nvml_stub import scenarios
+from patience import GIVE_UP_S
 
 _BLOCK = re.compile(
     r"(?P<comment>(?:<!--[^\n]*-->\n)*)```console\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _HOST = re.compile(rf"\b{re.escape(platform.node())}\b")
 _RUN = re.compile(r"\b20\d{6}-\d{6}-([a-z0-9-]+?)-[0-9a-f]{4}\b")
-_TOOK = re.compile(r"\b(in|after) \d+ (?:s|min \d+ s)\b|(?<=  )\d+ s(?=  )")
+_TOOK = re.compile(r"\b(in|after) \d+ (?:s|min \d+ s)\b|(?<=  )\d+ s(?=  |, \d+ restart)")
 _MACHINE = re.compile(r"machine: (\w+)")
 
 
@@ -55,7 +56,7 @@ def _run_console(example: Example) -> None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=60,
+                timeout=GIVE_UP_S,
             )
             printed = _as_documented(done.stdout, folder)
             if varies:

@@ -15,6 +15,10 @@ import pytest
 
 # Variables that pytest itself changes from test to test.
 _PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+# Set by torch with the first optimiser; another user of the machine could not write there.
+_TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
+# What is on its way out; a busy machine takes its time.
+_END_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ def leaks(before: Traces, after: Traces) -> list[str]:
     }
     if changed:
         found.append(f"environment changed: {', '.join(sorted(changed))}")
+    for thread in after.threads - before.threads:
+        thread.join(_END_WITHIN_S)
     if threads := [one.name for one in after.threads - before.threads if one.is_alive()]:
         found.append(f"threads left running: {', '.join(sorted(threads))}")
-    _, alive = psutil.wait_procs(list(after.children - before.children), timeout=2)
+    _, alive = psutil.wait_procs(list(after.children - before.children), timeout=_END_WITHIN_S)
     if alive:
         found.append(f"processes left running: {', '.join(str(one) for one in alive)}")
     if files := after.open_files - before.open_files:
@@ -75,6 +81,8 @@ def leaks(before: Traces, after: Traces) -> list[str]:
 def nothing_left_behind() -> Iterator[None]:
     before = Traces.now()
     yield
+    if _TORCHS_OWN not in before.environment:
+        os.environ.pop(_TORCHS_OWN, None)
     found = leaks(before, Traces.now())
     if found:
         pytest.fail("the test left something behind: " + "; ".join(found), pytrace=False)

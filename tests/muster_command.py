@@ -12,6 +12,7 @@ import pytest
 
 import nvml_stub
 from nvml_stub.scenarios import Scenario
+from patience import GIVE_UP_S
 from torchmuster.devices.visibility import STAGES
 
 _VISIBILITY = [name for stages in STAGES.values() for stage in stages for name in stage]
@@ -76,7 +77,10 @@ def muster(own_machine: Path) -> Muster:
     """Run the real command in a process of its own, in the test's folder."""
 
     def run(
-        *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 30, stdin: str = ""
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = GIVE_UP_S,
+        stdin: str = "",
     ) -> Result:
         done = subprocess.run(
             muster_argv(words),

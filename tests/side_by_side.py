@@ -15,6 +15,12 @@ from typing import IO, Any
 import pytest
 
 _FOLDER = "folder_of_locks"
+# What a fixture of theirs trains or measures takes half a minute, and each worker would do it anew.
+_SHARE_A_FIXTURE = (
+    "tests/ranks/test_kill_matrix.py",
+    "tests/ranks/test_muster_train_settings.py",
+    "tests/ranks/test_plan_memory.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +65,8 @@ def _belongs_to(nodeid: str) -> str:
         return file
     if file.startswith("tests/slurm/"):  # they share a cluster
         return "slurm"
+    if file in _SHARE_A_FIXTURE:
+        return file
     return nodeid
 
 

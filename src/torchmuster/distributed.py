@@ -2,9 +2,11 @@
 
 GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
 by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
-Torch is imported only by the functions that return a ``torch.device`` or need a process group.
+Torch is imported only by the functions that return a ``torch.device`` or need a process group, and by
+the names for training when they are first used.
 """
 
+import importlib
 import logging
 import os
 import sys
@@ -27,11 +29,19 @@ from torchmuster.units import MiB
 if TYPE_CHECKING:
     import torch
 
+    from torchmuster.train.classic.averages import reduce_mean, sync_gradients
+    from torchmuster.train.classic.dataloader import create_distributed_dataloader
+    from torchmuster.train.classic.ddp_trainer import DDPTrainer
+    from torchmuster.train.classic.production import ProductionTrainer
+
 __all__ = [
+    "DDPTrainer",
     "GpuIds",
+    "ProductionTrainer",
     "auto_select_gpus_for_model",
     "check_connection",
     "cleanup_distributed",
+    "create_distributed_dataloader",
     "get_available_gpus",
     "get_device_info",
     "get_gpu_info",
@@ -40,14 +50,31 @@ __all__ = [
     "get_local_rank",
     "get_optimal_device",
     "print_gpu_info",
+    "reduce_mean",
     "select_gpus",
     "set_visible_gpus",
     "setup_distributed",
     "setup_gpu_environment",
+    "sync_gradients",
     "verify_gpu_communication",
 ]
 
 _log = logging.getLogger(__name__)
+
+# Where the names for training live. They need torch, which this module must not import.
+_TRAINING = {
+    "DDPTrainer": "torchmuster.train.classic.ddp_trainer",
+    "ProductionTrainer": "torchmuster.train.classic.production",
+    "create_distributed_dataloader": "torchmuster.train.classic.dataloader",
+    "reduce_mean": "torchmuster.train.classic.averages",
+    "sync_gradients": "torchmuster.train.classic.averages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TRAINING:
+        return getattr(importlib.import_module(_TRAINING[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class GpuIds(list[GpuId]):
@@ -86,7 +113,8 @@ def select_gpus(
 def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None) -> GpuIds:
     """Choose the fewest GPUs that can train a model whose weights take ``model_size_gb``.
 
-    The reason says how to split it: on one GPU, a copy on each (ddp), or sharded (fsdp).
+    The reason says how to split it: on one GPU, a copy on each (ddp), or sharded (fsdp). It knows the size only:
+    for a model itself, with its batch and its precision, ``muster plan`` answers.
     """
     node = snapshot.take()
     decision = choose_for_model(

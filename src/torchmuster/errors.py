@@ -10,6 +10,7 @@
     │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a machine of the run can no longer be heard
+    ├── OutOfMemory                         a rank asked for more memory than it can have
     └── NotNow                     exit 3   it exists, but something else is using it at the moment
         └── DevicesBusy                     GPUs claimed or in use; waiting can help
 
@@ -28,6 +29,7 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     IMPOSSIBLE = 2
     NOT_NOW = 3
+    SAVED = 75
     INTERRUPTED = 130
 
 
@@ -36,6 +38,7 @@ EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.FAILED: "tried and failed, or a check found a failure",
     ExitCode.IMPOSSIBLE: "the request cannot be met here: wrong usage, wrong settings, too few GPUs",
     ExitCode.NOT_NOW: "what was asked for exists but is in use; --wait or a later try can succeed",
+    ExitCode.SAVED: "saved at a request to end; start it again to go on",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
 }
 
@@ -109,6 +112,10 @@ class NoSuchRun(Impossible):
 
 class MachineLost(MusterError):
     """A machine of a run that can no longer be heard."""
+
+
+class OutOfMemory(MusterError):
+    """A rank asked for more memory than it can have."""
 
 
 class NotNow(MusterError):

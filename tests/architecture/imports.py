@@ -18,6 +18,7 @@ LEVELS = {
     "redaction": 0,
     "config": 1,
     "devices": 1,
+    "checkpoints": 1,
     "known_errors": 1,
     "launch": 2,
     "monitor": 2,

@@ -12,11 +12,11 @@ LEAKS = {
     "environment changed: LEFT_BEHIND": "import os; os.environ['LEFT_BEHIND'] = '1'",
     "threads left running: lost": (
         "import threading; threading.Thread("
-        "target=threading.Event().wait, args=(5,), name='lost', daemon=True).start()"
+        "target=threading.Event().wait, args=(60,), name='lost', daemon=True).start()"
     ),
     "processes left running": (
         "import subprocess, sys; kept.append("
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)']))"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']))"
     ),
     "files left open": "kept.append(open(__file__))",
     "files left in the working folder: litter": "open('litter', 'w').close()",

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import side_by_side
+
 pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -13,6 +15,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 import pytest
+
+import side_by_side
 
 HERE = Path(__file__).parent
 
@@ -34,7 +38,7 @@ def others_appear(mine, within_s):
 @pytest.mark.parametrize("number", range(3))
 def test_of_the_crowd(number):
     with inside(number):
-        time.sleep(5)
+        time.sleep(8)
 """
 IN_COMPANY = """
 def test_in_company():
@@ -43,7 +47,7 @@ def test_in_company():
 """
 ALONE = """
 @pytest.mark.alone
-@pytest.mark.timeout(3)
+@pytest.mark.timeout(6)
 @pytest.mark.parametrize("number", range(2))
 def test_alone(number):
     with inside(f"alone-{number}") as mine:
@@ -53,6 +57,8 @@ JOBS = """
 import os
 from pathlib import Path
 import pytest
+
+import side_by_side
 
 @pytest.mark.parametrize("number", range(6))
 def test_job(number):
@@ -92,3 +98,9 @@ def test_what_shares_a_cluster_runs_on_one_worker(beside_a_crowd: pytest.Pyteste
     result = beside_a_crowd.runpytest_subprocess("-n", "3", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=6)
     assert len(list(folder.glob("ran-on-*"))) == 1
+
+
+def test_what_shares_a_fixture_exists_and_runs_on_one_worker() -> None:
+    for file in side_by_side._SHARE_A_FIXTURE:
+        assert (TESTS.parent / file).exists()
+        assert side_by_side._belongs_to(f"{file}::test_one") == file

@@ -1,7 +1,6 @@
 """The parts of the collectives probe in one process: exact values, limits, quotas, slow pairs."""
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.verify.probes import exact_values, matmul, pairs
 from torchmuster.verify.probes.exact_values import OPERATIONS, Seat, compare, numbers, sums
@@ -111,21 +111,19 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
     pulse, release = Pulse(), threading.Event()
 
     def steady() -> str:
-        for _ in range(6):
+        for _ in range(8):
             release.wait(0.5)
             pulse.beat()
         return "done"
 
-    assert in_time(steady, 2.0, pulse) == "done"
+    assert in_time(steady, 3.0, pulse) == "done"
     stuck = threading.Event()
-    began = time.monotonic()
     with pytest.raises(Hangs, match=r"no answer within 0.5 s"):
-        in_time(lambda: stuck.wait(20), 0.5, Pulse())
-    assert time.monotonic() - began < 10
+        in_time(stuck.wait, 0.5, Pulse())
     stuck.set()
     for thread in threading.enumerate():
         if thread.name == "in-time":
-            thread.join(10)
+            thread.join(GIVE_UP_S)
 
 
 def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
@@ -135,7 +133,7 @@ def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
 
         def share(board: Together) -> Absent:
             with pytest.raises(Absent) as caught:
-                board.share("here", board._rank, 1)
+                board.share("here", board._rank, 3)
             return caught.value
 
         assert [error.ranks for error in pool.map(share, boards)] == [(3,)] * 3

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data.distributed import DistributedSampler
 
 from torchmuster import distributed
 from torchmuster.errors import Impossible, MusterError, NotNow
@@ -454,3 +455,28 @@ def test_an_error_is_a_false_with_its_reason(
     assert caplog.messages == [
         "communication failed on rank 0 (cpu): RuntimeError: CUDA error: an illegal memory access"
     ]
+
+
+# ---- samplers whose epoch is not set
+
+
+def test_a_sampler_whose_epoch_is_never_set_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    torchs_own = DistributedSampler.__iter__
+
+    def sampler(*, shuffle: bool) -> DistributedSampler[int]:
+        return DistributedSampler(range(10), 1, 0, shuffle=shuffle)  # type: ignore[arg-type]
+
+    distributed.setup_distributed(0, 1)
+    distributed.setup_distributed(0, 1)  # once more changes nothing
+    in_order, told, forgotten = (sampler(shuffle=shuffle) for shuffle in (False, True, True))
+    next(iter(forgotten))  # a look at the first one is no epoch
+    for epoch in range(3):
+        told.set_epoch(epoch)
+        assert sorted(told) == list(in_order) == list(range(10))
+    list(forgotten)
+    assert "set_epoch" not in caplog.text
+    list(forgotten)
+    list(forgotten)
+    assert caplog.text.count("the same order in every epoch: call sampler.set_epoch(epoch)") == 1
+    distributed.cleanup_distributed()
+    assert DistributedSampler.__iter__ is torchs_own

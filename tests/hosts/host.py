@@ -23,6 +23,7 @@ from hosts import namespaces
 from hosts.namespaces import await_true, tool
 from hosts.sshd import PORT as SSH_PORT
 from hosts.sshd import SshFiles
+from patience import GIVE_UP_S
 
 _ENTER = Path(__file__).with_name("enter.py")
 # Whatever the machine has set for its own GPUs is not meant for the hosts.
@@ -97,8 +98,8 @@ class Host:
     def run(
         self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, by default with its output captured and 30 s of time."""
-        timeout_s = options.pop("timeout", 30)
+        """Run a command to its end, by default with its output captured."""
+        timeout_s = options.pop("timeout", GIVE_UP_S)
         given = options.pop("input", None)
         check = options.pop("check", False)
         for stream in ("stdout", "stderr"):

@@ -18,10 +18,10 @@ from hosts.host import HostProcess
 from hosts.lab import Lab
 from hosts.launching import Transcript, muster_run
 from hosts.namespaces import await_true
+from patience import BUSY_S, GIVE_UP_S
 
 #: Within this time after any kill nothing of a run may be alive: what the product promises.
-BOUND_S = 15.0
-_STARTED_WITHIN_S = 90.0
+BOUND_S = 15.0 + BUSY_S
 
 #: What all scripts of these tests begin with: every rank has two children that outlive it if they can.
 _FAMILY = """
@@ -85,13 +85,13 @@ class Run:
         if phase == "calling":
             self.await_one("node2", is_keeper)
             return
-        self.transcript.wait_for(_REACHED[phase], _STARTED_WITHIN_S)
+        self.transcript.wait_for(_REACHED[phase])
         if phase == "ending":
             await_true("rank 0 is gone", lambda: not self.find("node1", is_rank(0)))
 
-    def wait_for_ranks(self, text: str, *, ranks: int = 2, timeout_s: float = 90) -> None:
+    def wait_for_ranks(self, text: str, *, ranks: int = 2) -> None:
         """Wait until so many ranks have written this; their logs tell, however they are shown."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + GIVE_UP_S
         while True:
             over = time.monotonic() > deadline_s or self.process.poll() is not None
             if sum(text in log.read_text() for log in self._logs()) >= ranks:
@@ -110,9 +110,7 @@ class Run:
 
     def await_one(self, host: str, matches: Callable[[int], bool]) -> int:
         """Wait until there is such a process, and return it."""
-        await_true(
-            f"{matches} on {host}", lambda: bool(self.find(host, matches)), _STARTED_WITHIN_S
-        )
+        await_true(f"{matches} on {host}", lambda: bool(self.find(host, matches)))
         return self.find(host, matches)[0]
 
     def left(self) -> dict[str, list[str]]:
@@ -145,7 +143,7 @@ class Run:
     def end(self) -> int:
         """Undo what was done to the hosts, and return the command's exit code."""
         try:
-            return self.transcript.end(timeout=5)
+            return self.transcript.end()
         finally:
             for undo in self.undo:
                 undo()

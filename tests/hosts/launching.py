@@ -14,6 +14,7 @@ from typing import IO, Literal
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
 from muster_command import muster_argv
+from patience import GIVE_UP_S
 from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 
 SMOKE = ("-m", "torchmuster.launch.probes.smoke")
@@ -71,9 +72,9 @@ class Transcript:
         """Return what was written so far, to one stream or to both."""
         return "".join(f"{one.text}\n" for one in self.lines if stream in (None, one.stream))
 
-    def wait_for(self, text: str, timeout: float) -> Line:
+    def wait_for(self, text: str) -> Line:
         """Wait for a line that contains this text, and return it."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + GIVE_UP_S
         with self._news:
             while True:
                 for line in self._lines:
@@ -82,15 +83,15 @@ class Transcript:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or self._open == 0:
                     said = "\n".join(f"{one.at_s:6.1f} {one.text}" for one in self._lines)
-                    raise AssertionError(f"not said within {timeout:g} s: {text!r}\n{said}")
+                    raise AssertionError(f"not said within {GIVE_UP_S:g} s: {text!r}\n{said}")
                 self._news.wait(min(left_s, 0.5))
 
-    def end(self, timeout: float) -> int:
+    def end(self) -> int:
         """Wait until the command is over and all it said is read; return its exit code."""
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(GIVE_UP_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {timeout:g} s:\n{self.text()}") from None
+            raise AssertionError(f"still runs after {GIVE_UP_S:g} s:\n{self.text()}") from None
         for reader in self._readers:
             reader.join(10)
         return code

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from patience import GIVE_UP_S
+
 # What lies in a folder here stands in /etc for programs in the namespace of that name.
 NAMES = Path("/etc/netns")
 _OURS = re.compile(r"muster(\d+)-\d+-\w+")
@@ -52,13 +54,13 @@ def within(namespace: str) -> list[str]:
 
 def tool(*words: str) -> str:
     """Run a tool of the machine, and return what it printed; failing is an error."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=GIVE_UP_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
     return done.stdout
 
 
-def await_true(what: str, true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def await_true(what: str, true: Callable[[], bool], timeout_s: float = GIVE_UP_S) -> None:
     """Look every 10 ms until it is true; for what cannot be waited for."""
     end = time.monotonic() + timeout_s
     while not true():

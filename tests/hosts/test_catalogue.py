@@ -13,12 +13,11 @@ from hosts.checking import Found, check, do_what_it_says, names
 from hosts.conftest import MakeLab
 from hosts.faults import injected
 from hosts.lab import Lab
+from patience import BUSY_S
 
-# On a machine of its own, as the table in docs/faults.md has it; tests have others beside them.
-PROMISED_S, NAMED_WITHIN_S = 30.0, 75.0
+PROMISED_S = 30.0  # as the table in docs/faults.md has it
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ALL, ids=[one.name for one in ALL])
 def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
     lab = make_lab(fault.hosts)
@@ -27,7 +26,7 @@ def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
         made.enter_context(injected(lab, *fault.faults))
         found = _check(lab, fault, work)
         finding = _the_finding(fault, found)
-        assert found.seconds < NAMED_WITHIN_S
+        assert found.seconds < PROMISED_S + BUSY_S
         if fault.mended_by is not None:
             host = lab.host(fault.mended_by.host)
             do_what_it_says(host, finding["fix"], fault.mended_by.line)

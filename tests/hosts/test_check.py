@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts.checking import CHECK_WITHIN_S, check, do_what_it_says
+from hosts.checking import check, do_what_it_says
 from hosts.conftest import MakeLab
 from hosts.faults import NoSshd, OnlyOpenPorts, injected
 from hosts.host import Host, HostProcess
@@ -16,8 +16,7 @@ from hosts.launching import Transcript, leftovers, strays
 from hosts.machine_faults import Packages
 from hosts.namespaces import await_true
 from muster_command import muster_argv
-
-pytestmark = pytest.mark.timeout(200)
+from patience import BUSY_S
 
 _TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
 # Of an examiner that is being asked, and of ranks.
@@ -49,13 +48,13 @@ def report_of(work: Path) -> Path:
 def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     work = work_of(lab2)
     told = Transcript(muster_check(lab2.hosts[0], work, "--hosts", "node1,node2"))
-    assert told.end(CHECK_WITHIN_S) == 0, told.text()
+    assert told.end() == 0, told.text()
     assert "muster: 2 of 2 joined: node1 ok, node2 ok" in told.text("err")
     run = report_of(work)
     *_, last = told.text("out").splitlines()
     assert last.startswith("all 2 machines pass muster, in ")
     assert last.endswith(f"; report: {run.relative_to(work)}/report.html")
-    assert told.longest_silence_s() < 10, told.text()
+    assert told.longest_silence_s() < 10 + BUSY_S, told.text()
     result = json.loads((run / "check.json").read_text())
     assert [one["name"] for one in result["machines"]] == ["node1", "node2"]
     assert len(result["links"]) == 2
@@ -63,7 +62,7 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     above = [one for one in result["findings"] if one["status"] not in ("ok", "note")]
     assert above == []
     assert (run / "links.svg").read_text().startswith("<svg")
-    assert strays(lab2) == {}
+    await_true("nothing is left", lambda: strays(lab2) == {})
 
 
 def test_a_machine_that_does_not_answer_is_named_and_the_others_are_checked(lab3: Lab) -> None:
@@ -130,11 +129,11 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) 
     process = muster_check(node1, work_of(lab2), "--hosts", "node1,node2")
     told = Transcript(process)
     try:
-        await_true(f"{stage} everywhere", lambda: _runs(lab2, _STAGES[stage]), 60)
+        await_true(f"{stage} everywhere", lambda: _runs(lab2, _STAGES[stage]))
         process.kill()
-        told.end(20)
-        await_true("nothing of the run is left", lambda: not leftovers(lab2), 30)
-        await_true("nothing of ours is left", lambda: not strays(lab2), 30)
+        told.end()
+        await_true("nothing of the run is left", lambda: not leftovers(lab2))
+        await_true("nothing of ours is left", lambda: not strays(lab2))
     finally:
         process.kill()
 
@@ -142,11 +141,11 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) 
 def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
     process = muster_check(lab2.hosts[0], work_of(lab2), "--hosts", "node1,node2")
     told = Transcript(process)
-    await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]), 60)
+    await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]))
     process.send_signal(signal.SIGINT)
-    assert told.end(30) == 130
+    assert told.end() == 130
     assert "nothing of it is running any more" in told.text("err")
-    assert strays(lab2) == {}
+    await_true("nothing is left", lambda: strays(lab2) == {})
 
 
 def _runs(lab: Lab, words: str) -> bool:
@@ -163,7 +162,7 @@ def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
     lab = make_lab(2, ssh=False)
     first, second = lab.hosts
     told = Transcript(muster_check(first, tmp_path, "--join", "2", "--quick"))
-    line = told.wait_for("muster join ", 30)
+    line = told.wait_for("muster join ")
     joining = Transcript(
         second.popen(
             muster_argv(["join", line.text.split()[-1]]),
@@ -173,8 +172,8 @@ def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
             stderr=subprocess.PIPE,
         )
     )
-    assert told.end(CHECK_WITHIN_S) == 0, told.text()
-    assert joining.end(20) == 0, joining.text()
+    assert told.end() == 0, told.text()
+    assert joining.end() == 0, joining.text()
     assert "all 2 machines pass muster" in told.text("out")
     assert "all 2 machines pass muster" in joining.text("err")
-    assert strays(lab) == {}
+    await_true("nothing is left", lambda: strays(lab) == {})

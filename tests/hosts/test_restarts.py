@@ -1,6 +1,5 @@
 """``--max-restarts``: what fails is started again on all hosts, as often as was asked for."""
 
-import random
 import re
 import time
 from pathlib import Path
@@ -11,26 +10,19 @@ from hosts.faults import HostKilled, LinkCut
 from hosts.killing import Kill, Run
 from hosts.lab import Lab
 from hosts.namespaces import await_true
-from hosts.restarting import ROUNDS, restart_by_kills
-
-pytestmark = pytest.mark.timeout(300)
-
-
-def test_every_restart_comes_up_at_the_first_attempt(lab2: Lab, tmp_path: Path) -> None:
-    rounds = restart_by_kills(lab2, tmp_path, restarts=5, chance=random.Random(1))
-    assert [one.restart for one in rounds] == [1, 2, 3, 4, 5]
+from hosts.restarting import ROUNDS
 
 
 def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3"])
     run.wait_for_ranks("round 0 came up")
     Kill(victim="rank 1").strike(run)
-    said = run.transcript.wait_for("starting again", 20).text
+    said = run.transcript.wait_for("starting again").text
     assert said == (
-        "muster: rank 1 on node2 failed: killed (SIGKILL); starting again in 1 s (restart 1 of 3)"
+        "muster: rank 1 on node2 failed: killed (SIGKILL); starting again (restart 1 of 3)"
     )
     run.wait_for_ranks("round 1 came up")
-    assert run.transcript.end(timeout=60) == 0
+    assert run.transcript.end() == 0
     assert "finished well" in run.transcript.text("err")
     (log,) = tmp_path.glob("runs/*/logs/rank-1.log")
     assert re.findall(r"round \d", log.read_text()) == ["round 0", "round 1"]
@@ -44,11 +36,12 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
         "    raise RuntimeError('no data in attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
     )
     run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2"])
-    assert run.transcript.end(timeout=120) == 1
+    assert run.transcript.end() == 1
     said = run.transcript.text("err")
-    pauses = re.findall(r"no data in attempt (\d); starting again in (\d) s", said)
-    assert pauses == [("0", "1"), ("1", "2")]
+    pauses = re.findall(r"no data in attempt (\d); starting again(?: in (\d) s)?", said)
+    assert pauses == [("0", ""), ("1", "2")]
     assert "failure  rank 1 on node2 failed: RuntimeError: no data in attempt 2" in said
+    assert "why  failed 3 times; 2 restarts were allowed" in said
     run.seconds_until_clean(time.monotonic())
 
 
@@ -62,16 +55,15 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=options)
     run.wait_for_ranks("round 0 came up")
     undo = fault.apply(lab2)
-    run.transcript.wait_for("node2 was lost: not heard for 7 s", 15)
+    run.transcript.wait_for("node2 was lost: not heard for ")
     # It is called while it is still away, until ssh gives up, and then again.
     await_true(
         "ssh gave up once",
         lambda: run.transcript.text("err").count("1 of 2 joined: node1 ok, node2 missing") == 2,
-        timeout_s=40,
     )
     undo()
     run.wait_for_ranks("round 1 came up")
-    assert run.transcript.end(timeout=60) == 0
+    assert run.transcript.end() == 0
     if isinstance(fault, LinkCut):
         run.undo.append(undo)  # sshd's session from before the cut is not the run's
     run.seconds_until_clean(time.monotonic())
@@ -82,9 +74,9 @@ def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) 
     run = Run.launch(lab2, tmp_path, ROUNDS, "3", options=options)
     run.wait_for_ranks("round 0 came up")
     Kill(victim="link").strike(run)
-    assert run.transcript.end(timeout=60) in (1, 3)
+    assert run.transcript.end() in (1, 3)
     said = run.transcript.text("err")
-    assert "node2 was lost: not heard for 7 s" in said
+    assert "node2 was lost: not heard for " in said
     assert re.search(r"failure  .*node2", said)
     run.seconds_until_clean(time.monotonic())
     run.end()

@@ -33,8 +33,6 @@ from hosts.lab import Lab
 from hosts.launching import SMOKE, Transcript, leftovers, muster_run, strays
 from hosts.namespaces import await_true
 
-# A run takes 6 to 10 s; on a busy machine several times that.
-RUN_WITHIN_S = 90.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 _OUR_LINE = re.compile(r"\[rank (\d+)\] ((?:world_size|gathered|barrier).*)")
 
@@ -176,7 +174,6 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("situation", SITUATIONS, ids=[one.name for one in SITUATIONS])
 def test_a_run_works_in(situation: Situation, make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(max(map(_number, situation.hosts.split(","))))
@@ -187,7 +184,6 @@ def test_a_run_works_in(situation: Situation, make_lab: MakeLab, tmp_path: Path)
         _assert_nothing_left(lab)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("hosts", "flags"),
     [
@@ -210,7 +206,6 @@ def test_ranks_are_counted_in_the_written_order(
     _assert_nothing_left(lab)
 
 
-@pytest.mark.timeout(180)
 def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -219,7 +214,7 @@ def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_pat
         Transcript(muster_run(lab2.hosts[0], _words(["--hosts", hosts]), folder))
         for folder, hosts in zip(folders, ("node1,node2", "node1:2,node2"), strict=True)
     ]
-    assert [job.end(RUN_WITHIN_S) for job in jobs] == [0, 0], [job.text() for job in jobs]
+    assert [job.end() for job in jobs] == [0, 0], [job.text() for job in jobs]
     assert _ranks(jobs[0]) == _expected("node1,node2")
     assert _ranks(jobs[1]) == _expected("node1:2,node2")
     ports = {port for job in jobs for port in re.findall(r"port (\d+):", job.text("err"))}
@@ -227,7 +222,6 @@ def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_pat
     _assert_nothing_left(lab2)
 
 
-@pytest.mark.timeout(180)
 def test_etcd_brings_the_hosts_together(lab2: Lab, make_etcd: MakeEtcd, tmp_path: Path) -> None:
     pytest.importorskip("etcd", reason="missing: python-etcd; pip install python-etcd==0.4.5")
     etcd = make_etcd(lab2.hosts[0])
@@ -238,12 +232,11 @@ def test_etcd_brings_the_hosts_together(lab2: Lab, make_etcd: MakeEtcd, tmp_path
     _assert_nothing_left(lab2)
 
 
-@pytest.mark.timeout(180)
 def test_an_ordinary_script_trains_on_two_hosts(lab2: Lab, tmp_path: Path) -> None:
     (tmp_path / EXAMPLE.name).write_bytes(EXAMPLE.read_bytes())
     words = ["--hosts", "node1,node2", "--device", "cpu", EXAMPLE.name, "--epochs", "2"]
     said = Transcript(muster_run(lab2.hosts[0], words, tmp_path))
-    assert said.end(RUN_WITHIN_S) == 0, said.text()
+    assert said.end() == 0, said.text()
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+) ranks 2", said.text("out"))]
     assert len(losses) == 2
     assert losses[1] < losses[0]
@@ -257,7 +250,7 @@ def _words(flags: Sequence[str]) -> list[str]:
 
 def _run(lab: Lab, flags: Sequence[str], folder: Path) -> Transcript:
     said = Transcript(muster_run(lab.hosts[0], _words(flags), folder))
-    assert said.end(RUN_WITHIN_S) == 0, said.text()
+    assert said.end() == 0, said.text()
     return said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hosts.checking import CHECK_WITHIN_S, do_what_it_says, names
+from hosts.checking import do_what_it_says, names
 from hosts.conftest import MakeLab
 from hosts.faults import injected
 from hosts.host import Host, HostProcess
@@ -19,15 +19,11 @@ from hosts.launching import strays
 from hosts.namespaces import await_true
 from hosts.trouble import SCRIPTS, TROUBLES, Trouble
 
-# Torch takes 4 to 12 s to fail, a run 6 to 10; on a busy machine several times that.
-BARE_WITHIN_S = RUN_WITHIN_S = 90.0
-
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 Found = dict[str, str]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("trouble", TROUBLES, ids=[one.name for one in TROUBLES])
 def test_what_muster_says_leads_to_a_run_that_works(trouble: Trouble, make_lab: MakeLab) -> None:
     lab = make_lab(trouble.hosts)
@@ -51,7 +47,7 @@ def test_what_muster_says_leads_to_a_run_that_works(trouble: Trouble, make_lab: 
         told = _typed(lab.hosts[0], proof, work)
         for one in lab.hosts:
             assert proven.format(host=one.name, count=trouble.hosts) in told
-    assert strays(lab) == {}
+    await_true("nothing is left", lambda: strays(lab) == {})
 
 
 def test_the_page_for_people_in_trouble_has_every_story() -> None:
@@ -79,7 +75,7 @@ def _said_without_muster(lab: Lab, trouble: Trouble, work: Path) -> str:
         given_up.extend(name for name, process in started.items() if process.poll())
         return bool(given_up)
 
-    await_true("torch gives up", has_given_up, BARE_WITHIN_S)
+    await_true("torch gives up", has_given_up)
     for process in started.values():
         _ended(process)
     return files[given_up[0]].read_text()
@@ -136,7 +132,7 @@ def _filled_in(line: str, lab: Lab) -> str:
 
 def _typed(host: Host, line: str, work: Path) -> str:
     """Run a line as it stands, which must go well, and return what it prints."""
-    done = host.run(["sh", "-c", line], cwd=work, env={"NO_COLOR": "1"}, timeout=RUN_WITHIN_S)
+    done = host.run(["sh", "-c", line], cwd=work, env={"NO_COLOR": "1"})
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -144,7 +140,7 @@ def _typed(host: Host, line: str, work: Path) -> str:
 def _found(host: Host, line: str, trouble: Trouble, work: Path) -> Found | None:
     """Return what an examination, typed as it stands, finds of this trouble."""
     quick = f"{line} --quick" if line.startswith("muster check") else line
-    told = host.run(["sh", "-c", f"{quick} --json"], cwd=work, timeout=CHECK_WITHIN_S)
+    told = host.run(["sh", "-c", f"{quick} --json"], cwd=work)
     found = [one for one in _findings(told.stdout) if one["name"] == trouble.finding]
     assert all(names(one, trouble.says) for one in found), f"{list(trouble.says)}\n{found}"
     return next(iter(found), None)

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import GIVE_UP_S
+
 # What a launcher sets; the tests' own surroundings must not leak into the ranks.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
 
@@ -36,7 +38,7 @@ Torchrun = Callable[..., Ran]
 def python(tmp_path: Path) -> Python:
     """Run Python with these words in a folder of the test's own."""
 
-    def run(*words: str, env: Mapping[str, str] | None = None, within_s: float = 100) -> Ran:
+    def run(*words: str, env: Mapping[str, str] | None = None, within_s: float = GIVE_UP_S) -> Ran:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         with subprocess.Popen(
             [sys.executable, *words],

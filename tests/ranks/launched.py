@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 
 from muster_command import Result, muster_argv
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.runfolder import RunFolder, list_runs
 
 # Inherited by everything that a run starts, also by what no longer has a parent.
 MARK = "TEST_LAUNCHED_MARK"
-# The machine that runs the tests may be busy: starting takes several times as long there.
-START_WITHIN_S = 40.0
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
 
 # Ranks that say when they are there, and then wait for their end.
@@ -73,7 +72,7 @@ class Launched:
             self._news.put(line.rstrip("\n"))
         self._news.put(None)
 
-    def wait_for(self, *texts: str, within_s: float = START_WITHIN_S) -> None:
+    def wait_for(self, *texts: str, within_s: float = GIVE_UP_S) -> None:
         """Wait until a line with each of these texts was shown."""
         deadline = time.monotonic() + within_s
         missing = [text for text in texts if not any(text in line for line in self.lines)]
@@ -88,11 +87,26 @@ class Launched:
             elif self.process.poll() is not None and self._news.empty():
                 raise AssertionError(f"it ended before it showed {missing}:\n{self}")
 
-    def end(self, within_s: float = START_WITHIN_S) -> Result:
+    def wait_for_more(self, *texts: str, within_s: float = GIVE_UP_S) -> None:
+        """Wait until a line with all of these texts is shown that was not read before; it is the last."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                line = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{texts} not shown within {within_s} s:\n{self}") from None
+            if line is not None:
+                self.lines.append(line)
+                if all(text in line for text in texts):
+                    return
+            elif self.process.poll() is not None and self._news.empty():
+                raise AssertionError(f"it ended before it showed {texts}:\n{self}")
+
+    def end(self, within_s: float = GIVE_UP_S) -> Result:
         """Wait for the end of the command."""
         code = self.process.wait(within_s)
         for reader in self._readers:
-            reader.join(5)
+            reader.join(10)
         return Result(code, "".join(self._out), "".join(self._err))
 
     def send(self, number: signal.Signals) -> float:
@@ -119,6 +133,7 @@ class Launched:
     def wait_until_nothing_lives(self, within_s: float) -> float:
         """Wait until nothing of it is alive; return how long that took."""
         began = time.monotonic()
+        within_s += BUSY_S
         while left := self.alive():
             assert time.monotonic() - began < within_s, f"still alive after {within_s} s: {left}"
             time.sleep(0.05)

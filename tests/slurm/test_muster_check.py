@@ -4,12 +4,9 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from muster_command import muster_argv
+from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def test_a_job_checks_all_its_nodes(cluster: SlurmLab, tmp_path: Path) -> None:
@@ -20,7 +17,7 @@ def test_a_job_checks_all_its_nodes(cluster: SlurmLab, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=GIVE_UP_S,
     )
     assert done.returncode == 0, done.stdout
     assert "2 of 2 joined" in done.stdout

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from muster_command import muster_argv
+from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.launch.keeper import sweep
-
-pytestmark = pytest.mark.timeout(240)
 
 SMOKE = ("-m", "torchmuster.launch.probes.smoke")
 CPU = ("--device", "cpu", "--ranks", "1")
@@ -29,7 +27,7 @@ def run(*words: str, cwd: Path, before: tuple[str, ...] = ()) -> tuple[int, str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=GIVE_UP_S,
     )
     return done.returncode, done.stdout
 
@@ -64,7 +62,7 @@ def following(*words: str, cwd: Path) -> Iterator[tuple[str, list[str]]]:
     try:
         await_until(lambda: bool(lines), "the job's number")
         yield re.findall(r"\d+", lines[0])[0], lines
-        assert process.wait(60) is not None
+        assert process.wait(GIVE_UP_S) is not None
     finally:
         process.kill()
         process.wait()
@@ -109,10 +107,10 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
     )
     with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        await_until(lambda: any("running" in line for line in lines), "the ranks' first line", 60)
+        await_until(lambda: any("running" in line for line in lines), "the ranks' first line")
         cluster.run("scancel", job)
     assert any("cancelled" in line for line in lines), lines
-    await_until(lambda: not living_ranks(tmp_path), "no rank is left", 15)
+    await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
 def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
@@ -122,12 +120,12 @@ def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
     )
     with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        await_until(lambda: any("running" in line for line in lines), "the ranks' first line", 60)
+        await_until(lambda: any("running" in line for line in lines), "the ranks' first line")
         stop = muster_argv(["stop", "last"])
-        done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S)
         assert f"Slurm was told to cancel job {job}" in done.stderr
         assert done.returncode == 0
-    await_until(lambda: not living_ranks(tmp_path), "no rank is left", 15)
+    await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
 def test_a_failing_rank_fails_the_job_with_its_cause(cluster: SlurmLab, tmp_path: Path) -> None:
@@ -163,7 +161,7 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
             60,
         )
         cluster.run("scancel", "--batch", "--signal=USR1", job)
-        await_until(lambda: any("ended well" in line for line in lines), "the job's end", 60)
+        await_until(lambda: any("ended well" in line for line in lines), "the job's end")
     warned = [line for line in lines if line.endswith("warned")]
     assert warned in (
         ["[all 2 ranks] warned"],

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import GIVE_UP_S
 from slurm.slurm_lab import await_until, remove_abandoned
 
 
@@ -21,7 +22,7 @@ def test_only_labs_of_dead_tests_are_removed() -> None:
         remove_abandoned()
         assert not Path("/run/netns", abandoned).exists()
         assert Path("/run/netns", used).exists()
-        assert sleeper.wait(timeout=10) == -9
+        assert sleeper.wait(timeout=GIVE_UP_S) == -9
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Channel
@@ -19,7 +20,6 @@ from torchmuster.launch.slurm.allocation import Allocation
 from torchmuster.launch.slurm.srun import SrunTransport
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_keeper.py")))
-PATIENCE_S = 20.0
 
 
 def allocate(cluster: SlurmLab, *options: str) -> Allocation:
@@ -53,7 +53,7 @@ class Keepers:
     async def all_here(self, count: int) -> None:
         async with self._come:
             await asyncio.wait_for(
-                self._come.wait_for(lambda: len(self.channels) >= count), PATIENCE_S
+                self._come.wait_for(lambda: len(self.channels) >= count), GIVE_UP_S
             )
 
 
@@ -69,7 +69,7 @@ async def keepers_on(transport: SrunTransport, count: int) -> AsyncIterator[Keep
 
 
 async def hear(channel: Channel) -> wire.FromKeeper | None:
-    return await asyncio.wait_for(channel.receive(), PATIENCE_S)
+    return await asyncio.wait_for(channel.receive(), GIVE_UP_S)
 
 
 async def prepared(channel: Channel, *variables: str) -> wire.Prepared:
@@ -208,7 +208,7 @@ def test_the_keepers_end_with_their_srun(cluster: SlurmLab) -> None:
                 assert await hear(channel) is None
                 assert channel.why_closed() == "srun ended with exit code -9"
             pids = [hello.record.pid for hello in keepers.hellos.values()]
-            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the keepers are gone", 5)
+            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the keepers are gone")
 
     asyncio.run(scene())
 
@@ -270,7 +270,7 @@ def test_what_cannot_be_started_is_given_up_with_the_cause(
             await transport.open(keepers.arrive)
             assert transport.waiting_for(0).startswith("srun is starting the keeper, 0 s")
             while any(transport.gave_up(place) is None for place in range(3)):
-                await asyncio.wait_for(asyncio.sleep(0.05), PATIENCE_S)
+                await asyncio.wait_for(asyncio.sleep(0.05), GIVE_UP_S)
             for place in range(3):
                 trouble = transport.gave_up(place)
                 assert trouble is not None
@@ -292,7 +292,7 @@ def test_a_job_that_has_ended_is_given_up(cluster: SlurmLab) -> None:
         try:
             await transport.open(Keepers().arrive)
             while transport.gave_up(0) is None:
-                await asyncio.wait_for(asyncio.sleep(0.05), PATIENCE_S)
+                await asyncio.wait_for(asyncio.sleep(0.05), GIVE_UP_S)
             trouble = transport.gave_up(0)
             assert trouble is not None
             assert trouble.fix == f"job {allocation.job} has ended; submit it again"

@@ -49,7 +49,6 @@ def table(results: list[dict[str, Any]]) -> str:
 
 @pytest.mark.stress
 @pytest.mark.alone
-@pytest.mark.timeout(300)
 def test_a_roll_call_costs_in_step_with_the_number_of_machines() -> None:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < LARGEST + 1024:

@@ -19,7 +19,7 @@ from torchmuster.launch.channel import Arrive
 from torchmuster.launch.spec import JobSpec
 from torchmuster.launch.supervisor import Supervisor
 
-pytestmark = [pytest.mark.stress, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stress, pytest.mark.alone]
 
 
 class Machine:

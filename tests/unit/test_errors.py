@@ -20,6 +20,7 @@ from torchmuster.errors import (
     NoSuchDevice,
     NoSuchRun,
     NotNow,
+    OutOfMemory,
     TooFewDevices,
 )
 
@@ -32,6 +33,7 @@ EXIT_CODES = {
     CudaAlreadyInitialised: 2,
     NoSuchRun: 2,
     MachineLost: 1,
+    OutOfMemory: 1,
     NotNow: 3,
     DevicesBusy: 3,
 }
@@ -78,7 +80,7 @@ def test_the_order_of_the_drawing_puts_each_class_below_its_parent() -> None:
 def test_every_exit_code_is_explained() -> None:
     assert set(EXIT_CODE_MEANINGS) == set(ExitCode)
     assert all(EXIT_CODE_MEANINGS.values())
-    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 130]
+    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 75, 130]
 
 
 @pytest.mark.parametrize(

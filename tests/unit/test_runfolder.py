@@ -101,7 +101,7 @@ def test_a_suffix_that_is_taken_is_drawn_again(
     assert (first.id[-4:], second.id[-4:]) == ("aaaa", "bbbb")
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 def test_a_root_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")

@@ -47,7 +47,7 @@ def follow(run: RunFolder) -> int:
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
             f"muster: launched on {job.launcher.host}; should it end without a word there, "
-            "that cannot be seen from here"
+            "that is seen from here some minutes later"
         )
     while True:
         state = ledger.read_state(run)  # before the last look, so that nothing is missed

@@ -87,9 +87,14 @@ def _run(options: argparse.Namespace) -> int:
         return slurm_run.submit_and_follow(options, spec)
     slurm_run.refuse_flags_without_slurm(options)
     spec, transport = _machines(options, spec, resolved)
-    # What looks blocked is tried once more, so that each try can be shorter than a run allows.
-    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
-    return _check(options, spec, transport, create(options.runs, spec.name))
+    return examine(
+        spec,
+        transport,
+        create(options.runs, spec.name),
+        quick=options.quick,
+        html=options.html,
+        as_json=options.json,
+    )
 
 
 def _machines(
@@ -119,39 +124,51 @@ def _sees_gpus(spec: JobSpec) -> bool:
     return spec.device != "cpu" and bool(visible(snapshot.take().accelerators, os.environ).devices)
 
 
-def _check(options: argparse.Namespace, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+def examine(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    *,
+    quick: bool,
+    html: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Check the machines of a job, show what was found, and return the exit code that says it."""
     from torchmuster.launch.launcher import launch
 
+    # What looks blocked is tried once more, so that each try can be shorter than a run allows.
+    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
     made: list[GroupCheck] = []
 
     def make(*words: Any, **named: Any) -> "GroupCheck":
         # Imported once the machines have been called: their keepers start meanwhile.
         from torchmuster.verify.group import GroupCheck
 
-        made.append(GroupCheck(*words, **named, quick=options.quick))
+        made.append(GroupCheck(*words, **named, quick=quick))
         return made[0]
 
     code = launch(spec, transport, run, job_flags.voice_for, make)
     result = made[0].result if made else None
     if result is not None:
-        _tell(options, result, run, shown=code in (ExitCode.GOOD, ExitCode.FAILED))
+        shown = code in (ExitCode.GOOD, ExitCode.FAILED)
+        _tell(result, run, html=html, as_json=as_json, shown=shown)
     return code
 
 
 def _tell(
-    options: argparse.Namespace, result: "GroupResult", run: RunFolder, *, shown: bool
+    result: "GroupResult", run: RunFolder, *, html: Path | None, as_json: bool, shown: bool
 ) -> None:
     """Write the report and show the result, unless the launcher has said already what is wrong."""
     from torchmuster.verify import report
     from torchmuster.verify.result import headline
 
     report.write(run.path, result)
-    if options.json:
+    if as_json:
         output.print_json(report.as_json(result))
     elif shown:
         width = shutil.get_terminal_size().columns
         print(report.text(result, width=width, colour=output.wants_colour(sys.stdout)))
         took = format_seconds(result.seconds)
-        print(f"\n{headline(result)}, in {took}; report: {options.html or run.report}")
-    if options.html is not None:
-        options.html.write_text(report.page(result), encoding="utf-8")
+        print(f"\n{headline(result)}, in {took}; report: {html or run.report}")
+    if html is not None:
+        html.write_text(report.page(result), encoding="utf-8")

@@ -189,6 +189,7 @@ def _prepare(spec: JobSpec, host: Host | None) -> wire.Prepare:
         share=spec.share,
         environment=environment_of(spec),
         alone=host is None,
+        typed=spec.typed,
     )
 
 

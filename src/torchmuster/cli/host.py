@@ -11,6 +11,7 @@ from torchmuster.cli.launching import stay
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
 from torchmuster.launch.channel import Transport
+from torchmuster.launch.spec import Nodes
 from torchmuster.runfolder import create
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--nnodes", type=machines, required=True, metavar="N", help="machines, this one too"
+        "--nnodes",
+        type=_range,
+        required=True,
+        metavar="N",
+        help="machines, this one too; 2:4 goes on with 2 if others are lost",
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_meeting_flags(parser)
@@ -63,15 +68,16 @@ def _run(options: argparse.Namespace) -> int:
             "muster host lets machines join; launch.hosts calls them over ssh",
             fix="muster run for ssh, or leave launch.hosts out",
         )
-    if options.nnodes < 2:
+    if options.nnodes.most < 2:
         raise Impossible("a host without guests", fix="muster run, or --nnodes 2 and more")
     transport = transport_for_guests(
-        options.nnodes,
+        options.nnodes.most,
         port=options.join_port,
         announce=not options.no_announce,
         short=options.short_codes,
         stream=sys.stdout,
     )
+    spec = job_flags.with_nodes(spec, options.nnodes)
     return stay(spec, transport, create(options.runs, spec.name))
 
 
@@ -104,6 +110,13 @@ def transport_for_guests(
         on_event=lambda words: output.say(f"muster: {words}"),
         on_code=lambda place, code: _show(place, code.short() if short else code, stream),
     )
+
+
+def _range(text: str) -> Nodes:
+    """Read a number of machines, this one included, or the fewest and the most: 2:4."""
+    if ":" not in text:
+        return Nodes(least=machines(text), most=machines(text))
+    return job_flags.nodes(text)
 
 
 def machines(text: str) -> int:

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
-from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
+from torchmuster.launch.spec import JobSpec, Limits, Nodes, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
@@ -22,8 +24,18 @@ from torchmuster.units import parse_seconds
 _SHORTEST_SILENCE_S = 5.0
 # --wait without a time: longer than anybody waits, and still a number that can be sent.
 _FOREVER_S = 10 * 365 * 86400.0
+# What can go on from where it was is started again without being asked.
+USUAL_RESTARTS = 3
 # Set by people to steer the libraries; everything else of an environment belongs to its machine.
-_LIBRARY_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS")
+_LIBRARY_VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_NCCL_",
+    "TORCH_DISTRIBUTED_",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,20 +114,36 @@ def add_host_flags(many: Any) -> None:
     )
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> Any:
+def add_run_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    named: str = "as the script",
+    usual_restarts: int = 0,
+    usual_grace_s: float = 5.0,
+) -> Any:
     """Add what holds while a run goes on."""
+    parser.set_defaults(usual_restarts=usual_restarts)
     when = parser.add_argument_group("while it runs")
+    in_a_row = " in a row" if usual_restarts else ""
     when.add_argument(
-        "--max-restarts", metavar="N", help="start all ranks again after a failure (0 times)"
+        "--max-restarts",
+        metavar="N",
+        help=f"start all ranks again after a failure ({usual_restarts} times{in_a_row})",
     )
     when.add_argument(
         "--grace",
         type=duration,
-        default=5.0,
+        default=usual_grace_s,
         metavar="TIME",
-        help="ranks that are asked to end are killed after this (5s)",
+        help=f"ranks that are asked to end are killed after this ({usual_grace_s:.0f}s)",
     )
-    when.add_argument("--name", help="name the run (default: as the script)")
+    when.add_argument(
+        "--end-hangs-after",
+        type=_patience,
+        metavar="TIME",
+        help="end ranks that hang for so long, or never (1m if they cannot go on by themselves)",
+    )
+    when.add_argument("--name", help=f"name the run (default: {named})")
     when.add_argument(
         "--runs", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where run folders go (runs)"
     )
@@ -152,6 +180,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         name=_name(options, resolved, script),
         command=script.command,
         module=script.module,
+        typed=_typed(options),
         folder=str(Path.cwd()),
         device=_device(options, resolved),
         ranks=_ranks(options, resolved),
@@ -163,12 +192,23 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         address=options.address,
         backend=getattr(options, "rdzv_backend", "muster"),
         endpoint=getattr(options, "rdzv_endpoint", None),
-        max_restarts=settings.launch.max_restarts,
+        max_restarts=_restarts(options, resolved),
         environment=_environment(options.env),
         limits=Limits(
-            join_s=options.join_timeout, lost_after_s=options.lost_after, grace_s=options.grace
+            join_s=options.join_timeout,
+            lost_after_s=options.lost_after,
+            grace_s=options.grace,
+            end_hangs_s=getattr(options, "end_hangs_after", None),  # a check has no such flag
         ),
     )
+
+
+def with_nodes(spec: JobSpec, nodes: Nodes) -> JobSpec:
+    """Return the job for so many machines; one that goes on with fewer is started again for that."""
+    if nodes.least == nodes.most:
+        return spec
+    restarts = spec.max_restarts or USUAL_RESTARTS
+    return replace(spec, min_nodes=nodes.least, max_restarts=restarts)
 
 
 def voice_for(run: RunFolder) -> "Any":
@@ -181,6 +221,12 @@ def voice_for(run: RunFolder) -> "Any":
         own_colour=output.wants_colour(sys.stderr),
         width=shutil.get_terminal_size().columns,
     )
+
+
+def _restarts(options: argparse.Namespace, resolved: Resolved) -> int:
+    given = resolved.settings.launch.max_restarts
+    usual = getattr(options, "usual_restarts", 0)  # a check has no such flags
+    return int(usual) if given is None else given
 
 
 def _name(options: argparse.Namespace, resolved: Resolved, script: Script) -> str:
@@ -221,6 +267,12 @@ def _ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
     return int(options.ranks)
 
 
+def _typed(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words that people would type again: the command, and its settings."""
+    config = getattr(options, "config", None)
+    return (options.words[0], *(("--config", str(config)) if config else ()))
+
+
 def _environment(names: list[str]) -> dict[str, str]:
     chosen = {
         name: value for name, value in os.environ.items() if name.startswith(_LIBRARY_VARIABLES)
@@ -249,6 +301,14 @@ def count(text: str) -> int:
     return number
 
 
+def nodes(text: str) -> Nodes:
+    """Read a number of machines, or the fewest and the most: 2:4."""
+    try:
+        return parse_nodes(text)
+    except Impossible as error:
+        raise argparse.ArgumentTypeError(error.what) from None
+
+
 def duration(text: str) -> float:
     """Read a time such as 10s, 5m or 2h."""
     try:
@@ -263,6 +323,10 @@ def _silence(text: str) -> float:
         shortest = f"{_SHORTEST_SILENCE_S:.0f}s"
         raise argparse.ArgumentTypeError(f"{text!r} is too short: {shortest} is the least")
     return seconds
+
+
+def _patience(text: str) -> float:
+    return math.inf if text == "never" else duration(text)
 
 
 def port(text: str) -> int:

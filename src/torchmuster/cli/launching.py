@@ -1,11 +1,76 @@
 """Launching a job from a command, and staying with it."""
 
+import argparse
 import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from torchmuster.cli import job_flags
+from torchmuster.cli import job_flags, output, slurm_run
+from torchmuster.errors import Impossible
 from torchmuster.launch.channel import Transport
 from torchmuster.launch.spec import JobSpec
-from torchmuster.runfolder import RunFolder
+from torchmuster.runfolder import RunFolder, create
+
+_FREED_WITHIN_S = 30.0
+InFolder = Callable[[JobSpec, Path], JobSpec]
+
+
+def start(
+    options: argparse.Namespace,
+    spec: JobSpec,
+    python: str,
+    *,
+    in_folder: InFolder = lambda spec, _: spec,
+    prepare: Callable[[RunFolder], None] = lambda _: None,
+    run: RunFolder | None = None,
+) -> int:
+    """Do with a job what the flags say: show it, submit it, leave it alone, or stay with it.
+
+    ``in_folder`` gives the job what it must know of its run's folder, ``prepare`` what the folder is
+    to hold from the beginning. A ``run`` that is given goes on in its folder.
+    """
+    if options.slurm:
+        return slurm_run.submit_and_follow(options, spec)
+    transport = slurm_run.transport_inside(spec)
+    machines = len(transport.places) if transport is not None else len(spec.hosts)
+    spec = slurm_run.for_so_many(options, spec, machines)
+    slurm_run.refuse_flags_without_slurm(options)
+    if options.dry_run and transport is None:
+        from torchmuster.cli import dry_run
+
+        spec = in_folder(spec, run.path if run is not None else options.runs / "RUN")
+        return dry_run.show(spec, python, options.runs, as_json=options.json)
+    if options.dry_run:
+        raise Impossible(
+            "--dry-run shows nothing useful inside a Slurm job",
+            why="which devices and addresses the nodes have is known when their keepers answer",
+            fix=f"muster {options.words[0]} --slurm --dry-run …  # outside of the job shows its script",
+        )
+    transport = transport or transport_for(spec, python)
+    run = slurm_run.earlier_run(spec, options.runs) or run or create(options.runs, spec.name)
+    prepare(run)
+    spec = in_folder(spec, run.path)
+    if options.detach:
+        from torchmuster.cli import detaching
+
+        return detaching.detach(run, lambda: _stay_guarded(spec, transport, run))
+    return _stay_guarded(spec, transport, run)
+
+
+def _stay_guarded(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+    """Stay with a job whose failures are survived; then its launcher's death is survived, too."""
+    from torchmuster.launch import guardian
+
+    if not spec.max_restarts or not guardian.is_possible():
+        return stay(spec, transport, run)
+
+    def work(started_before: int) -> int:
+        # What a dead launcher's keepers held elsewhere is free when they have noticed.
+        wait_s = max(spec.wait_s, _FREED_WITHIN_S) if started_before else spec.wait_s
+        return stay(replace(spec, wait_s=wait_s), transport, run)
+
+    return guardian.guarded(run, spec, work, output.say)
 
 
 def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:

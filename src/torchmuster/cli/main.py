@@ -25,11 +25,17 @@ COMMANDS = {
     "gpus": Command("torchmuster.cli.gpus", "see the GPUs of this machine; pick free ones"),
     "doctor": Command("torchmuster.cli.doctor", "examine this machine; explain an error"),
     "check": Command("torchmuster.cli.check", "see whether machines can train together"),
+    "plan": Command("torchmuster.cli.plan", "see if it fits, how to split it, how fast it will be"),
+    "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
     "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),
     "join": Command("torchmuster.cli.join", "take part in a run that another machine hosts"),
     "smoke": Command("torchmuster.cli.smoke", "prove that ranks can work together"),
     "kubernetes": Command("torchmuster.cli.kubernetes", "write manifests that run a script"),
+    "explain": Command(
+        "torchmuster.cli.explain", "say what happened to a run, why, and what to do"
+    ),
+    "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export what was saved"),
     "runs": Command("torchmuster.cli.runs", "list the runs and how they went"),
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
     "stop": Command("torchmuster.cli.stop", "end a run, on all its machines"),
@@ -59,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        hint = "; the script's own flags come after the script" if _takes_script(words) else ""
+        hint = _hint(words, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if command is not None and not hasattr(options, "command"):
         parser.error("this command does not run another one after --")
@@ -114,6 +120,13 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def _takes_script(words: Sequence[str]) -> bool:
     return next((word in _TAKE_SCRIPT for word in words if word in COMMANDS), False)
+
+
+def _hint(words: Sequence[str], unknown: Sequence[str]) -> str:
+    if _takes_script(words):
+        return "; the script's own flags come after the script"
+    files = [word for word in unknown if word.endswith((".yaml", ".yml")) and word[0] != "-"]
+    return f"; a settings file is given as --config {files[0]}" if files else ""
 
 
 def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:

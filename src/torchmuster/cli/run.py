@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 from torchmuster.cli import job_flags, parsers, slurm_run
-from torchmuster.cli.launching import stay, transport_for
+from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
-from torchmuster.runfolder import create
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,25 +63,4 @@ def _run(options: argparse.Namespace) -> int:
             why="only an etcd server has an endpoint of its own; all others meet on the first machine",
             fix="--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
         )
-    if options.slurm:
-        return slurm_run.submit_and_follow(options, spec)
-    slurm_run.refuse_flags_without_slurm(options)
-    python = resolved.settings.launch.remote_python or sys.executable
-    transport = slurm_run.transport_inside(spec)
-    if options.dry_run and transport is None:
-        from torchmuster.cli import dry_run
-
-        return dry_run.show(spec, python, options.runs, as_json=options.json)
-    if options.dry_run:
-        raise Impossible(
-            "--dry-run shows nothing useful inside a Slurm job",
-            why="which devices and addresses the nodes have is known when their keepers answer",
-            fix="muster run --slurm --dry-run …  # outside of the job shows its script",
-        )
-    transport = transport or transport_for(spec, python)
-    run = create(options.runs, spec.name)
-    if options.detach:
-        from torchmuster.cli import detaching
-
-        return detaching.detach(run, lambda: stay(spec, transport, run))
-    return stay(spec, transport, run)
+    return start(options, spec, resolved.settings.launch.remote_python or sys.executable)

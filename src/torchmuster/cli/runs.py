@@ -43,13 +43,19 @@ def _run(options: argparse.Namespace) -> int:
 def _cells(
     run: RunFolder, job: ledger.Job | None, state: ledger.State | None
 ) -> tuple[str, str, str, str]:
-    words = printable(job.command) if job else ""
+    words = printable(job.shown) if job else ""
     if state is None:
         return run.id, "unknown", "-", words
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
+    if restarts := _restarts(run):
+        took += f", {restarts} restart{'s' if restarts > 1 else ''}"
     failed = state.phase in ("failed", "died")
     return run.id, state.phase, took, state.headline.partition("\n")[0] if failed else words
+
+
+def _restarts(run: RunFolder) -> int:
+    return sum(event.name == ledger.RESTART for event in ledger.events(run))
 
 
 def _as_json(
@@ -60,6 +66,7 @@ def _as_json(
         "folder": str(run.path.resolve()),
         "phase": state.phase if state else None,
         "exit_code": state.exit_code if state else None,
+        "restarts": _restarts(run),
         "headline": state.headline if state else None,
         "started_unix_s": state.started_unix_s if state else None,
         "since_unix_s": state.since_unix_s if state else None,

@@ -5,15 +5,17 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torchmuster.cli import job_flags, output
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.channel import Transport
 from torchmuster.launch.spec import JobSpec
+from torchmuster.runfolder import RunFolder
 
 # The flags that are for submitting: inside the job they are left out. Each takes one value.
 _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
-    "--nodes": ("nodes", job_flags.count, "N", "nodes (1)"),
+    "--nodes": ("nodes", job_flags.nodes, "N", "nodes (1); 2:4 goes on with 2 if others are lost"),
     "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs of each node"),
     "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores of each node"),
     "--partition": ("partition", str, "NAME", "the partition to wait in"),
@@ -47,7 +49,8 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     from torchmuster.launch.slurm.submit import submit
 
     request = SlurmRequest(
-        nodes=options.nodes or 1,
+        nodes=options.nodes.most if options.nodes else 1,
+        no_kill=options.nodes is not None and options.nodes.least < options.nodes.most,
         gpus_per_node=options.gpus_per_node,
         cpus_per_node=options.cpus_per_node,
         partition=options.partition,
@@ -93,9 +96,20 @@ def transport_inside(spec: JobSpec) -> Transport | None:
         return None  # the whole of the job is here
     from torchmuster.launch.slurm.srun import SrunTransport
 
-    again = f", started again {given.restarts} times" if given.restarts else ""
+    times = "once" if given.restarts == 1 else f"{given.restarts} times"
+    again = f", started again {times}" if given.restarts else ""
     output.say(f"muster: in Slurm job {given.job} with {len(given.nodes)} nodes{again}")
     return SrunTransport(given)
+
+
+def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
+    """Return the run to go on with: that of a job which Slurm has started again."""
+    from torchmuster.launch.slurm import again
+
+    run = again.earlier_run(spec, root, os.environ)
+    if run is not None:
+        output.say(f"muster: Slurm has started the job again: going on in {run.path}")
+    return run
 
 
 def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
@@ -104,8 +118,23 @@ def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             raise Impossible(
                 f"{flag} is for Slurm or Kubernetes",
-                fix=f"muster run --slurm {flag} …, or leave {flag} out",
+                fix=f"muster {options.words[0]} --slurm {flag} …, or leave {flag} out",
             )
+
+
+def for_so_many(options: argparse.Namespace, spec: JobSpec, machines: int) -> JobSpec:
+    """Return the job for the machines that ``--nodes MIN:MAX`` allows, of which so many are known."""
+    nodes = options.nodes
+    if nodes is None or machines < 2:
+        return spec
+    if nodes.most != machines:
+        raise Impossible(
+            f"--nodes {nodes}, but {machines} machines are known",
+            why="the most that can take part are those of --hosts, or of the Slurm job",
+            fix=f"--nodes {min(nodes.least, machines)}:{machines}",
+        )
+    options.nodes = None  # understood
+    return job_flags.with_nodes(spec, nodes)
 
 
 def _inside(options: argparse.Namespace) -> list[str]:
@@ -119,12 +148,13 @@ def _without(words: Sequence[str]) -> list[str]:
     kept: list[str] = []
     left = iter(words)
     for word in left:
-        flag, equals, _ = word.partition("=")
+        flag, equals, given = word.partition("=")
         if flag in ("--slurm", "--detach", "--dry-run"):
             continue
         if flag in _VALUES:
-            if not equals:
-                next(left, None)
+            value = given if equals else next(left, "")
+            if flag == "--nodes" and ":" in value:  # how few are enough holds inside as well
+                kept += [flag, value]
             continue
         kept.append(word)
     return kept

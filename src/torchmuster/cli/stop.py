@@ -9,7 +9,7 @@ import psutil
 from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.launch import ledger
+from torchmuster.launch import guardian, ledger
 from torchmuster.runfolder import RunFolder, find
 
 _SAY_EVERY_S = 5.0
@@ -66,10 +66,14 @@ def _run(options: argparse.Namespace) -> int:
             fix=f"ssh {job.launcher.host} muster stop {run.path.resolve()}",
         )
     if active and process is not None:
+        guardian.stop_for_good(run)
         given = job.grace_s + _BEYOND_GRACE_S if options.within is None else options.within
         _end(process, run, given)
     _sweep(run, job)
-    output.say(f"muster: {run.id} {_how_it_ended(state)}")
+    now = ledger.read_state(run)
+    saved = active and now is not None and now.phase == "saved"
+    words = f"has ended: {now.headline}" if saved and now else _how_it_ended(state)
+    output.say(f"muster: {run.id} {words}")
     return ExitCode.GOOD
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -114,8 +115,9 @@ def _word(info: inspect.Type) -> str:
             if low is not None and high is not None:
                 return f"a whole number from {low} to {high}"
             return "a whole number" + (f" of at least {low}" if low is not None else "")
-        case inspect.FloatType():
-            return "a number"
+        case inspect.FloatType(gt=above, ge=low):
+            limit = f" above {above:g}" if above is not None else ""
+            return "a number" + (f" of at least {low:g}" if low is not None else limit)
         case inspect.StrType():
             return "a text"
         case inspect.LiteralType(values=values):
@@ -129,6 +131,8 @@ def _word(info: inspect.Type) -> str:
 def convert(path: str, value: object) -> object:
     """Check a value against its setting's type; raises :class:`msgspec.ValidationError`."""
     converted: object = msgspec.convert(value, leaves()[path].type, strict=True)
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise msgspec.ValidationError(f"{converted} is not a number to compute with")
     try:
         msgspec.json.encode(converted)
     except UnicodeEncodeError as error:  # half a surrogate pair could be neither shown nor saved

@@ -118,9 +118,9 @@ def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
     ``run #3`` would lose its end.
     """
     value: object = text
-    if fields.is_text(path):
-        value = None if text == "null" and fields.leaves()[path].default is None else text
-    else:
+    if text == "null" and fields.leaves()[path].default is None:
+        value = None
+    elif not fields.is_text(path):
         if fields.is_list(path) and not text.lstrip().startswith("["):
             text = f"[{text}]"
         try:

@@ -2,7 +2,8 @@
 
 A first answer from sizes alone, with its assumption stated: weights, gradients and the two moments
 of AdamW, all in the number type of the weights, make four times the weights; a tenth of each
-device is left for activations and the driver.
+device is left for activations and the driver. A size says no more than that: for a model itself,
+its batch and its precision, ``muster plan`` answers.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ from torchmuster.units import format_bytes
 
 TRAINING_STATES_PER_WEIGHT = 4
 USABLE_SHARE = 0.9
+# Sharding would save less than this share of a device's memory: not worth its communication.
+_CLEARLY_SMALL = 0.25
 
 Strategy = Literal["single", "ddp", "fsdp"]
 
@@ -39,6 +42,11 @@ class Placement:
 
     devices: tuple[Device, ...]
     strategy: Strategy
+
+
+def states_decide(states_bytes: int, memory_bytes: int) -> bool:
+    """Say whether the size of its states tells whether a copy of a training fits on a device."""
+    return not _CLEARLY_SMALL < states_bytes / memory_bytes <= USABLE_SHARE
 
 
 def choose_for_model(

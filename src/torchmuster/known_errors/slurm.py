@@ -10,7 +10,8 @@ RULES = (
             r"Exceeded (?:job|step) memory limit",
             r"exceeded memory limit",
             r"(?:srun|slurmstepd)[^\n]{0,120}(?:Out Of Memory|oom)",
-            r"\bOUT_OF_ME\+?|STATE[^\n]{0,200}OUT_OF_MEMORY|State=OUT_OF_MEMORY|\bOUT_OF_MEMORY\b",
+            # as sacct shortens it; not a file or module of that name
+            r"\bOUT_OF_ME\+|(?<![./])\bOUT_OF_MEMORY\b(?!\.py)",
             r"Some of (?:your processes|the step tasks) (?:may )?(?:have )?been (?:OOM )?killed",
         ),
         unless=(r"CUDA_ERROR_OUT_OF_MEMORY", r"oom-kill:constraint=CONSTRAINT_NONE"),

@@ -5,6 +5,7 @@ keeper, it writes down which ranks failed and how, it does not wait for the othe
 it was told to, and it knows the rendezvous ``torchmuster``.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -67,4 +68,7 @@ def _write(report: Path, failures: Mapping[int, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    finally:
+        gc.freeze()  # looking through all of torch's objects once more takes long

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from torchmuster.launch import ledger
     from torchmuster.launch.supervisor import Outcome
     from torchmuster.launch.voice import TerminalVoice
+
+
+# Schedulers signal every process of a job, so that one request may arrive by several ways.
+_SAME_REQUEST_S = 0.5
+_REMIND_AFTER_S = 2.0
 
 
 class Course(Protocol):
@@ -136,6 +142,9 @@ async def _launch(
     make_course: MakeCourse | None,
 ) -> int:
     from torchmuster.launch import ledger
+    from torchmuster.launch.evidence import failures, keep_failure
+    from torchmuster.launch.sign_of_life import heard_of
+    from torchmuster.launch.slurm.requeue import would_not_get_on
     from torchmuster.launch.supervisor import Supervisor
 
     began = time.monotonic()
@@ -147,11 +156,18 @@ async def _launch(
     ledger.write_job(run, spec, token=course.token, slurm_job=slurm_job)
     with voice.speaking():
         voice.say(f"run {run.id}")
+        asked: list[str] = []
+        warned: list[str] = []
+        newest = None if slurm_job is None else await _newest_checkpoint(spec)
         try:
-            with _signals(course, voice):
+            with (
+                heard_of(run.state),
+                _signals(course, voice, asked, warned, can_save=spec.checkpoints is not None),
+            ):
                 outcome = await course.run()
         except MusterError as error:
-            voice.show(from_error(error))
+            voice.show(findings := from_error(error))
+            keep_failure(run, len(failures(run)), findings[0], ())
             diary.ended("failed", error.exit_code, error.what)
             return error.exit_code
         except (
@@ -163,11 +179,34 @@ async def _launch(
             diary.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
             raise
         voice.finish()
-        return _conclude(outcome, diary, voice, run, time.monotonic() - began)
+        took_s = time.monotonic() - began
+        code = _conclude(outcome, spec, diary, voice, run, took_s)
+        if code == ExitCode.SAVED and slurm_job is not None and not asked:
+            is_newer = await _newest_checkpoint(spec) != newest
+            why_not = would_not_get_on(
+                spec, outcome.saved, is_newer=is_newer, warned=bool(warned), took_s=took_s
+            )
+            voice.say(await asyncio.to_thread(_back_into_the_queue, slurm_job, why_not))
+        return code
+
+
+async def _newest_checkpoint(spec: JobSpec) -> str | None:
+    from torchmuster.launch import standing
+
+    metrics = Path()  # what was not saved does not count
+    seen = await asyncio.to_thread(standing.look, spec, metrics, since_unix_s=math.inf)
+    return seen.checkpoint
+
+
+def _back_into_the_queue(job: str, why_not: str) -> str:
+    from torchmuster.launch.slurm.requeue import requeue
+
+    return requeue(job, why_not=why_not).reason
 
 
 def _conclude(
     outcome: "Outcome",
+    spec: JobSpec,
     diary: "ledger.Diary",
     voice: "TerminalVoice",
     run: RunFolder,
@@ -181,8 +220,13 @@ def _conclude(
         voice.say(f"finished well in {took}; logs in {_shown(run.logs)}")
         diary.ended("finished", ExitCode.GOOD, "finished well")
         return ExitCode.GOOD
+    if outcome.saved:
+        voice.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
+        diary.ended("saved", ExitCode.SAVED, outcome.saved)
+        return ExitCode.SAVED
     if outcome.stopped:
-        voice.say(f"stopped after {took}; {_left(outcome.left)}")
+        not_saved = ", without saving once more" if spec.checkpoints else ""
+        voice.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
         diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
         return ExitCode.INTERRUPTED
     if outcome.words:
@@ -192,6 +236,12 @@ def _conclude(
     voice.show([outcome.finding])
     diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
     return ExitCode.FAILED
+
+
+def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
+    if spec.checkpoints is None:  # a script of the user's own, which knows how
+        return "start it again to go on"
+    return f"go on with: muster train --resume {_shown(run.path)}"
 
 
 def _left(machines: Sequence[str]) -> str:
@@ -207,24 +257,49 @@ def _shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _signals(course: Course, voice: "TerminalVoice") -> Iterator[None]:
-    """Turn signals into requests for as long as the run lasts."""
+def _signals(
+    course: Course, voice: "TerminalVoice", asked: list[str], warned: list[str], *, can_save: bool
+) -> Iterator[None]:
+    """Turn signals into requests for as long as the run lasts.
+
+    ``asked`` is who asked for the end, ``warned`` are the warnings of it that were passed on.
+    """
     loop = asyncio.get_running_loop()
+    reminder: asyncio.TimerHandle | None = None
+    last_s = -math.inf
 
     def stop(why: str) -> None:
+        asked.append(why)
         voice.say(f"{why}: ending all ranks (once more to end them at once)")
         course.stop(why)
+
+    def stop_as_a_scheduler_asks(why: str) -> None:
+        nonlocal last_s
+        again_s, last_s = loop.time() - last_s, loop.time()
+        if again_s > _SAME_REQUEST_S:
+            stop(why)
+
+    def warn(name: str) -> None:
+        nonlocal reminder
+        warned.append(name)
+        course.pass_on(name)
+        if (
+            can_save
+        ):  # once more for ranks that are only now being started: they would not know of it
+            reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
 
     def suspend() -> None:
         voice.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
 
     actions = {
         "SIGINT": (stop, "Ctrl-C"),
-        "SIGTERM": (stop, "asked to end (SIGTERM)"),
-        "SIGUSR1": (course.pass_on, "SIGUSR1"),
+        "SIGTERM": (stop_as_a_scheduler_asks, "asked to end (SIGTERM)"),
+        "SIGUSR1": (warn, "SIGUSR1"),
         "SIGUSR2": (course.pass_on, "SIGUSR2"),
     }
     known: list[signal.Signals] = []
+    # Who guards the launcher lets warnings do nothing before and after.
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     for name, (action, argument) in actions.items():
         with contextlib.suppress(AttributeError, NotImplementedError):
             number = getattr(signal, name)
@@ -240,5 +315,8 @@ def _signals(course: Course, voice: "TerminalVoice") -> Iterator[None]:
     try:
         yield
     finally:
+        if reminder is not None:
+            reminder.cancel()
         for number in known:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])

@@ -1,7 +1,7 @@
 """What is written down about a run in its folder: what was launched, by whom, and how it goes.
 
 ``muster runs``, ``attach`` and ``stop`` know a run only by this, so it also has to be true when the
-launcher was killed: whether it is alive is asked of the system, not of the file.
+launcher was killed: whether it is alive is asked of the system, or of its signs of life, not of the file.
 """
 
 import contextlib
@@ -15,12 +15,17 @@ from typing import Any
 import psutil
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.spec import JobSpec
-from torchmuster.redaction import redact_command, redact_mapping
+from torchmuster.launch.json_lines import append_line, read_lines, unix_s
+from torchmuster.launch.sign_of_life import SILENT_AFTER_S, silent_for_s
+from torchmuster.launch.spec import JobSpec, is_ours
+from torchmuster.redaction import redact_command, redact_mapping, redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
+from torchmuster.units import format_seconds
 
 # The phases of a run that is not over.
 ACTIVE = ("submitted", "roll-call", "starting", "running")
+EVENTS = "events.jsonl"
+RESTART = "restart"  # the event that all ranks, or their launcher, start again after a failure
 # A run whose folder is there but nothing else yet: its launcher is given so long to write it down.
 _WRITTEN_WITHIN_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
@@ -89,6 +94,12 @@ class Job:
     token: str = ""
     grace_s: float = 5.0
     slurm_job: str | None = None
+    typed: list[str] = field(default_factory=lambda: ["run"])
+
+    @property
+    def shown(self) -> list[str]:
+        """The command for people: their script, or what they typed where it is ours."""
+        return self.typed if is_ours(self.command) else self.command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +130,7 @@ def write_job(
         token=token,
         grace_s=spec.limits.grace_s,
         slurm_job=slurm_job,
+        typed=redact_command(spec.typed),
     )
     content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
     try:
@@ -129,6 +141,15 @@ def write_job(
             why=error.strerror or str(error),
             fix="make room on that disk, or put run folders elsewhere: --runs DIR",
         ) from error
+
+
+def take_over(run: RunFolder) -> None:
+    """Make this process the launcher of a run whose launcher was killed."""
+    content = _read(run.job)
+    if content:
+        content["launcher"] = asdict(Launcher.this())
+        with contextlib.suppress(OSError):
+            write_atomically(run.job, json.dumps(content, indent=2) + "\n")
 
 
 def read_job(run: RunFolder) -> Job | None:
@@ -143,6 +164,7 @@ def read_job(run: RunFolder) -> Job | None:
             token=str(content["token"]),
             grace_s=float(content["grace_s"]),
             slurm_job=content["slurm_job"],
+            typed=list(content.get("typed") or content["command"][:1]),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -159,19 +181,50 @@ def await_job(run: RunFolder) -> Job | None:
     return job
 
 
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run: a phase begun, ranks started, a hang told, its end."""
+
+    at_unix_s: float
+    name: str
+    facts: dict[str, Any]
+
+
+def note(run: RunFolder, event: str, **facts: object) -> None:
+    """Write down that something happened to a run."""
+    content = redact_mapping(facts) | {"at_unix_s": time.time(), "event": event}
+    append_line(run.path / EVENTS, content)
+
+
+def events(run: RunFolder) -> list[Event]:
+    """Return what happened to a run, in its order; a line that is not understood is passed over."""
+    found = []
+    for line in read_lines(run.path / EVENTS):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            at_unix_s, name = unix_s(line.pop("at_unix_s")), str(line.pop("event"))
+            found.append(Event(at_unix_s=at_unix_s, name=name, facts=line))
+    return found
+
+
 class Diary:
     """Writes a run's state as it changes."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._started = time.time()
+        before = _state(_read(run.state))
+        # One whose launcher was killed and started again goes on.
+        goes_on = before is not None and before.active
+        self._started = before.started_unix_s if before and goes_on else time.time()
 
     def phase(self, name: str) -> None:
         """The run has entered another phase."""
+        note(self._run, name)
         self._write(State(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
 
     def ended(self, phase: str, exit_code: int, headline: str) -> None:
         """The run is over."""
+        headline = redact_text(headline)
+        note(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
             State(
                 phase=phase,
@@ -188,28 +241,48 @@ class Diary:
 
 
 def read_state(run: RunFolder) -> State | None:
-    """Return how a run goes; one whose launcher was killed is ``died``."""
+    """Return how a run goes; one whose launcher was killed, or is not heard of any more, is ``died``."""
     content = _read(run.state)
-    try:
-        state = State(**_known(State, content))
-    except TypeError:
+    state = _state(content)
+    if state is None:
         return None
     job = read_job(run)
-    here = job is not None and job.launcher.is_of_this_machine
-    if not state.active or not here or (job is not None and job.launcher.process() is not None):
+    if not state.active or job is None or job.launcher.process() is not None:
         return state
+    since_unix_s, headline = state.since_unix_s, "the launcher was killed"
+    if not job.launcher.is_of_this_machine:
+        silent_s = silent_for_s(run.state)
+        if silent_s < SILENT_AFTER_S:
+            return state
+        since_unix_s = time.time() - silent_s
+        headline = f"nothing was heard of the launcher for {format_seconds(silent_s)}"
     fresh = _read(run.state)  # it may have ended between the two looks
     if fresh != content:
-        return State(**_known(State, fresh))
+        return _state(fresh)
     return State(
         phase="died",
-        since_unix_s=state.since_unix_s,
+        since_unix_s=since_unix_s,
         started_unix_s=state.started_unix_s,
-        headline="the launcher was killed",
+        headline=headline,
     )
 
 
-def _known(kind: type[Launcher | State], content: dict[str, Any]) -> dict[str, Any]:
+def _state(content: dict[str, Any]) -> State | None:
+    """Return the state that was written as this; None if it was not one."""
+    exit_code = content.get("exit_code")
+    try:
+        return State(
+            phase=str(content["phase"]),
+            since_unix_s=unix_s(content["since_unix_s"]),
+            started_unix_s=unix_s(content["started_unix_s"]),
+            exit_code=exit_code if isinstance(exit_code, int) else None,
+            headline=str(content.get("headline", "")),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
     """Leave out what a newer version may have written beside what is known here."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in content.items() if name in names}

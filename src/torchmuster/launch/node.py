@@ -13,6 +13,8 @@ from torchmuster.launch.channel import Channel
 Reply = TypeVar("Reply", bound=wire.Message)
 # What an engaged program says, and at last how it ended.
 Word = wire.Relay | wire.Disengaged
+# What a machine says of what its ranks are doing, unasked and asked.
+Sign = wire.Pulses | wire.Evidence | wire.Examined
 
 
 class Node:
@@ -36,6 +38,7 @@ class Node:
         self._replies: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
         self._on_change: Callable[[], None] = lambda: None
         self._on_word: Callable[[Word], None] = lambda _: None
+        self._on_sign: Callable[[Sign], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
 
@@ -123,6 +126,10 @@ class Node:
         self._asked_to_stop = True
         await self.channel.send(wire.Stop(grace_s=grace_s, why=why))
 
+    def watch(self, on_sign: Callable[[Sign], None]) -> None:
+        """Have what is said of the ranks' doings brought to whoever watches them."""
+        self._on_sign = on_sign
+
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
     ) -> None:
@@ -179,6 +186,10 @@ class Node:
                     on_output(message.rank, message.text)
                 case wire.Relay() | wire.Disengaged():
                     self._on_word(message)
+                case wire.Pulses() if message.attempt != self._attempt:
+                    pass  # still of the attempt before
+                case wire.Pulses() | wire.Evidence() | wire.Examined():
+                    self._on_sign(message)
                 case wire.Ended():
                     self._take_end(message)
                 case _:

@@ -6,9 +6,12 @@ is installed on the machine must not decide whether a failure can be reported. I
 - dies when its parent (torchrun's agent) dies,
 - writes everything the script prints to the rank's own log,
 - leaves a record of its process, and of the exception that ends it, for the keeper,
+- tells the keeper every second what it is doing,
 - refuses to run in a group of another size than the one that was called together.
 """
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import importlib.machinery
@@ -54,18 +57,39 @@ def main() -> None:
             f"this rank was put into a group of {os.environ['WORLD_SIZE']} ranks, but "
             f"{settings['world_size']} were called together; it does not train alone"
         )
+    atexit.register(_leave_group)
+    _begin_pulse(rank, records)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
     try:
         _run(command, module=settings["module"])
     except BaseException as error:
         error.__traceback__ = _without_this_file(error.__traceback__)
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            _finished(rank, records)
+        else:
             write_record(records / f"rank-{rank}.error.json", _describe(error))
         if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: Python knows how
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    _finished(rank, records)
+
+
+def _leave_group() -> None:
+    """Leave a group of gloo's that the script left open; everything of the script has ended by now.
+
+    Its threads would outlive Python, and now and then abort the process after all went well.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):
+        if distributed.is_initialized() and distributed.get_backend() == "gloo":  # type: ignore[union-attr]
+            distributed.destroy_process_group()  # type: ignore[union-attr]
+
+
+def _finished(rank: int, records: Path) -> None:
+    """Leave word that the script ended well; others may still have needed it."""
+    write_record(records / f"rank-{rank}.finished.json", {"at_unix_s": time.time()})
 
 
 def _write_to(log: Path) -> None:
@@ -76,6 +100,14 @@ def _write_to(log: Path) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def _begin_pulse(rank: int, records: Path) -> None:
+    try:
+        from torchmuster.launch.hangs import rank_pulse
+    except ImportError:  # this Python knows the script's packages only: then without
+        return
+    rank_pulse.begin(rank, records)
 
 
 def _run(command: list[str], *, module: bool) -> None:
@@ -109,14 +141,28 @@ def _without_this_file(trace: types.TracebackType | None) -> types.TracebackType
 
 def _describe(error: BaseException) -> dict[str, object]:
     if isinstance(error, SystemExit):
-        summary = f"the script ended itself: {error.code}"
-        return {"error": summary, "traceback": "", "at_unix_s": time.time()}
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    return {
-        "error": summary[-4000:],
-        "traceback": "".join(traceback.format_exception(error))[-16000:],
-        "at_unix_s": time.time(),
-    }
+        summary, trace = f"the script ended itself: {error.code}", ""
+        own = error.__context__  # sys.exit(str(error)) in an except
+        said = own if own is not None and str(own) == error.code else error
+        parts: dict[str, object] = {**_parts(said)}
+        if isinstance(error.code, int):
+            parts["exit_code"] = error.code
+    else:
+        summary = "".join(traceback.format_exception_only(error)).strip()[-4000:]
+        trace = "".join(traceback.format_exception(error))[-16000:]
+        parts = {**_parts(error)}
+    return {"error": summary, "traceback": trace, "at_unix_s": time.time(), **parts}
+
+
+def _parts(error: BaseException) -> dict[str, str]:
+    """Return what was asked, what is true and what to do, where an error says so in three parts.
+
+    That is a ``MusterError``; it is known by its parts, as nothing but the standard library is imported.
+    """
+    parts = {name: getattr(error, name, None) for name in ("what", "why", "fix")}
+    if all(isinstance(part, str) for part in parts.values()) and parts["what"]:
+        return {name: str(part)[:4000] for name, part in parts.items()}
+    return {}
 
 
 def write_record(path: Path, content: dict[str, object]) -> None:

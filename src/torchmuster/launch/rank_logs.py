@@ -9,6 +9,7 @@ import contextlib
 import io
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,14 @@ from pathlib import Path
 _KEPT_OPEN = 64
 # A disk that took nothing for so long is not waited for at the end.
 _PATIENCE_S = 5.0
+
+
+def mark_restart(folder: Path) -> None:
+    """Draw a line in every rank's log: what comes after it is of another attempt."""
+    line = f"--- started again, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n"
+    for path in folder.glob("rank-*.log"):
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
+            log.write(line)
 
 
 class RankLogs:

@@ -15,8 +15,10 @@ from torchmuster.launch.node import Node, error_from
 from torchmuster.launch.waiting import Waiting
 
 _SHOWN_HERE, _SHOWN_MISSING = 12, 8
-# A machine that was lost may come back: it is called again this often.
+# A machine that was lost may come back: it is called again this often, and once the others go on
+# without it, less and less often.
 _CALL_AGAIN_AFTER_S = 1.0
+_CALL_LEFT_OUT_AFTER_S, _CALL_LEFT_OUT_AT_LEAST_S = 5.0, 30.0
 # Many machines that come at once are looked at together.
 _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
@@ -26,7 +28,10 @@ _LEAVE_WITHIN_S = 3.0
 
 
 class RollCall:
-    """The machines of a run, as they come, go and come back."""
+    """The machines of a run, as they come, go and come back.
+
+    Where ``enough`` is given, so many of them do: whoever is missing is left out, and may still come.
+    """
 
     def __init__(
         self,
@@ -37,9 +42,13 @@ class RollCall:
         join_s: float,
         lost_after_s: float | None,
         on_output: Callable[[int, str], None],
+        enough: int | None = None,
+        return_s: float = 5.0,
     ) -> None:
         self._transport = transport
         self._waiting = waiting
+        self._enough = enough
+        self._return_s = return_s
         self._token = token
         self._join_s = join_s
         self._lost_after_s = lost_after_s
@@ -49,11 +58,24 @@ class RollCall:
         self._greetings: set[asyncio.Task[None]] = set()
         self._refusals: dict[int, MusterError] = {}
         self._care: asyncio.Task[None] | None = None
+        self._left_out: dict[int, asyncio.Task[None]] = {}
 
     @property
     def nodes(self) -> list[Node]:
-        """The machines that are here, in the order of their ranks."""
-        return [self._nodes[place] for place in sorted(self._nodes)]
+        """The machines that take part, in the order of their ranks."""
+        return [self._nodes[one] for one in sorted(self._nodes) if one not in self._left_out]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The machines without which the others go on."""
+        names = self._transport.places
+        return [names[place] for place in sorted(self._left_out)]
+
+    @property
+    def newcomers(self) -> list[Node]:
+        """Those of them that have come since."""
+        self._name_all()
+        return [self._nodes[place] for place in sorted(self._left_out) if self._is_here(place)]
 
     def arrive(self, place: int, channel: Channel) -> None:
         """Take in a machine that has come."""
@@ -71,22 +93,80 @@ class RollCall:
 
     async def call(self, places: Iterable[int], *, again: bool = False) -> None:
         """Wait until these machines are here; ``again``, one that cannot come yet is called again."""
-        deadline = time.monotonic() + self._join_s
+        within_s = self._return_s if again else self._join_s
+        began = time.monotonic()
         missing = set(places)
         async with self._waiting.telling(self.words):
             while missing := {place for place in missing if not self._is_here(place)}:
-                if self._refusals:
-                    raise self._refusals.pop(next(iter(self._refusals)))
-                await self._deal_with_refused(missing, again=again, until_s=deadline)
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - began
+                no_use = not again and all(self._will_not_come(place) for place in missing)
+                if self._are_enough() and (waited_s > within_s or no_use):
+                    self._leave_out(missing)
+                    break
+                self._raise_refusal()
+                until_s = began + self._join_s
+                await self._deal_with_refused(missing, again=again, until_s=until_s)
+                if waited_s > self._join_s:
+                    who = "everybody" if self._enough is None else "enough machines"
                     raise NotNow(
                         self.words(),
-                        why=f"not everybody answered within {self._join_s:.0f} s",
+                        why=f"not {who} answered within {self._join_s:.0f} s",
                         fix="start the missing machines, or wait longer: --join-timeout 10m",
                     )
                 await self._waiting.something_new(0.2)
                 await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
         self._name_all()
+
+    def _are_enough(self) -> bool:
+        here = sum(self._is_here(place) for place in self._nodes if place not in self._left_out)
+        return self._enough is not None and here >= self._enough
+
+    def _can_be_enough(self) -> bool:
+        """Say whether enough machines can still come, where not all are needed."""
+        places = range(len(self._transport.places))
+        hopeless = sum(self._will_not_come(place) for place in places)
+        return self._enough is not None and len(places) - hopeless >= self._enough
+
+    def _will_not_come(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        lost = node is not None and bool(node.lost)
+        return lost or place in self._left_out or self._transport.gave_up(place) is not None
+
+    def _raise_refusal(self) -> None:
+        """Raise what a machine was refused for; one that was only lost may be done without."""
+        for place in list(self._refusals):
+            error = self._refusals.pop(place)
+            if not (isinstance(error, MachineLost) and self._can_be_enough()):
+                raise error
+
+    def _leave_out(self, places: Iterable[int]) -> None:
+        """Go on without these machines; they are still called now and then."""
+        for place in places:
+            self._left_out[place] = asyncio.create_task(self._call_now_and_then(place))
+
+    async def _call_now_and_then(self, place: int) -> None:
+        pause_s = _CALL_LEFT_OUT_AFTER_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _CALL_LEFT_OUT_AT_LEAST_S)
+            node = self._nodes.get(place)
+            if node is not None and node.lost:
+                await self._call_anew(node)
+            elif node is None and self._transport.gave_up(place) is not None:
+                await self._transport.reopen(place)
+
+    async def _take_in(self, places: Iterable[int]) -> None:
+        """Take machines in again that were left out."""
+        tasks = [self._left_out.pop(place) for place in places if place in self._left_out]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def send_away(self, newcomer: Node) -> None:
+        """Let go of a machine that came and cannot take part; it is called again later."""
+        newcomer.lose("it cannot take part")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(newcomer.close(), _LET_GO_WITHIN_S)
 
     async def gather(self) -> dict[int, Finding]:
         """Wait until every machine is here or will not come; return why not, by place."""
@@ -129,10 +209,13 @@ class RollCall:
         return found
 
     async def call_back_the_lost(self) -> list[Node]:
-        """Call every machine again that was lost or is not prepared; return those that came."""
+        """Call every machine again that was lost or is not prepared; return those to be prepared."""
         self._refusals.clear()  # those of the last call
+        new = [newcomer.place for newcomer in self.newcomers]
+        await self._take_in(new)
         whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
-        lost = [place for place in range(len(self._transport.places)) if place not in whole]
+        places = set(range(len(self._transport.places)))
+        lost = sorted(places.difference(whole, new, self._left_out))
         known = [self._nodes[place] for place in lost if place in self._nodes]
 
         def words() -> str:
@@ -143,7 +226,8 @@ class RollCall:
             await self._waiting.unless_stopped(leaving)
         if lost:
             await self.call(lost, again=True)
-        return [self._nodes[place] for place in lost]
+        called = sorted({*lost, *new}.difference(whole, self._left_out))
+        return [self._nodes[place] for place in called]
 
     async def _call_anew(self, node: Node) -> None:
         with contextlib.suppress(TimeoutError):
@@ -164,12 +248,13 @@ class RollCall:
 
         await self.close()
         # One that cannot be let go of must not keep the others.
-        await asyncio.gather(*(leave(node) for node in self.nodes), return_exceptions=True)
+        everybody = list(self._nodes.values())
+        await asyncio.gather(*(leave(node) for node in everybody), return_exceptions=True)
         await self._transport.close()
 
     async def close(self) -> None:
         """Stop looking after the machines."""
-        tasks = [*self._greetings, *filter(None, [self._care])]
+        tasks = [*self._greetings, *self._left_out.values(), *filter(None, [self._care])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -235,7 +320,7 @@ class RollCall:
     ) -> None:
         for place in missing:
             trouble = self._transport.gave_up(place)
-            if trouble is None:
+            if trouble is None or (not again and self._can_be_enough()):
                 continue
             if not again or time.monotonic() > until_s:
                 raise error_from(trouble)

@@ -8,7 +8,6 @@ alike. Every wait has a limit, and whoever waits says for whom.
 import asyncio
 import itertools
 import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,24 +15,24 @@ from typing import Protocol
 
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch import compare, verdict, wire
+from torchmuster.launch import compare, evidence, ledger, saved, verdict, wire
 from torchmuster.launch.agent import GRACE_VARIABLE
 from torchmuster.launch.channel import Transport
+from torchmuster.launch.hangs.lookout import Lookout
 from torchmuster.launch.meeting import Meeting, meet
 from torchmuster.launch.network.reach import several
 from torchmuster.launch.node import Node
 from torchmuster.launch.rank_logs import RankLogs
 from torchmuster.launch.roll_call import RollCall
+from torchmuster.launch.silence import Silence
 from torchmuster.launch.spec import JobSpec
 from torchmuster.launch.waiting import Waiting
+from torchmuster.runfolder import RunFolder
 
 _PREPARED_WITHIN_S = 60.0
 # What an ending machine may take beyond its grace, before it is given up.
 _END_WITHIN_S = 8.0
 _MACHINES_SHOWN = 16
-_SILENCES_TOLD = 7
-# What torch says while it starts does not show that a rank is at work.
-_LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
 
 
 class Voice(Protocol):
@@ -74,13 +73,15 @@ class Session:
         self._voice = voice
         self._run_id = run_id
         self._logs = logs
+        self._run = RunFolder(Path(logs).parent)
         self._rank_logs = RankLogs(Path(logs), voice.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
-        self._heard_ranks: set[int] = set()
-        self._silences = 0
+        self._silence = Silence()
+        self._attempt = 0
+        self._lookout: Lookout | None = None
         self._many = len(transport.places) > 1
         self.waiting = Waiting(voice.say)
         self.roll = RollCall(
@@ -91,6 +92,8 @@ class Session:
             # A pipe to this machine ends by itself; only a network can fall silent.
             lost_after_s=spec.limits.lost_after_s if self._many else None,
             on_output=self._output,
+            enough=spec.min_nodes,
+            return_s=spec.limits.return_s,
         )
 
     def stop(self, why: str) -> None:
@@ -177,6 +180,7 @@ class Session:
             logs=self._logs if alone else None,
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
+            typed=spec.typed,
         )
 
     async def differences(self, nodes: Sequence[Node]) -> list[Finding]:
@@ -196,8 +200,8 @@ class Session:
 
     async def attempt(self, nodes: Sequence[Node], attempt: int) -> Finding | None:
         """Have the machines meet and run the job once; return None if it went well, else why not."""
-        self._heard_ranks.clear()
-        self._silences = 0
+        self._silence = Silence()
+        self._attempt = attempt
         for node in nodes:
             node.expect(attempt)
         try:
@@ -209,13 +213,32 @@ class Session:
         except MachineLost:
             return await self.fail(nodes)
         self._on_phase("running")
-        async with self.waiting.telling(self._silent_start):
+        self._lookout = lookout = self._look_out(nodes)
+        async with self.waiting.telling(self._words):
             while True:
                 await self.waiting.something_new(1.0)
                 if any(not node.ended.good if node.ended else node.lost for node in nodes):
                     return await self.fail(nodes)
                 if all(node.ended for node in nodes):
                     return None
+                lookout.look()
+                if lookout.must_end:
+                    return await self.fail(nodes)
+
+    def _look_out(self, nodes: Sequence[Node]) -> Lookout:
+        return Lookout(
+            nodes,
+            self._run,
+            say=self._voice.say,
+            show=self._voice.show,
+            later=self._later,
+            end_after_s=self._spec.limits.end_hangs_s,
+        )
+
+    def _words(self) -> str:
+        """Say that the ranks are alive, unless it was told that they hang."""
+        told = self._lookout is not None and self._lookout.finding is not None
+        return "" if told else self._silence.words()
 
     async def _start(self, nodes: Sequence[Node], meeting: Meeting, attempt: int) -> None:
         sizes = [node.prepared.ranks for node in nodes if node.prepared]
@@ -250,19 +273,11 @@ class Session:
             spread = [f"on {len(spread):,} machines"]
         count = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
         self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
-
-    def _silent_start(self) -> str:
-        """Say what is waited for until the first rank prints; after a minute, only now and then."""
-        self._silences += 1
-        if self._heard_ranks or (self._silences > _SILENCES_TOLD and self._silences % 30):
-            return ""
-        if self._silences <= _SILENCES_TOLD:
-            return "the ranks are starting; nothing was printed yet"
-        return "the ranks are running; none of them has printed anything yet"
+        facts = {"attempt": attempt, "ranks": world_size, "hosts": spread}
+        await asyncio.to_thread(ledger.note, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:
-        if not _LIBRARY_WORDS.match(text):
-            self._heard_ranks.add(rank)
+        self._silence.heard(text)
         self._voice.output(rank, text)
         if self._many:  # of one machine, the ranks themselves write there
             self._rank_logs.write(rank, text)
@@ -272,23 +287,30 @@ class Session:
     async def fail(self, nodes: Sequence[Node]) -> Finding:
         """End all machines because one failed; return the verdict."""
         noticed_s = time.monotonic()
+        hang = self._lookout.finding if self._lookout is not None else None
         await self.end(nodes)
-        return verdict.of_attempt(
-            [
-                verdict.NodeEnd(
-                    host=node.name,
-                    ended=node.ended,
-                    ended_s=node.ended_s,
-                    lost=node.lost,
-                    lost_s=node.lost_s,
-                )
-                for node in nodes
-            ],
+        self._lookout = None
+        ends = [
+            verdict.NodeEnd(
+                host=node.name,
+                ended=node.ended,
+                ended_s=node.ended_s,
+                lost=node.lost,
+                lost_s=node.lost_s,
+            )
+            for node in nodes
+        ]
+        finding = verdict.of_attempt(
+            ends,
             noticed_s=noticed_s,
             logs=self._logs,
             world_size=sum(node.prepared.ranks for node in nodes if node.prepared),
             grace_s=self._spec.limits.grace_s,
+            hang=hang,
         )
+        if not saved.words(nodes):
+            await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
+        return finding
 
     async def end(self, nodes: Sequence[Node], *, grace_s: float | None = None) -> None:
         """End the ranks on all of these machines; one that does not end in time is lost."""

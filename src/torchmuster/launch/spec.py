@@ -32,6 +32,17 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """How many machines take part: at most so many, and with ``least`` of them it goes on."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """How long to wait for what; every wait of a run is stated here, in seconds."""
 
@@ -39,18 +50,24 @@ class Limits:
     reach_s: float = 5.0  # for one machine to reach another's port
     rendezvous_s: float = 120.0  # for the ranks' store to be there
     lost_after_s: float = 10.0  # without a sign of life, until a machine is taken for lost
+    return_s: float = 5.0  # for a lost machine to come back, where the others can go on without it
     grace_s: float = 5.0  # between asking ranks to end and ending them
+    end_hangs_s: float | None = (
+        None  # until a hang ends the run; None: only one that cannot resolve
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job: the command, what each machine gives to it, and what to do when it fails.
 
-    ``ranks`` is for each machine; None means one for each device.
+    ``ranks`` is for each machine; None means one for each device. ``typed`` are the words after ``muster``
+    by which people know the job, up to the script if it is theirs.
     """
 
     name: str
     command: tuple[str, ...]
+    typed: tuple[str, ...] = ("run",)
     module: bool = False
     folder: str
     device: Device = "auto"
@@ -63,9 +80,21 @@ class JobSpec:
     address: str | None = None
     backend: Backend = "muster"
     endpoint: str | None = None  # of the rendezvous service, for etcd
-    max_restarts: int = 0
+    max_restarts: int = 0  # in a row, without a newer checkpoint between them
+    min_nodes: int | None = None  # so many machines are enough; None: all of them
+    checkpoints: str | None = None  # where its ranks save and go on from; None: not known to do so
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+
+
+def as_people_know_it(typed: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return what was typed after ``muster``; a command that is ours is no part of it."""
+    return list(typed) if is_ours(command) else [*typed, *command]
+
+
+def is_ours(command: Sequence[str]) -> bool:
+    """Say whether a command is a module of ours, which nobody typed."""
+    return bool(command) and command[0].startswith("torchmuster.")
 
 
 def parse_hosts(words: Sequence[str]) -> tuple[Host, ...]:
@@ -99,6 +128,19 @@ def _host(item: str) -> Host:
         )
     plain = name.replace("[", "").replace("]", "")
     return Host(name=plain, ranks=int(count) if counted else None)
+
+
+def parse_nodes(text: str) -> Nodes:
+    """Read ``4``, or ``2:4`` for a run that goes on with as few as 2 machines."""
+    least, colon, most = text.partition(":")
+    most = most if colon else least
+    if not _is_count(least) or not _is_count(most) or int(least) > int(most):
+        raise Impossible(
+            f"{text!r} is not a number of machines",
+            why="it is a number, or the fewest and the most with : between them",
+            fix="--nodes 4, or --nodes 2:4",
+        )
+    return Nodes(least=int(least), most=int(most))
 
 
 def _is_count(text: str) -> bool:

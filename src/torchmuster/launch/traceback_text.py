@@ -14,7 +14,11 @@ _CXX_WHAT = re.compile(r"^ *what\(\): +(.*)", re.MULTILINE)
 _PYTHON_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout): .*")
 _USAGE_ERROR = re.compile(r"^\S+: error: .+")
 _FRAME = re.compile(r'^ *(?:\| +)?File "([^"]+)", line (\d+)', re.MULTILINE)
+_FATAL_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
 _LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python3[.\d]*)[/\\]|^<frozen ")
+
+# Wherever it is installed.
+_OURS = re.compile(r"[/\\]torchmuster[/\\](?:train|launch|worker\.py|distributed\.py)")
 
 
 def without_torch_prefix(text: str) -> str:
@@ -56,6 +60,38 @@ def raised_at(traceback: str) -> str:
     frames: list[tuple[str, str]] = _FRAME.findall(without_torch_prefix(traceback))
     own = [f"{file}:{line}" for file, line in frames if not _LIBRARY.search(file)]
     return own[-1] if own else ""
+
+
+def crashed_at(output: str) -> str:
+    """Return ``train.py:13 in step``, where a fatal error (a signal) met the user's own code; else ""."""
+    stack = without_torch_prefix(output).rpartition("Current thread 0x")[2].partition("\n\n")[0]
+    for file, line, name in _FATAL_FRAME.findall(stack):  # the innermost first
+        if _own(file):
+            return f"{file}:{line} in {name}"
+    return ""
+
+
+def from_own_code(text: str) -> str:
+    """Leave out the frames before the user's own code, in each traceback of a text that comes to it."""
+    lines = text.splitlines()
+    kept: list[str] = []
+    at = 0
+    while at < len(lines):
+        kept.append(lines[at])
+        at += 1
+        if kept[-1] == _BEGINNING:
+            end = at
+            while end < len(lines) and lines[end].startswith(" "):
+                end += 1
+            frames = [
+                n for n in range(at, end) if (found := _FRAME.match(lines[n])) and _own(found[1])
+            ]
+            at = frames[0] if frames else at
+    return "\n".join(kept)
+
+
+def _own(file: str) -> bool:
+    return not _LIBRARY.search(file) and not _OURS.search(file)
 
 
 def tail(text: str, lines: int = 25) -> str:

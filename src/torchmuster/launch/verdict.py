@@ -5,9 +5,10 @@ death is reported; then those that are left are ended. So it is not enough to ta
 what only says that a peer is gone, and what was ended on purpose, stands behind every real cause.
 """
 
+import dataclasses
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
@@ -30,6 +31,13 @@ _ENDED_BY_REQUEST = re.compile(
     r"^KeyboardInterrupt|SignalException|got signal: (?:15|2)\b|by SIG(?:TERM|INT)"
 )
 _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at )/\S+/")
+# What ranks say that only waited for another one (train/first.py, train/data/stream.py); it quotes the other's error, so the
+# words of that error must not be looked at.
+_ONLY_WAITED = re.compile(
+    r"(?:[\w.]+: )?(?:what rank \d+ waited for failed on rank \d+: "
+    r"|rank \d+ could not read its data: "
+    r"|the ranks' store is gone while waiting for the first rank)"
+)
 # Gloo prints its ports in the wrong byte order; an address that is wrong is worse than none.
 _GLOO_ADDRESS = re.compile(r" \[[0-9a-fA-F.:]+\]:\d+")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", re.DOTALL)
@@ -76,13 +84,17 @@ def of_attempt(
     logs: str,
     world_size: int | None = None,
     grace_s: float = 5.0,
+    hang: Finding | None = None,
 ) -> Finding:
     """Return the one finding that says why an attempt failed.
 
     ``noticed_s`` is when the launcher noticed and told the others to end, ``grace_s`` what it gave
-    them for that; ``logs`` is the folder of the ranks' logs.
+    them for that; ``logs`` is the folder of the ranks' logs. ``hang`` is what was told of ranks that kept
+    others waiting and was not over.
     """
     blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
+    if hang is not None and _Blame.CAUSE not in blames.values():
+        return _after_hang(hang, blames)
     if not blames:
         return Finding(
             name="run-failed",
@@ -100,7 +112,64 @@ def of_attempt(
         alike_words = [f"{rank_words(_ranks(alike))} failed in the same way"] if alike else []
     rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
     aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
-    return _finding(first, who, aftermath, logs)
+    early = [rank for end in ends if end.ended for rank in end.ended.finished]
+    if blames[first] is _Blame.PEER and first.failure is not None and early:
+        return _of_early_end(first, early, aftermath, logs)
+    finding = _finding(first, who, aftermath, logs)
+    if first.failure and first.failure.rank in early and _code(first.failure) == _ABORTED:
+        return _of_abort_at_exit(finding, first, aftermath)
+    return finding
+
+
+def _of_abort_at_exit(finding: Finding, first: _Report, aftermath: Sequence[str]) -> Finding:
+    """Return the verdict on a rank whose script had ended well when its process was aborted."""
+    left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    said = [f"it said: {_headline(first.text)}"] if first.text else []
+    why = "a thread of a library still ran: mostly of a process group that the script left open"
+    return dataclasses.replace(
+        finding,
+        name="rank-aborted-at-exit",
+        what=f"{left} ended well, then aborted (SIGABRT) while Python was shutting down",
+        why=_clean("\n".join([why, *said, *aftermath])),
+        fix="call torch.distributed.destroy_process_group() at the end of the script, on every rank",
+    )
+
+
+def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
+    """Return the verdict where nothing failed by itself: some gave up waiting for what was told."""
+    gave_up = [report for report, blame in blames.items() if blame is _Blame.PEER]
+    lines = []
+    if gave_up:
+        first = min(gave_up, key=lambda report: report.at_s)
+        lines = (
+            [f"{rank_words(_ranks(gave_up))} then gave up: {_cause(first)}"]
+            if first.failure
+            else []
+        )
+    return dataclasses.replace(
+        hang,
+        status=Status.FAILURE,
+        what=_clean(hang.what),
+        why=_clean("\n".join([hang.why, *lines])),
+        evidence=_clean(hang.evidence),
+    )
+
+
+def _of_early_end(
+    first: _Report, early: Sequence[int], aftermath: Sequence[str], logs: str
+) -> Finding:
+    who = rank_words(early)
+    left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    lines = [f"{left} then failed: {_cause(first)}", *aftermath]
+    finding = _finding(first, left, (), logs)
+    return dataclasses.replace(
+        finding,
+        name="rank-ended-early",
+        what=f"{who} ended well while {left} still needed {'it' if len(early) == 1 else 'them'}",
+        why=_clean("\n".join(["the ranks did not do the same number of steps", *lines])),
+        fix="give every rank the same number of batches: a DistributedSampler, drop_last=True, or "
+        "torch.distributed.algorithms.Join; no collective inside `if rank == 0`",
+    )
 
 
 def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
@@ -124,6 +193,8 @@ def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
 
 def _said(failure: wire.Failure) -> str:
     """Return the error's whole text: the exception, or what the log ends with."""
+    if failure.what:
+        return failure.what
     error = traceback_text.exception_text(failure.traceback) or failure.error
     own = error.removeprefix(_SCRIPT_ENDED_ITSELF)
     if error and own == error:
@@ -140,7 +211,7 @@ def _said(failure: wire.Failure) -> str:
 def _code(failure: wire.Failure) -> int:
     """Return how it ended by itself: a rank that is on its way out is still sent a signal."""
     own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
-    if failure.traceback or (own and own == failure.error):
+    if failure.what or failure.traceback or (own and own == failure.error):
         return 1
     itself = own != failure.error and own.isdecimal()
     return known_failures.by_signal(int(own) if itself else failure.exit_code)
@@ -166,7 +237,13 @@ def _blame(report: _Report, ours_from_s: float) -> _Blame:
         return _Blame.CAUSE
     if _ENDED_BY_REQUEST.search(report.text) or (killed and report.at_s > ours_from_s):
         return _Blame.ENDED
+    if _only_waited(report):
+        return _Blame.PEER
     return _Blame.PEER if _role(report) in (Role.PEER_LATE, Role.PEER_GONE) else _Blame.CAUSE
+
+
+def _only_waited(report: _Report) -> bool:
+    return not report.lost and _ONLY_WAITED.match(report.text) is not None
 
 
 def _role(report: _Report) -> Role | None:
@@ -188,7 +265,10 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
     why, fix = _explanation(first)
     if failure := first.failure:
         name, what = "rank-failed", f"{who} failed: {_cause(first)}"
-        shown = traceback_text.without_torch_prefix(failure.traceback or failure.last_lines)
+        if failure.what.startswith(f"{who} "):  # it says itself who it is
+            what = _cause(first)
+        shown = "" if failure.what else failure.traceback or failure.last_lines
+        shown = traceback_text.from_own_code(traceback_text.without_torch_prefix(shown))
         log = f"log: {logs}/rank-{failure.rank}.log"
     else:
         name, verb = ("host-lost", "was lost") if first.lost else ("agent-failed", "failed")
@@ -236,7 +316,9 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     """Return why it happened, a sentence each, and what to do."""
     failure = report.failure
     why = fix = ""
-    if report.lost:
+    if failure is not None and failure.what:
+        why, fix = failure.why, failure.fix
+    elif report.lost:
         why = "the launcher and {host} no longer hear each other"
         fix = "see whether {host} is up and on the network, and whether somebody ended it there"
     elif found := _known(report):
@@ -246,6 +328,8 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
         exit_ = known_failures.exit_of(_code(failure))
         exit_ = known_failures.OUT_OF_MEMORY if killed_by_kernel else exit_
         why, fix = exit_.why, exit_.fix
+        if place := traceback_text.crashed_at(failure.last_lines):
+            why = f"{why}\nit happened at {place}"
     elif failure is not None and (place := traceback_text.raised_at(failure.traceback)):
         why = f"raised at {place}"
     sentences = [why, _of_memory(failure) if failure else ""]
@@ -280,7 +364,8 @@ def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]
     for report in [one for one, blame in rest.items() if blame is _Blame.CAUSE][:3]:
         who = f"rank {report.failure.rank} on {report.host}" if report.failure else report.host
         lines.append(f"{who} {'was lost' if report.lost else 'failed'} too: {_cause(report)}")
-    peers = _ranks([report for report, blame in rest.items() if blame is _Blame.PEER])
+    gone = [report for report, blame in rest.items() if blame is _Blame.PEER]
+    peers = _ranks([report for report in gone if not _only_waited(report)])
     ended = _ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
     if peers:
         lines.append(f"{rank_words(peers)} then lost {_its(peers)} connection to it")

@@ -17,6 +17,8 @@ from typing import Annotated
 
 import msgspec
 
+from torchmuster.launch.hangs.pulse import Pulse
+
 PROTOCOL = 1
 LINE_LIMIT = 900
 # A message is small; whoever sends more than this is not one of us.
@@ -70,6 +72,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int  # negative: the signal that ended it
     ago_s: float
     error: str = ""  # "RuntimeError: …", the last line of the traceback
+    # What an error of ours says of itself, in its three parts; "" where it is another's.
+    what: str = ""
+    why: str = ""
+    fix: str = ""
     traceback: str = ""
     last_lines: str = ""
     peak_rss_bytes: int | None = None
@@ -107,6 +113,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     logs: str | None = None  # where the ranks' logs go; None: a folder of the keeper's own
     alone: bool = True  # no other machine takes part
     lost_after_s: float | None = None  # without a sign of life, the launcher is taken for lost
+    typed: tuple[str, ...] = ("run",)  # after "muster", up to the script: for what people read
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):
@@ -161,6 +168,12 @@ class Signal(Message, frozen=True, kw_only=True, tag="signal"):
     """Pass a signal on to the ranks (a scheduler's warning before preemption)."""
 
     name: str
+
+
+class Examine(Message, frozen=True, kw_only=True, tag="examine"):
+    """Have these ranks show what they are doing: stacks, and what they wrote down of collectives."""
+
+    ranks: tuple[int, ...]
 
 
 class TellPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
@@ -259,12 +272,32 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
+class Pulses(Message, frozen=True, kw_only=True, tag="pulses"):
+    """What this machine's ranks are doing, every two seconds."""
+
+    attempt: int
+    pulses: tuple[Pulse, ...]
+
+
+class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
+    """A file that shows what a rank is doing."""
+
+    rank: int
+    name: str  # stacks.txt, flight.json
+    text: str
+
+
+class Examined(Message, frozen=True, kw_only=True, tag="examined"):
+    """All that could be found out about this machine's ranks has been sent."""
+
+
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     """None of this machine's processes is alive any more."""
 
     attempt: int
     good: bool
     failures: tuple[Failure, ...] = ()
+    finished: tuple[int, ...] = ()  # where some failed: the ranks whose script had ended well
     words: str = ""  # of the agent itself, where it and not a rank failed
 
 
@@ -294,6 +327,7 @@ ToKeeper = Annotated[
     | Start
     | Stop
     | Signal
+    | Examine
     | TellPackages
     | Engage
     | Relay
@@ -310,6 +344,9 @@ FromKeeper = Annotated[
     | Reached
     | Started
     | Output
+    | Pulses
+    | Evidence
+    | Examined
     | Ended
     | Packages
     | Engaged

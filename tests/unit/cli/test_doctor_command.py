@@ -16,6 +16,7 @@ import torchmuster
 from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from patience import GIVE_UP_S
 from torchmuster.verify.machine.all_checks import SUBJECTS
 
 LIMIT_S = 2.0
@@ -154,7 +155,7 @@ def test_no_torch_at_all(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=GIVE_UP_S,
     )
     assert done.returncode == 1, done.stderr
     assert "failure  torch is not installed" in done.stdout

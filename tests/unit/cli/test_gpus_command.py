@@ -17,6 +17,7 @@ import pytest
 from muster_command import Muster, Stubs, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from patience import GIVE_UP_S
 from torchmuster.cli import gpus
 from torchmuster.cli.main import main
 
@@ -208,7 +209,7 @@ def test_waiting_ends_when_the_other_process_does(machine: Machine, muster: Must
         assert waiter.stderr is not None
         assert "waiting for GPU 0" in waiter.stderr.readline()
         machine(scenarios.eight_a100_idle())  # the process on GPU 0 ends
-        out, _ = waiter.communicate(timeout=20)
+        out, _ = waiter.communicate(timeout=GIVE_UP_S)
         assert out.strip() == scenarios.gpu_uuid(0)
         assert waiter.returncode == 0
 
@@ -379,7 +380,7 @@ def test_watch_redraws_until_ctrl_c(machine: Machine, own_machine: Path) -> None
         machine(scenarios.eight_a100())
         assert "2 free" in _read_until(master, "2 free")
         watcher.send_signal(signal.SIGINT)
-        assert watcher.wait(timeout=10) == 130
+        assert watcher.wait(timeout=GIVE_UP_S) == 130
         assert "Traceback" not in _drain(master)
     finally:
         watcher.kill()
@@ -411,7 +412,7 @@ def test_a_reader_that_goes_away_is_no_error(machine: Machine) -> None:
         ["bash", "-c", f"set -o pipefail; {command} | head -1"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=GIVE_UP_S,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 

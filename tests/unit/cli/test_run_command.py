@@ -1,5 +1,6 @@
 """``muster run`` before anything starts: what it refuses and how, and what ``--dry-run`` shows."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 from muster_command import Muster, Result
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from torchmuster.cli import slurm_run
+from torchmuster.errors import Impossible
 
 Machine = Callable[[Scenario], Path]
 
@@ -98,6 +101,19 @@ def test_a_flag_that_is_not_understood_is_named(run: Run, words: list[str], comp
     assert (result.code, result.out) == (2, "")
     assert complaint in result.err
     assert result.err.startswith("usage: muster")
+
+
+def test_complaints_under_another_command_speak_of_that_command(muster: Muster) -> None:
+    result = muster("train", "q.yaml")
+    assert result.code == 2
+    assert (
+        "unrecognized arguments: q.yaml; a settings file is given as --config q.yaml" in result.err
+    )
+    assert "q.yaml;" not in muster("train", "--nope").err
+    options = argparse.Namespace(words=["train", "--nodes", "2"], nodes=2)
+    with pytest.raises(Impossible) as caught:
+        slurm_run.refuse_flags_without_slurm(options)
+    assert caught.value.fix == "muster train --slurm --nodes …, or leave --nodes out"
 
 
 def test_json_is_for_the_dry_run(run: Run) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from muster_command import Muster, muster_argv
+from patience import GIVE_UP_S
 from torchmuster.launch import ledger
 from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 from torchmuster.launch.spec import JobSpec, Limits
@@ -53,6 +54,17 @@ def made(
     run.state.write_text(json.dumps(state))
     run.console.write_text("muster: 2 ranks started\n[rank 0] loss 1 é\n")
     return run
+
+
+def test_a_run_of_settings_is_shown_as_it_was_typed(muster: Muster, own_machine: Path) -> None:
+    run = made(own_machine, "good", "finished", exit_code=0)
+    job = json.loads(run.job.read_text())
+    job["command"] = ["torchmuster.worker", "--set", "train.steps=3", "--run-folder", "/x"]
+    run.job.write_text(json.dumps({**job, "typed": ["train", "--config", "q.yaml"]}))
+    assert muster("runs").out.split("1 min  ")[1] == "train --config q.yaml\n"
+    del job["typed"]  # as an older version left it
+    run.job.write_text(json.dumps(job))
+    assert muster("runs").out.split("1 min  ")[1] == "torchmuster.worker\n"
 
 
 def test_a_folder_without_runs_says_how_to_make_one(muster: Muster) -> None:
@@ -164,7 +176,7 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
         assert watching.stdout.readline() == "[rank 0] loss 1 é\n"
         assert watching.stdout.readline() == "later\n"
         watching.send_signal(signal.SIGINT)
-        _, err = watching.communicate(timeout=20)
+        _, err = watching.communicate(timeout=GIVE_UP_S)
         assert watching.returncode == 0
         assert f"{run.id} goes on; to end it: muster stop {run.id}" in err
 
@@ -200,7 +212,7 @@ def test_stop_ends_what_a_killed_launcher_left(muster: Muster, own_machine: Path
     )
     result = muster("stop", "last")
     assert result.code == 0, result
-    assert left.wait(5) == -signal.SIGKILL
+    assert left.wait(GIVE_UP_S) == -signal.SIGKILL
 
 
 def test_stop_of_a_run_that_was_never_launched(muster: Muster, own_machine: Path) -> None:

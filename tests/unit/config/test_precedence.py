@@ -29,13 +29,16 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
             return (str(first), first), (str(first + 1), first + 1)
         case inspect.StrType():
             return ("first", "first"), ("second", "second")
+        case inspect.FloatType():
+            return ("1e-5", 1e-5), ("2", 2.0)
         case inspect.LiteralType(values=values):
-            others = [str(one) for one in values if one != fields.leaves()[path].default]
-            return (others[0], others[0]), (others[1], others[1])
+            default = fields.leaves()[path].default
+            one, other, *_ = sorted(map(str, values), key=lambda value: value == default)
+            return (one, one), (other, other)
         case inspect.VarTupleType(item_type=inspect.StrType()):
             return ("[a, b:4]", ("a", "b:4")), ("[c]", ("c",))
         case inspect.VarTupleType():
-            return ("[0, 2]", (0, 2)), ("[1, 3]", (1, 3))
+            return ("[4, 2]", (4, 2)), ("[1, 3]", (1, 3))
     raise AssertionError(f"no samples for {path}: {info}")
 
 

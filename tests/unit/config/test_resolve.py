@@ -106,13 +106,19 @@ def values_of(info: inspect.Type) -> st.SearchStrategy[object]:
             return st.booleans()
         case inspect.IntType(ge=low, le=high):
             return st.integers(low, high if high is not None else 10**6)
+        case inspect.FloatType(gt=above):
+            finite = st.floats(0, 1e6, allow_nan=False, exclude_min=above is not None)
+            # A number that has no exponent's sign is read back by YAML as it was written.
+            return finite.map(lambda number: float(f"{number:.6f}") or 0.5)
         case inspect.StrType(min_length=length):
             tricky = st.sampled_from(
                 ["no", "1e-5", "0:1", "null", "~", "2026-01-01", "- a", "a: b"]
             )
-            # ruamel.yaml writes YAML 1.1's other line breaks in a way that it does not read back
+            # ruamel.yaml writes YAML 1.1's other line breaks in a way that it does not read back,
             letters = st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029")
-            return st.text(letters, min_size=length or 0, max_size=12) | tricky
+            texts = st.text(letters, min_size=length or 0, max_size=12)
+            # nor what begins with a question mark, in braces
+            return texts.filter(lambda text: not text.startswith("?")) | tricky
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
         case inspect.VarTupleType(item_type=item, min_length=length):

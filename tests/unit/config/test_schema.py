@@ -20,7 +20,9 @@ distributed:
   gpu_ids: [0, 1, 2, 3]
   strategy: ddp
   fsdp_sharding_strategy: full_shard
+  fsdp_shard_size: 8
   fsdp_cpu_offload: false
+  find_unused_parameters: false
   master_port: 29500
 launch:
   hosts: [a, "b:4"]
@@ -28,8 +30,52 @@ launch:
   remote_python: /opt/venv/bin/python
 model:
   model_name_or_path: Qwen/Qwen2.5-7B
+  build: my_model:make
   device_map: auto
   torch_dtype: bfloat16
+  attention: sdpa
+  loss: language_model
+  lora_rank: 8
+  lora_alpha: 16
+  lora_targets: [q_proj, v_proj]
+data:
+  dataset: my_data:train
+  files: data/*.jsonl
+  hugging_face: wikitext
+  split: train
+  text_field: text
+  tokenizer: bytes
+  sequence_length: 2048
+  pack: true
+  shuffle: false
+  workers: 2
+  evaluation_dataset: my_data:test
+  evaluation_files: data/test.jsonl
+train:
+  epochs: 3
+  steps: 1000
+  global_batch_size: 64
+  micro_batch_size: 8
+  micro_batch_sizes: [8, 8, 2]
+  optimizer: adamw
+  learning_rate: 3e-4
+  weight_decay: 0
+  schedule: cosine
+  warmup_steps: 100
+  clip_norm: 1.0
+  precision: bf16
+  seed: 1
+  activation_checkpointing: 2
+  compile: true
+  on_bad_numbers: stop
+  log_every: 1
+  evaluate_every: 100
+checkpoint:
+  enabled: false
+  every: 10min
+  keep: 2
+  folder: s3://bucket/place
+  mode: sync
 """
 
 GOOD = [
@@ -49,6 +95,7 @@ GOOD = [
     "distributed: {master_port: 65535, num_gpus: 1}",
     "experiment_name: no",
     "experiment_name: 2026-01-01",
+    "train: {activation_checkpointing: full, learning_rate: 1}",
 ]
 
 BAD = [
@@ -93,6 +140,17 @@ BAD = [
     "model: {torch_dtype: bf16}",
     "model: {model_name_or_path: ''}",
     "model: {model_name_or_path: 7}",
+    "model: {lora_rank: 0}",
+    "data: {files: [a, b]}",
+    "data: {sequence_length: 1}",
+    "train: {learning_rate: 0}",
+    "train: {learning_rate: 1e-4x}",
+    "train: {weight_decay: -0.1}",
+    "train: {activation_checkpointing: some}",
+    "train: {activation_checkpointing: 0}",
+    "train: {micro_batch_sizes: 8}",
+    "train: {seed: -1}",
+    "train: {lr: 1}",
     "experiment_name: ''",
     "experiment_name: 12",
     "experiment_name: true",

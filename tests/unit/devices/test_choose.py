@@ -505,7 +505,7 @@ def test_a_large_machine_is_chosen_from_quickly_and_by_islands(
     machine = node(*many, links=interleaved(many))
     started = time.process_time()
     choice = pick(machine, count=count)
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < 3.0
     assert len(choice.value) == count
     assert len({one.index % 8 for one in choice.value}) == islands_used
 

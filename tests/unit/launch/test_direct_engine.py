@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import wire
 from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
@@ -91,7 +92,7 @@ class Attempt:
     async def until_both_spoke(self) -> None:
         while len(self.output()) < 2:
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 20)
+            await asyncio.wait_for(self.changed.wait(), GIVE_UP_S)
 
     def running(self) -> Running:
         env = environment(self.share, os.environ, {}, threads=1)
@@ -140,7 +141,7 @@ def test_the_first_that_fails_ends_the_others_and_is_named(
         tokens.append(attempt.token)
         running = attempt.running()
         await running.start()
-        ended = await asyncio.wait_for(running.watch(), 30)
+        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert not ended.good
         first = min(ended.failures, key=lambda one: -one.ago_s)
         assert (first.rank, first.local_rank, first.exit_code) == (5, 1, 1)
@@ -161,8 +162,8 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
         await attempt.until_both_spoke()
         began = time.monotonic()
         running.stop(0.5)
-        await asyncio.wait_for(watching, 20)
-        assert 0.5 <= time.monotonic() - began < 10
+        await asyncio.wait_for(watching, GIVE_UP_S)
+        assert 0.5 <= time.monotonic() - began < 10 + BUSY_S
 
     asyncio.run(go())
 
@@ -180,7 +181,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
         tokens.append(attempt.token)
         running = attempt.running()
         await running.start()
-        ended = await asyncio.wait_for(running.watch(), 20)
+        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert [one.error for one in ended.failures if one.rank == 5] == ["ValueError: no data"]
 
     try:
@@ -204,7 +205,7 @@ def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
         running.pass_on("SIGUSR1")
-        ended = await asyncio.wait_for(watching, 20)
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
         assert ended.good
         assert all(text.endswith("warned\n") for text in attempt.output().values())
 
@@ -227,6 +228,6 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) 
         ]
         assert listening == []
         running.stop(0.0)
-        await asyncio.wait_for(watching, 20)
+        await asyncio.wait_for(watching, GIVE_UP_S)
 
     asyncio.run(go())

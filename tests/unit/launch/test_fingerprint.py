@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import BUSY_S
 from torchmuster.launch import fingerprint, wire
 from torchmuster.launch.fingerprint import Bounds
 
@@ -126,7 +127,7 @@ def test_a_folder_that_is_too_large_is_given_up(project: Path, bounds: Bounds) -
 def test_a_folder_as_large_as_the_machine_takes_no_time() -> None:
     begun = time.monotonic()
     found = take(Path("/"))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 10 + BUSY_S
     assert found.code_sha256 == ""
 
 
@@ -203,5 +204,5 @@ def test_packages_by_their_usual_names(tmp_path: Path, monkeypatch: pytest.Monke
 def test_this_installation_is_read_quickly() -> None:
     begun = time.monotonic()
     found = fingerprint.packages()
-    assert time.monotonic() - begun < 3  # 0.1 s, on a machine that has nothing else to do
+    assert time.monotonic() - begun < 3 + BUSY_S  # 0.1 s, on a machine that has nothing else to do
     assert {"torch", "torchmuster", "psutil"} <= set(found)

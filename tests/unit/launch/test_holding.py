@@ -24,11 +24,14 @@ def prepare(
     gpu_ids: tuple[str, ...] | None = None,
     wait_s: float = 0.0,
     environment: dict[str, str] | None = None,
+    command: tuple[str, ...] = ("train.py",),
+    typed: tuple[str, ...] = ("run",),
 ) -> wire.Prepare:
     return wire.Prepare(
         run_id="r",
         token="t",
-        command=("train.py",),
+        command=command,
+        typed=typed,
         module=False,
         folder="/",
         device=device,
@@ -106,6 +109,26 @@ def test_gpus_in_use_are_not_now_and_the_reason_is_told_while_waiting(machine: M
     assert told
     assert told[0].why
     second.release()
+
+
+def test_the_way_out_and_the_claim_are_in_the_words_that_were_typed(
+    machine: Machine, muster: Muster
+) -> None:
+    machine(scenarios.eight_a100_idle())
+    worker = ("torchmuster.worker", "--set", "train.steps=3")
+    typed = ("train", "--config", "my q.yaml")
+    first = take(prepare(ranks=6, command=worker, typed=typed))
+    with pytest.raises(NotNow) as caught:
+        take(prepare(ranks=3, command=worker, typed=typed))
+    assert "muster train --config 'my q.yaml' --num-gpus 3 --wait" in caught.value.fix
+    assert "muster run" not in caught.value.fix
+    claims = muster("gpus", "--json").out
+    assert "my q.yaml" in claims
+    assert "torchmuster.worker" not in claims
+    with pytest.raises(NotNow) as caught:
+        take(prepare(ranks=3))
+    assert "muster run --num-gpus 3 --wait" in caught.value.fix
+    first.release()
 
 
 @pytest.mark.parametrize("ranks", [None, 2])

@@ -1,16 +1,20 @@
 """Launching when the machines cannot even be called: said as every other failure is."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import ledger, wire
+from torchmuster.launch import evidence, ledger, sign_of_life, wire
 from torchmuster.launch.channel import Arrive
 from torchmuster.launch.launcher import launch
 from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.supervisor import Outcome
 from torchmuster.launch.voice import TerminalVoice
 from torchmuster.runfolder import create
 
@@ -44,6 +48,43 @@ class Unreachable:
         self.closed += 1
 
 
+class LongCourse:
+    """Lasts until other machines can see that the launcher lives."""
+
+    token = "0123"
+
+    def __init__(self, state: Path, on_phase: Callable[[str], None]) -> None:
+        self._state = state
+        self._on_phase = on_phase
+
+    def stop(self, why: str) -> None:
+        raise NotImplementedError
+
+    def pass_on(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def run(self) -> Outcome:
+        self._on_phase("running")
+        os.utime(self._state, (0, 0))
+        async with asyncio.timeout(GIVE_UP_S):
+            while not self._state.stat().st_mtime:
+                await asyncio.sleep(0.01)
+        return Outcome(good=True, words="seen")
+
+
+def test_as_long_as_it_lives_it_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sign_of_life, "_EVERY_S", 0.01)
+    run = create(tmp_path, "train")
+    spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
+
+    def course(*_: object, on_phase: Callable[[str], None], **__: object) -> LongCourse:
+        return LongCourse(run.state, on_phase)
+
+    assert launch(spec, Unreachable(), run, TerminalVoice, course) == 0
+
+
 def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,5 +102,7 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     assert state is not None
     assert (state.phase, state.exit_code) == ("failed", 2)
     assert state.headline == "port 29400 cannot be opened"
+    (failed,) = evidence.failures(run)  # for explain
+    assert (failed.attempt, failed.finding.fix) == (0, "--port 29500")
     assert transport.closed == 1
     assert json.loads(run.job.read_text())["command"] == ["train.py"]

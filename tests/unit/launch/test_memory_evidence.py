@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT, Peaks, Watch
 from torchmuster.units import GiB, MiB
 
@@ -200,6 +201,6 @@ def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
         print(child.returncode, watch.explain(child.pid, child.returncode, peaks))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert done.stdout.startswith(f"-9 {KERNEL_KILLED_IT}; its peak was "), done
     assert done.stdout.strip().endswith(" MiB of the 64.0 MiB this cgroup may use")

@@ -3,6 +3,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost
 from torchmuster.launch import wire
 from torchmuster.launch.node import Node
@@ -30,7 +31,7 @@ class FakeChannel:
 
     async def close(self) -> None:
         """End only once all that was said has been heard, as a process with a full pipe does."""
-        await asyncio.wait_for(self.drained.wait(), 5)
+        await asyncio.wait_for(self.drained.wait(), GIVE_UP_S)
 
 
 _START = wire.Start(

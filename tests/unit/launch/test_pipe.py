@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import pipe, wire
 from torchmuster.launch.pipe import PipeChannel
 
@@ -73,7 +74,7 @@ def test_one_that_does_not_end_is_ended(full: bool, monkeypatch: pytest.MonkeyPa
 
     async def scene() -> int | None:
         channel = await stuck(full=full)
-        await asyncio.wait_for(channel.close(), 20)
+        await asyncio.wait_for(channel.close(), GIVE_UP_S)
         return channel.exit_code
 
     assert asyncio.run(scene()) == -9
@@ -86,7 +87,7 @@ def test_whoever_does_not_wait_for_the_end_leaves_nothing_behind(full: bool) -> 
         began_s = time.monotonic()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(channel.close(), 0.2)
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 5 + BUSY_S
         return channel.exit_code
 
     assert asyncio.run(scene()) == -9

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.launch import rank
 
 
@@ -165,6 +166,40 @@ def test_every_way_a_script_ends_itself(
     assert ran.error.get("error") == error
 
 
+@pytest.mark.parametrize("ending", ["raise", "sys.exit(str(error))"])
+def test_an_error_in_three_parts_is_written_down_in_three_parts(run: Run, ending: str) -> None:
+    ran = run(
+        f"""
+        import sys
+        from torchmuster.errors import Impossible
+        try:
+            raise Impossible("asked for 8", why="there are 2", fix="ask for 2")
+        except Impossible as error:
+            {ending}
+        """
+    )
+    assert [ran.error[part] for part in ("what", "why", "fix")] == [
+        "asked for 8",
+        "there are 2",
+        "ask for 2",
+    ]
+
+
+def test_another_text_than_the_error_s_own_stays_alone(run: Run) -> None:
+    ran = run(
+        """
+        import sys
+        from torchmuster.errors import Impossible
+        try:
+            raise Impossible("asked for 8", why="there are 2", fix="ask for 2")
+        except Impossible:
+            sys.exit("no data")
+        """
+    )
+    assert ran.error["error"] == "the script ended itself: no data"
+    assert "what" not in ran.error
+
+
 def test_an_exception_is_shown_as_python_shows_it_and_written_down(run: Run) -> None:
     ran = run(
         """
@@ -265,7 +300,7 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         [sys.executable, rank.__file__, json.dumps(settings), "train.py"],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,
-        timeout=40,
+        timeout=GIVE_UP_S,
     )
     assert done.returncode == 1
     error = json.loads((tmp_path / "rank-0.error.json").read_text())["error"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import BUSY_S
 from torchmuster.launch.rank_logs import RankLogs
 
 
@@ -32,7 +33,7 @@ def test_a_disk_that_stands_still_does_not_hold_up_the_launcher(tmp_path: Path) 
     for _ in range(1000):
         logs.write(0, "x" * 1000 + "\n")
     logs.close(patience_s=0.2)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 5 + BUSY_S
     assert said == [
         f"what the ranks wrote cannot be kept in {tmp_path}: the disk takes nothing any more"
     ]
@@ -77,7 +78,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_the_others_go_on(tmp_path
     assert (tmp_path / "rank-1.log").read_text() == "kept\n" * 3
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_words_can_be_read_at_once(tmp_path: Path) -> None:
     logs = RankLogs(tmp_path, lambda _: None)
     logs.write(0, "now\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import BUSY_S
 from torchmuster.launch import wire
 from torchmuster.launch.keeper import records
 from torchmuster.launch.keeper.records import Exit
@@ -59,7 +60,7 @@ def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_tog
     assert failure.evidence == "the kernel …"
     assert failure.peak_rss_bytes == 2**30
     # When it raised counts, not when somebody noticed.
-    assert 2.9 < failure.ago_s < 10
+    assert 2.9 < failure.ago_s < 10 + BUSY_S
 
 
 def test_a_rank_without_an_error_of_its_own_is_told_by_its_exit(folder: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_rank_without_an_error_of_its_own_is_told_by_its_exit(folder: Path) ->
     (failure,) = records.failures(folder, folder / "logs", [0, 1], exits, {}, {}, {})
     assert (failure.rank, failure.exit_code, failure.error) == (0, -9, "")
     assert (failure.last_lines, failure.peak_rss_bytes) == ("", None)
-    assert 1.9 < failure.ago_s < 10
+    assert 1.9 < failure.ago_s < 10 + BUSY_S
 
 
 def test_a_rank_that_raised_but_was_ended_before_it_was_noticed_is_told_too(folder: Path) -> None:
@@ -170,3 +171,28 @@ def test_an_end_always_fits_into_a_message() -> None:
     assert (fitted.attempt, fitted.good, len(fitted.failures)) == (2, False, 128)
     assert fitted.failures[127] == large.failures[127]  # the first that failed
     assert fitted.failures[5].error.startswith("ValueError: 5 ")
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (None, 75),  # the agent was ended before it looked
+        (Exit(pid=9, code=-15, at_unix_s=0.0), 75),  # it was sent a signal on its way out
+        (Exit(pid=9, code=75, at_unix_s=0.0), 75),
+    ],
+)
+def test_a_rank_that_saved_is_known_by_what_it_wrote(
+    folder: Path, seen: Exit | None, told: int
+) -> None:
+    record = {"error": "the script ended itself: 75", "what": "saved at step 3", "exit_code": 75}
+    (folder / "rank-0.error.json").write_text(json.dumps(record))
+    (failure,) = records.failures(
+        folder,
+        folder / "logs",
+        [0],
+        exits={} if seen is None else {0: seen},
+        evidence={},
+        peaks={},
+        began={},
+    )
+    assert (failure.exit_code, failure.what) == (told, "saved at step 3")

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import ssh
 from torchmuster.launch.spec import Host, parse_hosts
@@ -65,7 +66,7 @@ def call(hosts: list[Host], **more: float) -> None:
     async def scene() -> None:
         transport = ssh.SshTransport(hosts, PYTHON, **more)
         await transport.open(lambda place, channel: None)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(GIVE_UP_S):
             while not all(map(transport.gave_up, range(len(hosts)))):
                 await asyncio.sleep(0.01)
         await transport.close()
@@ -94,7 +95,7 @@ def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=GIVE_UP_S,
     )
     assert int(done.stdout) >= 4 * 256
 

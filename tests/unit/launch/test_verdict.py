@@ -8,6 +8,7 @@ import pytest
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import known_failures, wire
 from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
+from torchmuster.launch.traceback_text import from_own_code
 from torchmuster.launch.verdict import NodeEnd, of_attempt
 from torchmuster.units import GiB
 
@@ -207,6 +208,55 @@ def test_the_evidence_is_the_traceback_and_the_log() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "waited",
+    [
+        "what rank 1 waited for failed on rank 0: Impossible: CUDA out of memory",
+        "rank 0 could not read its data: [Errno 28] No space left on device",
+        "the ranks' store is gone while waiting for the first rank",
+    ],
+)
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_who_only_waited_for_the_rank_that_failed_is_neither_blamed_nor_named(
+    waited: str, in_parts: bool
+) -> None:
+    culprit = wire.Failure(
+        rank=0,
+        local_rank=0,
+        exit_code=1,
+        ago_s=0.0,
+        what="there are no files at x",
+        why="looked for .txt",
+        fix="check the path",
+    )
+    other = failure(1, f"torchmuster.errors.MusterError: {waited}", ago_s=0.5)
+    if in_parts:
+        other = wire.Failure(rank=1, local_rank=1, exit_code=1, ago_s=0.5, what=waited, fix="no")
+    finding = judged(ended("a", culprit, other), world_size=2)
+    assert finding.what == "rank 0 on a failed: there are no files at x"
+    assert (finding.why, finding.fix) == ("looked for .txt", "check the path")
+    alone = judged(ended("a", other), world_size=2)  # where the culprit left no word
+    assert waited in alone.what
+
+
+def test_a_traceback_begins_with_the_users_own_code() -> None:
+    ours = "".join(
+        f'  File "/env/torchmuster/train/part{n}.py", line 1, in f\n    f()\n' for n in range(9)
+    )
+    own = '  File "/home/ann/data.py", line 7, in __getitem__\n    open(name)\n'
+    torchs = '  File "/env/lib/python3.12/site-packages/torch/x.py", line 3, in g\n    g()\n'
+    head = "Traceback (most recent call last):\n"
+    between = "\nThe above exception was the direct cause of the following exception:\n\n"
+    trace = f"{head}{ours}{own}{torchs}OSError: cut\n{between}{head}{ours}{torchs}OSError: worse"
+    one = wire.Failure(
+        rank=0, local_rank=0, exit_code=1, ago_s=0.0, error="OSError: worse", traceback=trace
+    )
+    shortened = from_own_code(trace)
+    assert shortened.startswith(f"{head}{own}{torchs}OSError: cut\n")
+    assert shortened.endswith(f"{head}{ours}{torchs}OSError: worse")  # nothing of the user's in it
+    assert "OSError: worse" in judged(ended("a", one)).evidence
+
+
 def test_a_long_traceback_is_cut_to_its_end() -> None:
     deep = wire.Failure(
         rank=0,
@@ -354,6 +404,36 @@ def test_a_script_s_own_words_are_the_headline() -> None:
     assert words.what == "rank 0 on a failed: no data in /data"
     number = judged(ended("a", failure(0, "the script ended itself: 3", exit_code=3)))
     assert number.what == "rank 0 on a failed: exit code 3"
+
+
+def told(rank: int, what: str, *, ago_s: float = 0.0) -> wire.Failure:
+    return wire.Failure(
+        rank=rank,
+        local_rank=0,
+        exit_code=1,
+        ago_s=ago_s,
+        error=f"the script ended itself: {what}",
+        what=what,
+        why="parameters 4 GiB\ngradients 4 GiB",
+        fix="fsdp",
+        last_lines=f"step 1\n{what}",
+    )
+
+
+def test_an_error_in_three_parts_is_the_verdict_as_it_stands() -> None:
+    lost = failure(0, "RuntimeError: Connection reset by peer", ago_s=1.0)
+    finding = judged(ended("a", lost), ended("b", told(1, "asked for 8 of 2 samples")))
+    assert finding.what == "rank 1 on b failed: asked for 8 of 2 samples"
+    assert finding.why == (
+        "parameters 4 GiB\ngradients 4 GiB\nrank 0 then lost its connection to it"
+    )
+    assert finding.fix == "fsdp"
+    assert finding.evidence == f"log: {LOGS}/rank-1.log"
+
+
+def test_an_error_that_says_whose_it_is_needs_no_introduction() -> None:
+    finding = judged(ended("b", told(1, "rank 1 on b (cpu) ran out of memory")))
+    assert finding.what == "rank 1 on b (cpu) ran out of memory"
 
 
 @pytest.mark.parametrize(
@@ -504,3 +584,106 @@ def test_a_failure_that_nobody_explains_is_still_a_finding() -> None:
     finding = judged(NodeEnd(host="a"))
     assert finding.what == "the run failed, and no machine said why"
     assert finding.fix == "read the logs: runs/x/logs"
+
+
+# ---- hangs, early ends, crashes
+
+
+HANG = Finding(
+    name="rank-keeps-others-waiting",
+    status=Status.WARNING,
+    what="rank 1 on b keeps the others waiting: in time.sleep for 12 s at train.py:88 in step",
+    why="its process uses no processor",
+    fix="look at train.py:88",
+    evidence="rank 1 on b: time.sleep for 12 s",
+)
+
+
+def after_hang(*ends: NodeEnd) -> Finding:
+    return of_attempt(ends, noticed_s=100.0, logs=LOGS, world_size=2, hang=HANG)
+
+
+def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting() -> None:
+    waited = ended("a", failure(0, LATE))
+    stuck = ended("b", failure(1, exit_code=-9), at_s=108.0)
+    finding = after_hang(waited, stuck)
+    assert finding.what == HANG.what
+    assert finding.status is Status.FAILURE
+    assert finding.why == (
+        "its process uses no processor\n"
+        "rank 0 then gave up: RuntimeError: Timed out waiting 8000ms for recv operation to complete"
+    )
+    assert (finding.fix, finding.evidence) == (HANG.fix, HANG.evidence)
+
+
+def test_a_hang_that_was_ended_by_us_is_the_cause() -> None:
+    finding = after_hang(
+        ended("a", failure(0, exit_code=-15), at_s=101.0),
+        ended("b", failure(1, exit_code=-9), at_s=108.0),
+    )
+    assert (finding.name, finding.what, finding.why) == (HANG.name, HANG.what, HANG.why)
+
+
+def test_a_failure_of_a_rank_s_own_stands_before_a_hang() -> None:
+    finding = after_hang(ended("a", failure(0, CLOSED)), ended("b", failure(1, "ValueError: no")))
+    assert finding.what == "rank 1 on b failed: ValueError: no"
+
+
+def finished(host: str, *ranks: int) -> NodeEnd:
+    message = wire.Ended(attempt=0, good=False, failures=(failure(0, CLOSED),), finished=ranks)
+    return NodeEnd(host=host, ended=message, ended_s=100.0)
+
+
+def test_ranks_that_ended_well_while_others_needed_them_are_named() -> None:
+    finding = judged(finished("a", 1, 2), world_size=3)
+    assert finding.name == "rank-ended-early"
+    assert finding.what == "ranks 1-2 ended well while rank 0 on a still needed them"
+    assert finding.why == (
+        "the ranks did not do the same number of steps\n"
+        "rank 0 on a then failed: RuntimeError: Connection closed by peer."
+    )
+    assert "the same number of batches" in finding.fix
+    assert f"log: {LOGS}/rank-0.log" in finding.evidence
+
+
+def test_a_rank_that_ended_well_is_not_blamed_for_another_s_own_failure() -> None:
+    message = wire.Ended(
+        attempt=0, good=False, failures=(failure(0, "ValueError: no"),), finished=(1,)
+    )
+    finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
+    assert finding.what == "rank 0 on a failed: ValueError: no"
+
+
+def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so() -> None:
+    log = "done\nterminate called without an active exception\nFatal Python error: Aborted\n"
+    aborted = failure(1, exit_code=-6, last_lines=log)
+    other = failure(0, exit_code=-15)
+    message = wire.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
+    finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
+    assert finding.name == "rank-aborted-at-exit"
+    assert finding.what == (
+        "rank 1 on a ended well, then aborted (SIGABRT) while Python was shutting down"
+    )
+    assert finding.why.endswith("a process group that the script left open\nrank 0 was then ended")
+    assert finding.fix.startswith("call torch.distributed.destroy_process_group() at the end")
+    assert finding.evidence == f"{log.strip()}\nlog: {LOGS}/rank-1.log"
+    in_the_middle = judged(ended("a", aborted))
+    assert in_the_middle.what == "rank 1 on a failed: aborted (SIGABRT)"
+
+
+def test_a_crash_in_native_code_is_told_with_the_line_that_called_it() -> None:
+    log = (
+        "Fatal Python error: Segmentation fault\n\n"
+        "Thread 0x00007f0fda47e6c0 (most recent call first):\n"
+        '  File "/home/ann/other.py", line 9 in wait\n\n'
+        "Current thread 0x00007f0fdaffdb80 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at\n'
+        '  File "/home/ann/train.py", line 4 in step\n'
+        '  File "/home/ann/train.py", line 5 in <module>\n\n'
+        "Extension modules: torch._C (total: 1)\n"
+    )
+    finding = judged(ended("a", failure(0, exit_code=-11, last_lines=log)))
+    assert finding.what == "rank 0 on a failed: segmentation fault (SIGSEGV)"
+    assert "it happened at /home/ann/train.py:4 in step" in finding.why
+    quiet = judged(ended("a", failure(0, exit_code=-11, last_lines="no stack")))
+    assert "it happened" not in quiet.why

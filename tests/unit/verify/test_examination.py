@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from device_strategies import node
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.devices.model import Node
 from torchmuster.finding import Finding, Status
 from torchmuster.verify.check import LOOK_WITHIN_S, Check, Cost, Surroundings, once
@@ -31,14 +32,14 @@ def released() -> Iterator[threading.Event]:
     yield event
     event.set()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(GIVE_UP_S)
 
 
 def test_findings_come_in_the_order_of_the_checks() -> None:
     slow_first = threading.Event()
 
     def first(_: Surroundings) -> Iterator[Finding]:
-        assert slow_first.wait(5)
+        assert slow_first.wait(GIVE_UP_S)
         yield found("first")
 
     def second(_: Surroundings) -> Iterator[Finding]:
@@ -81,7 +82,7 @@ def test_a_check_that_hangs_is_given_up(released: threading.Event) -> None:
 
     began = time.monotonic()
     examined = examine(Surroundings(), [a_check("hangs", hangs, deadline_s=0.2), a_check()])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 5 + BUSY_S
     assert [one.ended for one in examined] == [False, True]
     given_up = examined[0].findings[0]
     assert (given_up.name, given_up.status) == ("check-hangs", Status.WARNING)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
 from torchmuster.verify import examiner
@@ -34,7 +35,7 @@ def talk(*lines: str, **environment: str) -> list[dict[str, Any]]:
         answers = [json.loads(process.stdout.readline()) for _ in lines]
         process.stdin.close()
         assert process.stdout.read() == ""
-        assert process.wait(20) == 0
+        assert process.wait(GIVE_UP_S) == 0
     return answers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import wire
@@ -218,7 +219,7 @@ class Scene:
                 logs=str(self.folder),
                 quick=quick,
             )
-            outcome = await asyncio.wait_for(check.run(), 20)
+            outcome = await asyncio.wait_for(check.run(), GIVE_UP_S)
             assert check.result is not None
             return outcome, check.result
 

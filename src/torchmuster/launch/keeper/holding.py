@@ -1,6 +1,7 @@
 """What a machine gives to a run: its devices, chosen and claimed, or its processor."""
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torchmuster.devices.request import Request
 from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import MusterError
 from torchmuster.launch import wire
+from torchmuster.launch.spec import as_people_know_it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ def take(prepare: wire.Prepare, on_wait: Callable[[MusterError], None]) -> Holdi
             environment=os.environ,
             wait_s=prepare.wait_s,
             on_wait=on_wait,
-            command=["muster", "run", *prepare.command],
+            command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
         )
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
@@ -92,8 +94,9 @@ def _gpus(
 
 def _for_a_run(fix: str, prepare: wire.Prepare) -> str:
     """Say the way out in the words of the command that was typed."""
-    fix = fix.replace("muster gpus pick", "muster run").replace("--num ", "--num-gpus ")
-    cpu = f"muster run --device cpu --ranks {prepare.ranks or 1} …"
+    muster = shlex.join(["muster", *prepare.typed])
+    fix = fix.replace("muster gpus pick", muster).replace("--num ", "--num-gpus ")
+    cpu = f"{muster} --device cpu --ranks {prepare.ranks or 1} …"
     return fix.replace("start the program without picking GPUs", cpu)
 
 

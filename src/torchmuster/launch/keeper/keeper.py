@@ -18,6 +18,7 @@ import msgspec
 
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, record, wire
+from torchmuster.launch.agent import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.keeper import holding, sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
 from torchmuster.launch.keeper.ends import End
@@ -75,6 +76,7 @@ class Keeper:
         self._trying: asyncio.Task[wire.Reached] | None = None
         self._running: Running | None = None
         self._engaged: Engagement | None = None
+        self._ending = False  # because of a signal
         self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
         self._watchman: Watchman | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
@@ -107,8 +109,21 @@ class Keeper:
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         if name == "SIGINT" and self._own_terminal:
             self._give_up(over, "left by Ctrl-C", ExitCode.INTERRUPTED)
-        else:
+        elif self._running is None:
             self._give_up(over, name)
+        elif not self._ending:
+            self._ending = True
+            self._do(self._end_with_grace(self._running, over, name))
+
+    async def _end_with_grace(
+        self, running: Running, over: "asyncio.Future[int]", name: str
+    ) -> None:
+        """End the ranks as the launcher would: a scheduler asks every process that it knows of."""
+        assert self._job is not None
+        given = self._job.prepare.environment.get(GRACE_VARIABLE, USUAL_GRACE_S)
+        running.stop(float(given))
+        await running.told.wait()
+        self._give_up(over, name)
 
     def _give_up(
         self, over: "asyncio.Future[int]", why: str, code: ExitCode = ExitCode.FAILED
@@ -148,6 +163,8 @@ class Keeper:
                     self._do(self._stop(message))
                 case wire.Signal():
                     self._do(self._pass_on(message))
+                case wire.Examine():
+                    self._do(self._examine(message))
                 case wire.TellPackages():
                     self._do(self._tell_packages())
                 case wire.Engage():
@@ -304,6 +321,7 @@ class Keeper:
             await self._end.send(ended)
         except Exception as error:  # without an answer the launcher would wait for ever
             await self._end.send(_in_short(ended, error))
+        running.told.set()
 
     async def _stop(self, message: wire.Stop) -> None:
         if self._trying is not None:
@@ -319,6 +337,11 @@ class Keeper:
     async def _pass_on(self, message: wire.Signal) -> None:
         if self._running is not None:
             self._running.pass_on(message.name)
+
+    async def _examine(self, message: wire.Examine) -> None:
+        if self._running is not None:
+            await self._running.examine(message)
+        await self._end.send(wire.Examined())
 
     async def _tell_packages(self) -> None:
         packages = await asyncio.to_thread(fingerprint.packages)

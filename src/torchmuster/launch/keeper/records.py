@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from torchmuster.errors import ExitCode
 from torchmuster.launch import wire
 
 _LAST_LINES = 30
@@ -25,6 +26,11 @@ def pids(records: Path) -> dict[int, int]:
         if path.name.count(".") == 1:
             found[int(path.stem.removeprefix("rank-"))] = int(_read(path).get("pid", 0))
     return found
+
+
+def finished(records: Path, ranks: Iterable[int]) -> list[int]:
+    """Return the ranks whose script ended well."""
+    return [rank for rank in ranks if (records / f"rank-{rank}.finished.json").exists()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +67,12 @@ def failures(
             wire.Failure(
                 rank=rank,
                 local_rank=local_rank,
-                exit_code=seen.code if seen else 1,
+                exit_code=_exit_code(seen, own),
                 ago_s=max(0.0, time.time() - float(at)),
                 error=_text(own, "error"),
+                what=_text(own, "what"),
+                why=_text(own, "why"),
+                fix=_text(own, "fix"),
                 traceback=_text(own, "traceback"),
                 last_lines=last_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
                 peak_rss_bytes=peaks.get(rank),
@@ -71,6 +80,14 @@ def failures(
             )
         )
     return _cut_later(found, _TOLD_WHOLE, _error_alone)
+
+
+def _exit_code(seen: Exit | None, own: Mapping[str, Any]) -> int:
+    """Return how a rank ended; one that saved may have been sent a signal on its way out."""
+    if own.get("exit_code") == ExitCode.SAVED or seen is None:
+        code = own.get("exit_code")
+        return code if isinstance(code, int) else 1
+    return seen.code
 
 
 def fitting(ended: wire.Ended) -> wire.Ended:
@@ -98,8 +115,10 @@ def _error_alone(failure: wire.Failure) -> wire.Failure:
 
 
 def _short_error_alone(failure: wire.Failure) -> wire.Failure:
-    error = failure.error[:_SHORT_ERROR]
-    return msgspec.structs.replace(failure, error=error, traceback="", last_lines="")
+    error, what = failure.error[:_SHORT_ERROR], failure.what[:_SHORT_ERROR]
+    return msgspec.structs.replace(
+        failure, error=error, what=what, why="", fix="", traceback="", last_lines=""
+    )
 
 
 def agent_exits(records: Path) -> dict[int, Exit]:

@@ -10,15 +10,17 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from torchmuster.launch import wire
-from torchmuster.launch.keeper import records, sweep
+from torchmuster.launch.keeper import examination, records, sweep
 from torchmuster.launch.keeper.agent_command import Share
 from torchmuster.launch.keeper.engines import Engine, Exits
+from torchmuster.launch.keeper.pulses import Pulses
 from torchmuster.launch.keeper.tails import Tail
 from torchmuster.launch.memory_evidence import Peaks, Watch
 from torchmuster.units import format_bytes
 
 _LOOK_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 1.0
+_PULSES_EVERY_S = 2.0
 _KILL_WITHIN_S = 5.0
 # What the agent may take to end once it has no rank any more.
 _AGENT_GRACE_S = 2.0
@@ -40,9 +42,11 @@ class Running:
         self._tails = [Tail(rank, share.logs / f"rank-{rank}.log") for rank in self._ranks]
         self._memory = Watch.begin()
         self._peaks = Peaks()
+        self._pulses = Pulses(share.records, self._ranks)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
         self.gone = asyncio.Event()  # no process of it is alive any more
+        self.told = asyncio.Event()  # the launcher has been told how it ended
 
     async def start(self) -> wire.Started:
         """Start the ranks; return what to say of it."""
@@ -64,6 +68,12 @@ class Running:
         for pid in records.pids(self._share.records).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.Signals[name])
+
+    async def examine(self, message: wire.Examine) -> None:
+        """Send what the ranks that are asked for show of what they are doing."""
+        pids = records.pids(self._share.records)
+        for evidence in await examination.examine(self._share.records, pids, message.ranks):
+            await self._send(evidence)
 
     async def watch(self) -> wire.Ended:
         """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
@@ -88,7 +98,7 @@ class Running:
 
     async def _follow(self, over: asyncio.Event) -> None:
         """Send what the ranks write. To a launcher that takes nothing any more this gets stuck."""
-        sampled_s = 0.0
+        sampled_s = told_s = 0.0
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), _LOOK_EVERY_S)
@@ -97,7 +107,15 @@ class Running:
             if now - sampled_s > _SAMPLE_EVERY_S:
                 sampled_s = now
                 self._peaks.sample(records.pids(self._share.records).values())
+            if now - told_s > _PULSES_EVERY_S:
+                told_s = now
+                await self._tell_pulses()
         await self._forward_the_rest()
+
+    async def _tell_pulses(self) -> None:
+        # In a thread: to find a rank's children, all processes of the machine are looked at.
+        if pulses := await asyncio.to_thread(self._pulses.read):
+            await self._send(wire.Pulses(attempt=self._share.start.attempt, pulses=pulses))
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()
@@ -170,6 +188,7 @@ class Running:
             attempt=self._share.start.attempt,
             good=not (failures or words),
             failures=tuple(failures),
+            finished=tuple(records.finished(self._share.records, self._ranks)) if failures else (),
             words=words,
         )
         return records.fitting(ended)

@@ -30,6 +30,7 @@ from torchmuster.units import GiB, KiB, MiB
 # What Kubeflow's runtime calls the job and its container; the JobSet uses the same words.
 _NODE = "node"
 _SHARED_MEMORY = "shared-memory"
+_TO_END_S = 45
 # kubectl reads YAML 1.1, in which yes is a truth value and 12:30 a number of minutes: in the text
 # everything is quoted that is not plainly a word.
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
@@ -91,7 +92,7 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             # A restart is one of all pods together, with nothing left of the earlier attempt.
-            "failurePolicy": {"maxRestarts": spec.max_restarts},
+            "failurePolicy": _restarts(spec),
             "ttlSecondsAfterFinished": request.keep_finished_s,
             "replicatedJobs": [
                 {
@@ -102,6 +103,18 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
             ],
         },
     }
+
+
+def _restarts(spec: JobSpec) -> Document:
+    """Return when all pods start again; a machine that is taken away counts as no failure."""
+    if not spec.max_restarts:
+        return {"maxRestarts": 0}
+    taken_away = {
+        "name": "takenAway",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {"maxRestarts": spec.max_restarts, "rules": [taken_away]}
 
 
 def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document:
@@ -119,12 +132,18 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
     pod: Document = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
+        # Of these, torchrun gives the ranks 30 to save, and has the rest to end them.
+        "terminationGracePeriodSeconds": _TO_END_S,
         "containers": [container],
         "volumes": _volumes(request),
     }
     if request.run_as_non_root:
         pod["securityContext"] = {"runAsNonRoot": True}
+    # Tells the JobSet that the pod did not fail by itself: it was evicted or preempted, its node drained.
+    taken_away = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    policy = {"podFailurePolicy": {"rules": [taken_away]}} if spec.max_restarts else {}
     return {
+        **policy,
         "completionMode": "Indexed",
         "completions": request.nodes,
         "parallelism": request.nodes,

@@ -4,6 +4,7 @@ The device is set before the group is made, every wait has a limit, and the rank
 when they meet: if one of them cannot use NCCL, all use gloo.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.probes import backend, meeting, membership
+from torchmuster.launch.probes import backend, meeting, membership, sampler_watch
 from torchmuster.launch.probes.backend import Choice, Surroundings
 from torchmuster.launch.probes.membership import Membership
 
@@ -46,8 +47,13 @@ _state = _State()
 def setup(rank: int, world_size: int, asked: str, timeout_s: float) -> Group:
     """Make the default process group, or accept the one that is there if it is the same."""
     member = membership.read(rank, world_size, os.environ)
-    if dist.is_initialized():
-        return _accept_existing(member)
+    group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
+    if rank == 0:  # one rank's word is enough
+        sampler_watch.begin()
+    return group
+
+
+def _make(member: Membership, asked: str, timeout_s: float) -> Group:
     own = backend.choose(asked, member, look_around())
     _set_device(own.value)
     timeout = timedelta(seconds=timeout_s)
@@ -58,8 +64,8 @@ def setup(rank: int, world_size: int, asked: str, timeout_s: float) -> Group:
         dist.init_process_group(
             choice.backend,
             store=PrefixStore("default_pg", store),
-            rank=rank,
-            world_size=world_size,
+            rank=member.rank,
+            world_size=member.world_size,
             timeout=timeout,
             # With its device NCCL connects at once, so that what is wrong shows here.
             device_id=_device(choice) if choice.backend in ("nccl", "xccl") else None,
@@ -88,11 +94,15 @@ def setup(rank: int, world_size: int, asked: str, timeout_s: float) -> Group:
 
 def cleanup() -> None:
     """End the group if there is one. Waits for nobody, so it is safe after a failure too."""
+    sampler_watch.end()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
     if not dist.is_initialized():
         return
+    # What is dropped but not yet collected (DDP is part of cycles) keeps the group's threads running into
+    # the end of Python, where one that still wants it aborts the process.
+    gc.collect()
     try:
         dist.destroy_process_group()
     except RuntimeError as error:  # in a finally this must not hide the error that led there

@@ -23,10 +23,11 @@ class SlurmRequest:
     """What to ask of Slurm; what is None is left to the cluster's defaults.
 
     ``time`` and ``mem`` are as Slurm writes them (``2-12:00:00``, ``64G``). With ``warn_s`` the ranks
-    get SIGUSR1 so long before the time is up.
+    get SIGUSR1 so long before the time is up; with ``no_kill`` the job outlives the loss of a node.
     """
 
     nodes: int = 1
+    no_kill: bool = False
     gpus_per_node: int | None = None
     cpus_per_node: int | None = None
     partition: str | None = None
@@ -52,6 +53,10 @@ def render(
         "# One task on each node; muster starts the ranks of a node itself.",
         _directive("nodes", request.nodes),
         _directive("ntasks-per-node", 1),
+        *(
+            ["# A node that fails is left out; the others go on.", "#SBATCH --no-kill"]
+            * request.no_kill
+        ),
         *_devices(gpus, cpus),
         *_limits(request),
         "# What muster run says (%j is the job's number). The folder has to be there before the job",

@@ -33,7 +33,7 @@ _FAR_AWAY = (
 _LONGEST_TEMPORARY = 107 - 33
 _EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
 _LOG = "sudo dmesg | tail  # whether the kernel met an error of the disk"
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 
 
 def run_folder(surroundings: Surroundings) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def cache_folders(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the folders in which compiled kernels and downloaded models are kept."""
     chosen = {
         name: Path(value).expanduser()
-        for name in _CACHES
+        for name in CACHES
         if (value := surroundings.environment.get(name))
     }
     home = surroundings.environment.get("HOME")

@@ -24,7 +24,7 @@ _HEAD = """\
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>muster check</title>
+<title>TITLE</title>
 <style>
 :root { color-scheme: light dark; --edge: #8884; --failure: #b00020; --warning: #8a5a00; --note: #00687a;
   --ok: #1b6e2d }
@@ -52,6 +52,11 @@ figure { margin: 1rem 0; overflow-x: auto }
 """
 
 
+def head(title: str) -> str:
+    """Return the beginning of a page: every report of the product looks the same."""
+    return _HEAD.replace("TITLE", escape(title), 1)
+
+
 def page(result: GroupResult) -> str:
     """Return the page. Everything that machines said is shown as text, never as markup."""
     found = worst_first(result.findings)
@@ -60,7 +65,7 @@ def page(result: GroupResult) -> str:
         f"<p>{_counted(len(result.machines), 'machine')}, {_counted(len(result.ranks), 'rank')}, "
         f"in {format_seconds(result.seconds)}</p>",
         *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
-        *(_finding(one) for one in found if one.status is not Status.NOTE),
+        *(article(one) for one in found if one.status is not Status.NOTE),
     ]
     for grid in (of_machines(result), of_ranks(result)):
         if grid is not None:
@@ -68,8 +73,8 @@ def page(result: GroupResult) -> str:
     parts.append(_section("machines", _machines(result.machines), len(result.machines)))
     if result.ranks:
         parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
-    parts += [_finding(one) for one in found if one.status is Status.NOTE]
-    return _HEAD + "\n".join(parts) + "\n</body>\n</html>\n"
+    parts += [article(one) for one in found if one.status is Status.NOTE]
+    return head("muster check") + "\n".join(parts) + "\n</body>\n</html>\n"
 
 
 def _verdict(result: GroupResult) -> str:
@@ -79,7 +84,8 @@ def _verdict(result: GroupResult) -> str:
     return 'muster check: <b class="ok">passed</b>'
 
 
-def _finding(finding: Finding) -> str:
+def article(finding: Finding) -> str:
+    """Return a finding as a part of a page."""
     status = finding.status.value
     told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
     details = "".join(
@@ -103,7 +109,7 @@ def _section(title: str, body: str, rows: int) -> str:
 
 def _machines(machines: Sequence[Machine]) -> str:
     titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
-    return _table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
+    return table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
 
 
 def _machine(machine: Machine) -> tuple[str, ...]:
@@ -126,7 +132,7 @@ def _links(grid: Grid) -> Iterator[str]:
     if len(grid.names) <= _NAMED_IN_PICTURE:
         return
     rows = ((f"{cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN])
-    yield _table(("the worst", ""), rows)
+    yield table(("the worst", ""), rows)
 
 
 def _ranks(records: Sequence[RankRecord]) -> str:
@@ -150,12 +156,13 @@ def _ranks(records: Sequence[RankRecord]) -> str:
                 "ended" if record.ended else f"came as far as {record.stage}",
             )
         )
-    return _table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)
+    return table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose cells are texts."""
+    first = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
     )
-    return f"<table><tr>{head}</tr>\n{body}</table>"
+    return f"<table><tr>{first}</tr>\n{body}</table>"

@@ -16,6 +16,7 @@ import nvml_stub
 from muster_command import Stubs
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
+from patience import GIVE_UP_S
 from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link, LinkKind
 from torchmuster.devices.readers import nvml, nvml_health
 from torchmuster.finding import Status
@@ -621,7 +622,7 @@ def read_elsewhere(library: Path, scenario: Path) -> dict[str, object]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=GIVE_UP_S,
     )
     assert done.stderr == ""
     summary: dict[str, object] = json.loads(done.stdout)

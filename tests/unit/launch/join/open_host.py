@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from patience import GIVE_UP_S
 from torchmuster.launch.channel import Channel
 from torchmuster.launch.join import client
 from torchmuster.launch.join.client import HostChannel
@@ -56,7 +57,7 @@ async def join(
     code: Code,
     *,
     events: list[str] | None = None,
-    patience_s: float = 5.0,
+    patience_s: float = GIVE_UP_S,
     discover: bool = False,
 ) -> HostChannel:
     return await client.connect(
@@ -72,6 +73,6 @@ async def proves_open(host: Host) -> None:
     """Let the real machine join, whatever went on before."""
     place, code = next(iter(host.service.codes().items()))
     channel = await join(code)
-    arrived, _ = await asyncio.wait_for(host.arrivals.get(), 5)
+    arrived, _ = await asyncio.wait_for(host.arrivals.get(), GIVE_UP_S)
     assert arrived == place
     await channel.close()

@@ -237,7 +237,22 @@ def test_one_failure_ends_all(kind: Kind) -> None:
 
 def test_restarts_are_of_all_pods_together() -> None:
     spec = replace(SPEC, max_restarts=3)
-    assert render(spec, REQUEST, "jobset")[0]["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    jobset = render(spec, REQUEST, "jobset")[0]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 3
+
+
+def test_a_pod_that_is_taken_away_starts_all_again_and_counts_as_no_failure() -> None:
+    jobset = render(replace(SPEC, max_restarts=3), REQUEST, "jobset")[0]["spec"]
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    job = jobset["replicatedJobs"][0]["template"]["spec"]
+    (of_job,) = job["podFailurePolicy"]["rules"]
+    assert of_job == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 45
+    never = render(SPEC, REQUEST, "jobset")[0]["spec"]
+    assert never["failurePolicy"] == {"maxRestarts": 0}
+    assert "podFailurePolicy" not in never["replicatedJobs"][0]["template"]["spec"]
 
 
 @pytest.mark.parametrize("resource", get_args(GpuResource))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.network import interfaces, listening
@@ -137,7 +138,7 @@ def test_a_silent_caller_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
         port = await opened()
         port.answer(NONCE)
         try:
-            return await asyncio.wait_for(say("127.0.0.2", port.port, b"muster-"), 10)
+            return await asyncio.wait_for(say("127.0.0.2", port.port, b"muster-"), GIVE_UP_S)
         finally:
             await port.close()
 
@@ -169,7 +170,7 @@ def test_a_crowd_of_silent_callers_keeps_nobody_out(monkeypatch: pytest.MonkeyPa
             try:
                 # Well before the patience with each of them ends.
                 words = listening.request_line(NONCE)
-                answer = await asyncio.wait_for(say("127.0.0.2", port.port, words), 4)
+                answer = await asyncio.wait_for(say("127.0.0.2", port.port, words), GIVE_UP_S)
                 return answer, sum(map(is_open, callers))
             finally:
                 await port.close()
@@ -206,7 +207,7 @@ def test_the_kept_socket_still_listens_and_the_others_do_not() -> None:
             assert not os.get_inheritable(kept.fileno())
             assert not can_bind("127.0.0.3", number)
             assert can_bind("127.0.0.2", number)
-            with socket.create_connection(("127.0.0.3", number), timeout=5) as caller:
+            with socket.create_connection(("127.0.0.3", number), timeout=GIVE_UP_S) as caller:
                 mine, _ = kept.accept()
                 mine.close()
                 assert caller.recv(1) == b""  # nobody answers with the nonce any more

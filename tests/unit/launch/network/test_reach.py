@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from patience import BUSY_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.network import firewall, listening, reach
@@ -34,7 +35,7 @@ async def answered_by(serve: Serve) -> wire.ReachResult:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         target = wire.Target(address="127.0.0.1", port=server.sockets[0].getsockname()[1])
-        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=5.0)
+        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         (result,) = (await reach.try_all(message, interfaces=HERE)).results
         return result
 
@@ -44,7 +45,7 @@ def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
         port.answer(NONCE)
         target = wire.Target(address="127.0.0.1", port=port.port)
-        message = wire.Reach(nonce=NONCE, targets=(target, target), timeout_s=5.0)
+        message = wire.Reach(nonce=NONCE, targets=(target, target), timeout_s=60.0)
         try:
             return (await reach.try_all(message, interfaces=HERE)).results
         finally:
@@ -53,7 +54,7 @@ def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
     for result in asyncio.run(run()):
         assert result.problem == ""
         assert result.local == wire.Address(address="127.0.0.1", interface="lo")
-        assert 0 < result.seconds < 5
+        assert 0 < result.seconds < 60
 
 
 def test_the_port_of_another_run_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_the_port_of_another_run_is_not_taken_for_ours(monkeypatch: pytest.Monke
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
         port.answer("the nonce of another run")
         target = wire.Target(address="127.0.0.1", port=port.port)
-        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=5.0)
+        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         try:
             return (await reach.try_all(message, interfaces=HERE)).results[0]
         finally:
@@ -121,7 +122,7 @@ def test_one_who_does_not_answer_is_a_timeout_and_holds_up_nobody() -> None:
         target = ("127.0.0.1", silent.getsockname()[1])
         results = tried(*[target] * 20, timeout_s=0.2)
     assert {result.problem for result in results} == {"timeout"}
-    assert max(result.seconds for result in results) < 2
+    assert max(result.seconds for result in results) < 2 + BUSY_S
 
 
 def test_packets_that_are_dropped_are_a_timeout() -> None:

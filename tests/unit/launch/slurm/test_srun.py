@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import GIVE_UP_S
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Channel, Transport
 from torchmuster.launch.slurm.allocation import Allocation
@@ -79,7 +80,7 @@ def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
         arrivals: asyncio.Queue[Channel] = asyncio.Queue()
         transport = SrunTransport(ALLOCATION)
         await transport.open(lambda place, channel: arrivals.put_nowait(channel))
-        first = await (await asyncio.wait_for(arrivals.get(), 20)).receive()
+        first = await (await asyncio.wait_for(arrivals.get(), GIVE_UP_S)).receive()
         await transport.close()
         return first
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.launch.network import listening
 from torchmuster.verify.links import call, datagrams, frames, measure, serve
@@ -144,7 +145,7 @@ def test_what_is_not_allowed_ends_the_connection(header: bytes) -> None:
         writer.write(listening.request_line(NONCE))
         assert await reader.readline() == NONCE.encode() + b"\n"
         writer.write(header)
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), GIVE_UP_S)
         writer.close()
         return answer
 
@@ -160,7 +161,7 @@ def test_datagrams_of_a_stranger_are_not_answered() -> None:
             wrong = datagrams._datagram(datagrams.token_of("other"), b"e", b"series00", 2, 64)
             for data in (b"", b"hello", wrong, b"\0" * 64, good):
                 await loop.sock_sendall(sock, data)
-            answer = await asyncio.wait_for(loop.sock_recv(sock, 100), 5)
+            answer = await asyncio.wait_for(loop.sock_recv(sock, 100), GIVE_UP_S)
             try:
                 await asyncio.wait_for(loop.sock_recv(sock, 100), 0.1)
             except TimeoutError:
@@ -234,7 +235,7 @@ def test_it_closes_by_itself() -> None:
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(HERE, served["port"])
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), GIVE_UP_S))
 
 
 def test_asked_again_it_stays_open_for_longer_at_the_same_ports() -> None:
@@ -250,7 +251,7 @@ def test_asked_again_it_stays_open_for_longer_at_the_same_ports() -> None:
         writer.close()
         await serve.close({"nonce": NONCE})
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), GIVE_UP_S))
 
 
 def test_what_is_no_question_is_an_error() -> None:

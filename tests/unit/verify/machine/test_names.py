@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from made_up_machine import all_well, found, made_up_machine, only
+from patience import GIVE_UP_S
 from torchmuster.finding import Status
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.verify.check import Surroundings
@@ -47,7 +48,7 @@ def silence() -> Iterator[Callable[[str], Sequence[str]]]:
     over.set()
     for thread in threading.enumerate():
         if thread.name == "lookup":
-            thread.join(10)
+            thread.join(GIVE_UP_S)
 
 
 def know(monkeypatch: pytest.MonkeyPatch, **known: Sequence[str]) -> None:

@@ -1,0 +1,182 @@
+"""The peak of tensor bytes in real gloo ranks, counted by torch's own allocator calls (``tensor_bytes.c``).
+
+``Truth`` is one process that has imported torch under the preloaded counter. It forks the ranks of each case, so that a case
+costs no imports. Each rank takes five steps; from the third on they are alike. The least of their peaks counts: on a busy machine a
+thread of gloo may hold a buffer a moment longer than its collective lasts. Of the ranks, the one with the largest counts.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import msgspec
+
+from torchmuster.plan.proof.real_steps import Steps
+
+_BENCHMARKS = Path(__file__).parents[1]
+_COUNTER = Path(__file__).with_name("tensor_bytes.c")
+_STEPS, STEADY = 5, 2  # from this one on, counted from 0, steps are alike
+# A rank that waits in a collective for one that died would wait long.
+_COLLECTIVE_S = 60
+
+
+def counter_library(folder: Path) -> Path:
+    """Return the counter, compiled if it is not yet."""
+    library = folder / "tensor_bytes.so"
+    if not library.exists() or library.stat().st_mtime < _COUNTER.stat().st_mtime:
+        compiler = shutil.which("gcc") or shutil.which("cc") or "gcc"
+        made = library.with_suffix(f".{os.getpid()}")
+        words = [compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(_COUNTER), "-ldl"]
+        subprocess.run(words, check=True)
+        made.replace(library)
+    return library
+
+
+class Truth:
+    """Measures cases one after the other; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._environment = {
+            **os.environ,
+            "LD_PRELOAD": str(counter_library(folder)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Truth":
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "peak_memory.truth"],
+            env=self._environment,
+            cwd=_BENCHMARKS,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        process, questions, answers = self._at_work()
+        questions.close()
+        answers.close()
+        process.wait()
+
+    def measure(self, steps: Steps) -> list[dict[str, Any]]:
+        """Return what each rank saw: ``peaks_bytes`` of its steps, or ``failed`` with the traceback."""
+        _, questions, answers = self._at_work()
+        questions.write(msgspec.json.encode(steps).decode() + "\n")
+        questions.flush()
+        line = answers.readline()
+        if not line:
+            raise RuntimeError("the process that measures has ended; what it said is above")
+        told: list[dict[str, Any]] = json.loads(line)
+        return told
+
+    def _at_work(self) -> tuple[subprocess.Popen[str], IO[str], IO[str]]:
+        process = self._process
+        assert process is not None, "it is a context manager"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process, process.stdin, process.stdout
+
+
+def _serve() -> None:
+    """Read cases, one a line, and answer each with a line; runs under the counter."""
+    import torch
+    import torch._dynamo  # a second of work that the first optimiser of each rank would do
+    import torch.distributed.fsdp
+    import transformers  # noqa: F401
+
+    import torchmuster.plan.probes.building  # noqa: F401
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a model prints is no answer
+    for line in sys.stdin:
+        steps = msgspec.json.decode(line, type=Steps)
+        print(json.dumps(_ranks(steps)), file=answers, flush=True)
+
+
+def _ranks(steps: Steps) -> list[dict[str, Any]]:
+    """Fork the ranks and wait for what they write."""
+    ranks = steps.candidate.layout.ranks
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                _be_rank(steps, rank, ranks, Path(folder))
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        texts = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+        return [
+            json.loads(one.read_text()) if one.exists() else {"failed": "it died"} for one in texts
+        ]
+
+
+def _be_rank(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
+    """Take the steps and write what was seen; never returns."""
+    told: dict[str, Any]
+    try:
+        told = {"peaks_bytes": _peaks(steps, rank, ranks, folder)}
+    except BaseException:
+        told = {"failed": traceback.format_exc()}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    os._exit(0)
+
+
+def _peaks(steps: Steps, rank: int, ranks: int, folder: Path) -> list[int]:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from torchmuster.plan.probes.building import build
+    from torchmuster.train.world import join_world
+
+    os.chdir(steps.work.folder)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=_COLLECTIVE_S),
+    )
+    counter: Any = ctypes.CDLL(None)
+    counter.tensor_bytes_peak.restype = counter.tensor_bytes_live.restype = ctypes.c_int64
+    before = counter.tensor_bytes_live()
+    peaks = []
+    with join_world("cpu") as world:
+        built = build(steps.work, steps.candidate, world)
+        for number in range(_STEPS if ranks > 1 else STEADY + 1):
+            dist.barrier()
+            counter.tensor_bytes_begin_again()
+            built.train(number)
+            peak = counter.tensor_bytes_peak()
+            if peak < 0:
+                raise RuntimeError("the counter had no room for all storages")
+            peaks.append(peak - before)
+        dist.barrier()
+    dist.destroy_process_group()
+    return peaks
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,285 @@
+"""A checkpoint's weights as a folder that others read: safetensors in the way of transformers.
+
+Pieces of tensors go from the ranks' files to their places in the new ones, a few MiB at a time: neither a tensor
+nor a file is ever in memory as a whole. The files of the ranks are read one after another, each once.
+"""
+
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, MOST_BYTES, Chunk, Index
+from torchmuster.checkpoints.store import Store, read_small
+from torchmuster.checkpoints.tensor_file import head, read_head
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.units import format_bytes
+
+_MODEL = "model."
+_MOST_IN_A_FILE_BYTES = 2 * 10**9
+_PIECE_BYTES = 4 * 2**20
+# What belongs to a model beside its weights.
+_BESIDE: tuple[str, ...] = (
+    "config.json",
+    "generation_config",
+    "tokenizer",
+    "special_tokens_map.json",
+    "vocab.json",
+)
+_BESIDE += ("merges.txt", "chat_template", "preprocessor_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    files: tuple[str, ...]
+    tensors: int
+    size_bytes: int
+    beside: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a tensor's bytes begin in the new folder."""
+
+    file: str
+    begin: int
+
+
+def export_weights(
+    store: Store,
+    name: str,
+    folder: Path,
+    *,
+    beside: Path | None = None,
+    most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Exported:
+    """Write the weights of a checkpoint that was verified into a new folder, under the model's own names.
+
+    The folder appears when it is complete. ``beside`` is a folder from which config.json and the tokenizer's files
+    are taken along. ``on_bytes`` hears of each piece. Of tied parameters the first is written.
+    """
+    index = _weights(store, name)
+    folder = folder.absolute()
+    _refuse_what_cannot_be(folder, index)
+    unfinished = folder.parent / f".{folder.name}.{os.urandom(4).hex()}.unfinished"
+    try:
+        unfinished.mkdir(parents=True)
+        files = _files(index, most_in_a_file_bytes)
+        places = _write_heads(unfinished, files, index)
+        _copy_chunks(store, name, unfinished, index, places, on_bytes)
+        if len(files) > 1:
+            _write_map(unfinished, index, places)
+        taken = _take_along(beside, unfinished) if beside is not None else ()
+        _make_durable(unfinished)
+        unfinished.rename(folder)
+    except OSError as error:
+        raise MusterError(
+            f"the weights could not be written to {folder}",
+            why=error.strerror or str(error),
+            fix="make room there, or give another folder: --to",
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Exported(
+        files=tuple(files),
+        tensors=len(index.tensors),
+        size_bytes=_size_bytes(index),
+        beside=taken,
+    )
+
+
+def contiguous_runs(
+    whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> tuple[int, Iterator[int]]:
+    """Say how a piece of a tensor lies in the whole: as runs of so many elements, and where each begins.
+
+    The runs come in the order in which the piece itself has its elements.
+    """
+    if math.prod(shape) == 0:
+        return 0, iter(())
+    # From this dimension on the piece is as wide as the whole, so that its rows follow each other.
+    full = len(whole)
+    while full > 0 and shape[full - 1] == whole[full - 1]:
+        full -= 1
+    first = max(full - 1, 0)
+    strides = [math.prod(whole[one + 1 :]) for one in range(len(whole))]
+    start = sum(begin * stride for begin, stride in zip(offset, strides, strict=True))
+    steps = [range(0, extent * strides[at], strides[at]) for at, extent in enumerate(shape[:first])]
+    starts = (start + sum(place) for place in itertools.product(*steps))
+    return math.prod(shape[first:]), starts
+
+
+def _weights(store: Store, name: str) -> Index:
+    """Return the index of the model's tensors alone, under the names that the model has for them."""
+    try:
+        index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_BYTES))
+    except (ValueError, FileNotFoundError) as error:
+        raise _strange(store, name, INDEX, str(error)) from None
+    tensors = {
+        one.removeprefix(_MODEL): tensor
+        for one, tensor in index.tensors.items()
+        if one.startswith(_MODEL)
+    }
+    if not tensors:
+        raise Impossible(
+            f"{name} has no weights to export",
+            why=f"none of its {len(index.tensors)} tensors has a name that begins with {_MODEL}",
+            fix="give the checkpoint of a training",
+        )
+    return Index(tensors=tensors)
+
+
+def _size_bytes(index: Index) -> int:
+    return sum(one.size_bytes for one in index.tensors.values())
+
+
+def _refuse_what_cannot_be(folder: Path, index: Index) -> None:
+    if folder.exists():
+        raise Impossible(
+            f"{folder} is there already",
+            why="an export does not write over what somebody else may be reading",
+            fix="give a folder that does not exist yet: --to",
+        )
+    home = folder.parent
+    while not home.exists():
+        home = home.parent
+    free_bytes, needed_bytes = shutil.disk_usage(home).free, _size_bytes(index)
+    if needed_bytes > free_bytes:
+        raise Impossible(
+            f"{folder} has no room for the weights",
+            why=f"they take {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} are free",
+            fix="make room there, or give another folder: --to",
+        )
+
+
+def _files(index: Index, most_bytes: int) -> dict[str, list[str]]:
+    """Divide the tensors among files, in their order."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in index.tensors.items():
+        if groups[-1] and filled + tensor.size_bytes > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += tensor.size_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def _write_heads(folder: Path, files: Mapping[str, list[str]], index: Index) -> dict[str, _Place]:
+    """Make the files as long as they will be, with all but the tensors' bytes; say where those belong."""
+    places = {}
+    for file, unsorted in files.items():
+        # By size of elements, so that each tensor lies at a multiple of its own, as readers want it.
+        names = sorted(unsorted, key=lambda one: -ELEMENT_BYTES[index.tensors[one].dtype])
+        described = [(one, index.tensors[one].dtype, index.tensors[one].shape) for one in names]
+        beginning = head(described, metadata={"format": "pt"})
+        end = len(beginning)
+        for one in names:
+            places[one] = _Place(file=file, begin=end)
+            end += index.tensors[one].size_bytes
+        with (folder / file).open("xb") as stream:
+            stream.write(beginning)
+            stream.truncate(end)
+    return places
+
+
+def _copy_chunks(
+    store: Store,
+    name: str,
+    folder: Path,
+    index: Index,
+    places: Mapping[str, _Place],
+    on_bytes: Callable[[int], None],
+) -> None:
+    by_source: dict[str, list[tuple[str, Chunk]]] = {}
+    for tensor, stored in index.tensors.items():
+        for chunk in stored.chunks:
+            by_source.setdefault(chunk.file, []).append((tensor, chunk))
+    sizes = store.sizes(name)
+    for source, chunks in sorted(by_source.items()):
+        try:
+            with store.open(name, source) as stream:
+                entries = read_head(stream, sizes.get(source, 0))
+                for tensor, chunk in sorted(chunks, key=lambda one: entries[one[1].key].begin):
+                    stored = index.tensors[tensor]
+                    entry = entries[chunk.key]
+                    if (entry.dtype, entry.shape) != (stored.dtype, chunk.shape):
+                        raise ValueError(f"{chunk.key} is not what {INDEX} says")
+                    with (folder / places[tensor].file).open("r+b") as target:
+                        stream.seek(entry.begin)
+                        runs = _byte_runs(stored.dtype, stored.shape, chunk)
+                        _copy_runs(stream, target, places[tensor].begin, *runs, on_bytes)
+        except (KeyError, ValueError, FileNotFoundError) as error:
+            raise _strange(store, name, source, str(error)) from error
+
+
+def _byte_runs(dtype: str, whole: Sequence[int], chunk: Chunk) -> tuple[int, Iterator[int]]:
+    length, starts = contiguous_runs(whole, chunk.offset, chunk.shape)
+    element_bytes = ELEMENT_BYTES[dtype]
+    return length * element_bytes, (one * element_bytes for one in starts)
+
+
+def _copy_runs(
+    source: BinaryIO,
+    target: BinaryIO,
+    begin: int,
+    run_bytes: int,
+    starts: Iterator[int],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Copy what follows in the source to where it belongs, run by run."""
+    for start in starts:
+        target.seek(begin + start)
+        left = run_bytes
+        while left:
+            piece = source.read(min(left, _PIECE_BYTES))
+            if not piece:
+                raise ValueError("it ends too early")
+            target.write(piece)
+            on_bytes(len(piece))
+            left -= len(piece)
+
+
+def _write_map(folder: Path, index: Index, places: Mapping[str, _Place]) -> None:
+    content = {
+        "metadata": {"total_size": _size_bytes(index)},
+        "weight_map": {name: place.file for name, place in places.items()},
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _take_along(source: Path, folder: Path) -> tuple[str, ...]:
+    taken = []
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name.startswith(_BESIDE):
+            shutil.copyfile(file, folder / file.name)
+            taken.append(file.name)
+    return tuple(taken)
+
+
+def _make_durable(folder: Path) -> None:
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _strange(store: Store, name: str, file: str, why: str) -> MusterError:
+    return MusterError(
+        f"{name} cannot be exported: {file} is not as it should be",
+        why=why,
+        fix=f"muster checkpoint verify {store.where} {name} says what is damaged; use another one",
+    )

@@ -1,0 +1,108 @@
+"""The index: which tensors a checkpoint has, and where each piece of them lies."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from torchmuster.checkpoints.store import is_file_name
+from torchmuster.checkpoints.strict_json import decode
+from torchmuster.redaction import harmless
+
+INDEX = "index.json"
+# What a thousand ranks with a thousand sharded tensors each write is a third of it.
+MOST_BYTES = 2**30
+
+# The types of safetensors that torch has too, with the size of an element in bytes.
+ELEMENT_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+_Extent = Annotated[int, Meta(ge=0, le=2**53)]
+Extents = Annotated[tuple[_Extent, ...], Meta(max_length=64)]
+_Name = Annotated[str, Meta(max_length=2000)]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a tensor: where it begins within the tensor, its shape, and where it is stored."""
+
+    offset: Extents
+    shape: Extents
+    file: _Name
+    key: _Name
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor; ``dtype`` is the word that safetensors has for it, such as F32, BF16 or I64."""
+
+    dtype: str
+    shape: Extents
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All tensors by name. ``tied`` tells other names of the same tensor: name -> name in ``tensors``."""
+
+    tensors: Mapping[_Name, StoredTensor]
+    tied: Mapping[_Name, _Name] = {}
+
+    def to_json(self) -> bytes:
+        """Return the index as a file's content."""
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Index":
+        """Read an index strictly; ValueError says what is wrong with it."""
+        try:
+            index = decode(text, cls)
+        except ValueError as error:
+            raise ValueError(f"{INDEX} cannot be read: {error}") from None
+        for name, tensor in index.tensors.items():
+            problem = _problem(tensor)
+            if problem:
+                raise ValueError(f"{INDEX}: {harmless(name)[:200]} {problem}")
+        for name, other in index.tied.items():
+            if other not in index.tensors:
+                raise ValueError(f"{INDEX}: {harmless(name)[:200]} is tied to what is not there")
+        return index
+
+
+def _problem(tensor: StoredTensor) -> str:
+    """Say what is wrong with a tensor's description, if anything is."""
+    if tensor.dtype not in ELEMENT_BYTES:
+        return f"is of an unknown type, {harmless(tensor.dtype)[:40]!r}"
+    covered = 0
+    for chunk in tensor.chunks:
+        if not is_file_name(chunk.file):
+            return f"is said to be in {harmless(chunk.file)[:100]!r}, which is not a file's name"
+        places = zip(chunk.offset, chunk.shape, tensor.shape, strict=False)
+        if not len(chunk.offset) == len(chunk.shape) == len(tensor.shape) or any(
+            begin + extent > end for begin, extent, end in places
+        ):
+            return "has a piece that lies outside of it"
+        covered += math.prod(chunk.shape)
+    if covered != math.prod(tensor.shape):
+        return f"has {math.prod(tensor.shape)} elements, its pieces have {covered}"
+    return ""

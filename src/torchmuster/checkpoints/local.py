@@ -1,0 +1,133 @@
+"""Checkpoints in a folder of a local or shared disk."""
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
+
+# How file systems say that a folder cannot be synchronised (some shared ones cannot).
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
+
+_TRIES = 10
+
+
+class FolderStore:
+    """Implements :class:`~torchmuster.checkpoints.store.Store` over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def names(self) -> list[str]:
+        """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
+        try:
+            with os.scandir(self._folder) as entries:
+                return in_order([one.name for one in entries if one.is_dir()])
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        """Write a file beside its place, put it on the disk, then rename it into its place."""
+        path = self._path(name, file)
+        self._make_folder(path.parent)
+        temporary = path.with_name(f".{file}.{os.urandom(4).hex()}")
+        try:
+            with temporary.open("xb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+                _forget_cached(stream)
+            temporary.replace(path)
+            _sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first is what is to be told
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Open a file to read and seek in; FileNotFoundError if it is not there."""
+        path = self._path(name, file)
+        # Somebody may have put a pipe there, which would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each file; nothing of a checkpoint that is not there."""
+        sizes = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
+            for one in entries:
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # deleted meanwhile, or a dangling link
+                    if one.is_file():
+                        sizes[one.name] = one.stat().st_size
+        return sizes
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint, its marker first; of a link only the link."""
+        folder = self._path(name)
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        for _ in range(_TRIES):
+            if not folder.exists():
+                return
+            # Another machine may be deleting it too, and be faster with a file.
+            with contextlib.suppress(FileNotFoundError):
+                (folder / MARKER).unlink(missing_ok=True)
+                _sync_folder(folder)
+                shutil.rmtree(folder)
+
+    def free_bytes(self) -> int | None:
+        """Return the room that is left on the disk, for this user."""
+        folder = self._folder
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def checked_on_arrival(self) -> bool:
+        """A disk does not say what arrived on it: it has to be read."""
+        return False
+
+    def _path(self, name: str, file: str = "") -> Path:
+        folder = self._folder / checked_name(name)
+        return folder / checked_file(file) if file else folder
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(self._folder)
+
+
+def _forget_cached(stream: BinaryIO) -> None:
+    """Let reading it back come from the disk, not from the memory that it was written from."""
+    with contextlib.suppress(OSError, AttributeError):  # a system or a file system without it
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names durable: a rename or a deletion is the folder's content, not the file's."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,229 @@
+"""The manifest: what belongs to a checkpoint, with size and hash; written last, it is the marker.
+
+A checkpoint without a manifest is not one. A manifest carries the hash of itself and has one spelling
+only, so that a single changed bit shows here too.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from torchmuster.checkpoints.store import MARKER as MARKER  # who reads manifests looks for it here
+from torchmuster.checkpoints.store import Store, is_file_name, read_small, step_of
+from torchmuster.checkpoints.strict_json import decode
+from torchmuster.errors import MusterError
+from torchmuster.redaction import harmless
+
+FORMAT = 1
+# Two files for each of 100,000 ranks are 30 MB; what is larger was not written by us.
+MOST_BYTES = 64 * 2**20
+_PIECE_BYTES = 4 * 2**20
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Ranks = Annotated[int, Meta(ge=1, le=10**6)]
+_Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_UnixTime = Annotated[
+    float, Meta(ge=0, le=250_000_000_000)
+]  # before the year 10000, which dates end with
+_Word = Annotated[str, Meta(max_length=100)]
+
+
+class UnreadableManifest(Exception):
+    """A manifest that says nothing that can be relied on."""
+
+
+class ForeignVersion(Exception):
+    """A manifest of a format that this version does not know."""
+
+    def __init__(self, version: object) -> None:
+        super().__init__(f"its format is {harmless(repr(version))[:40]}, this one reads {FORMAT}")
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file of a checkpoint must be."""
+
+    size_bytes: _Count
+    sha256: _Sha256
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint is.
+
+    ``serial`` is given by :func:`commit`: one more than the largest of the store. By it the newest is known,
+    also where somebody went back to an earlier step, and where clocks differ.
+    """
+
+    name: _Word
+    step: _Count
+    world_size: _Ranks
+    strategy: _Word
+    made_unix_s: _UnixTime
+    files: Mapping[str, FileRecord]
+    global_batch_size: _Count | None = None
+    serial: _Count = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its files together."""
+        return sum(one.size_bytes for one in self.files.values())
+
+    def to_json(self) -> bytes:
+        """Return the only spelling of this manifest, with the hash of itself."""
+        content = {"format": FORMAT, "sha256": "", **msgspec.to_builtins(self)}
+        content["files"] = dict(sorted(content["files"].items()))
+        content["sha256"] = hashlib.sha256(_spelled(content)).hexdigest()
+        return _spelled(content)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Manifest":
+        """Read a manifest strictly; raises :class:`UnreadableManifest` or :class:`ForeignVersion`."""
+        try:
+            content = decode(text, dict[str, Any])
+        except ValueError as error:
+            raise UnreadableManifest(f"it is not JSON as expected: {error}") from None
+        version = content.pop("format", None)
+        if version != FORMAT:
+            raise ForeignVersion(version)
+        content.pop("sha256", None)
+        try:
+            manifest = msgspec.convert(content, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise UnreadableManifest(harmless(str(error))) from None
+        for file in manifest.files:
+            if not is_file_name(file) or file == MARKER:
+                raise UnreadableManifest(f"it names a file {harmless(file)[:100]!r}")
+        if step_of(manifest.name) != manifest.step:
+            raise UnreadableManifest("its name and its step do not agree")
+        if manifest.to_json() != text:
+            raise UnreadableManifest("it is not as it was written: its hash is another one")
+        return manifest
+
+
+def new_name(step: int) -> str:
+    """Draw the name of a new checkpoint, so that nothing is ever written over another."""
+    return f"step-{step:08d}-{os.urandom(2).hex()}"
+
+
+def write_file(
+    store: Store,
+    name: str,
+    file: str,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> FileRecord:
+    """Write a file, hash it on the way, and make sure of what has become of it.
+
+    ``on_bytes`` hears of each piece that was written or read.
+    """
+    digest = hashlib.sha256()
+    size_bytes = 0
+    try:
+        with store.create(name, file) as stream:
+            for piece in pieces:
+                digest.update(piece)
+                size_bytes += stream.write(piece)
+                on_bytes(len(piece))
+        record = FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
+        _read_back(store, name, file, record, on_bytes)
+    except OSError as error:
+        raise MusterError(
+            f"{file} could not be written to {store.where}/{name}",
+            why=error.strerror or str(error),
+            fix="make room there, or save elsewhere",
+        ) from error
+    return record
+
+
+def _read_back(
+    store: Store, name: str, file: str, record: FileRecord, on_bytes: Callable[[int], None]
+) -> None:
+    size_bytes = store.sizes(name).get(file, 0)
+    good = size_bytes == record.size_bytes
+    if good and not store.checked_on_arrival():
+        good = sha256_of(store, name, file, on_bytes=on_bytes) == record.sha256
+    if not good:
+        raise MusterError(
+            f"{file} was written to {store.where}/{name}, and what can be read there is something else",
+            why=f"{record.size_bytes} bytes were written, {size_bytes} are there"
+            if size_bytes != record.size_bytes
+            else "the size is right, the hash is not: the disk, its controller or memory is at fault",
+            fix="save elsewhere, and have the disk examined",
+        )
+
+
+def sha256_of(
+    store: Store, name: str, file: str, *, on_bytes: Callable[[int], None] = lambda count: None
+) -> str:
+    """Return the hash of a file as it lies there; ``on_bytes`` hears of each piece that was read."""
+    digest = hashlib.sha256()
+    with store.open(name, file) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            digest.update(piece)
+            on_bytes(len(piece))
+    return digest.hexdigest()
+
+
+def commit(store: Store, manifest: Manifest) -> Manifest:
+    """Make a checkpoint of the files: write its marker. Return the manifest as it was written.
+
+    All files have to be seen from here: ranks that write to disks of their own have not saved anything.
+    """
+    sizes = store.sizes(manifest.name)
+    absent = sorted(
+        file for file, record in manifest.files.items() if sizes.get(file) != record.size_bytes
+    )
+    if absent:
+        raise MusterError(
+            f"{manifest.name} cannot be committed: {absent[0]} is not there as it was written",
+            why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from here",
+            fix="save to a folder that all machines share, or to object storage",
+        )
+    newest = max((one.serial for one in committed(store)), default=0)
+    manifest = msgspec.structs.replace(manifest, serial=newest + 1)
+    write_file(store, manifest.name, MARKER, [manifest.to_json()])
+    return manifest
+
+
+def read_manifest(store: Store, name: str) -> Manifest | None:
+    """Read a checkpoint's manifest; None if it has none, which means that it was not committed.
+
+    Raises :class:`UnreadableManifest` or :class:`ForeignVersion`, and OSError or MusterError where the store fails.
+    """
+    try:
+        text = read_small(store, name, MARKER, most_bytes=MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UnreadableManifest(str(error)) from None
+    manifest = Manifest.from_json(text)
+    if manifest.name != name:
+        raise UnreadableManifest(f"it is the manifest of {manifest.name}")
+    return manifest
+
+
+def committed(store: Store) -> list[Manifest]:
+    """Return the manifests that can be read, the newest first. Their files are not looked at."""
+    manifests = []
+    for name in store.names():
+        try:
+            manifest = read_manifest(store, name)
+        except (UnreadableManifest, ForeignVersion, OSError):
+            continue
+        if manifest is not None:
+            manifests.append(manifest)
+    return sorted(manifests, key=lambda one: (one.serial, one.step, one.name), reverse=True)
+
+
+def now_unix_s() -> float:
+    """Return the time to write into a manifest."""
+    return round(time.time(), 3)
+
+
+def _spelled(content: Mapping[str, object]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"

@@ -1,0 +1,177 @@
+"""Checkpoints in object storage (S3 and what speaks like it), through fsspec.
+
+A file is uploaded in parts and appears when the upload is completed, or never. Credentials and the address of the
+service come from where each client looks for them: for S3 the ``AWS_*`` variables and ``~/.aws``.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
+from torchmuster.errors import MusterError
+from torchmuster.redaction import redact_text
+
+# Parts of this size: S3 allows 10,000 of them, and while one is sent it is held in memory.
+_PART_BYTES = 32 * 2**20
+_READ_AHEAD_BYTES = 4 * 2**20
+
+
+class ObjectStore:
+    """Implements :class:`~torchmuster.checkpoints.store.Store` over a file system of fsspec."""
+
+    def __init__(self, storage: fsspec.AbstractFileSystem, root: str) -> None:
+        self._storage = storage
+        self._root = root.rstrip("/")
+
+    @classmethod
+    def at(cls, url: str) -> "ObjectStore":
+        """Open a URL; ImportError or ValueError if nothing here can."""
+        # What another process has written is to be seen: nothing may be remembered.
+        return cls(*url_to_fs(url, use_listings_cache=False))
+
+    @property
+    def where(self) -> str:
+        """The URL."""
+        return redact_text(self._storage.unstrip_protocol(self._root))
+
+    def names(self) -> list[str]:
+        """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
+        return in_order([one.rsplit("/", 1)[-1] for one in self._listed(self._root)])
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        """Upload a file, which appears when all of it is there."""
+        path = self._path(name, file)
+        with self._in_words(writing=True):
+            # Without autocommit it is for us to complete the upload; else closing does it, also after an error.
+            upload = self._storage.open(path, "wb", block_size=_PART_BYTES, autocommit=False)
+        stream = _Stream(upload, self)
+        try:
+            yield cast(BinaryIO, stream)
+            with self._in_words(writing=True):
+                upload.close()
+                upload.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong first is what is to be told
+                upload.discard()
+            with contextlib.suppress(AttributeError):
+                upload.closed = True  # or it would be sent after all when it is collected
+            raise
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Open a file to read and seek in; FileNotFoundError if it is not there."""
+        path = self._path(name, file)
+        with self._in_words():
+            return cast(
+                BinaryIO,
+                _Stream(
+                    self._storage.open(
+                        path, "rb", block_size=_READ_AHEAD_BYTES, cache_type="readahead"
+                    ),
+                    self,
+                ),
+            )
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each file; nothing of a checkpoint that is not there."""
+        listed = self._listed(self._path(name))
+        return {path.rsplit("/", 1)[-1]: int(info["size"] or 0) for path, info in listed.items()}
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint, its marker first."""
+        paths = [self._path(name, MARKER), *self._listed(self._path(name))]
+        for path in dict.fromkeys(paths):
+            with contextlib.suppress(FileNotFoundError), self._in_words():
+                self._storage.rm_file(path)
+
+    def free_bytes(self) -> int | None:
+        """Object storage has no end."""
+        return None
+
+    def checked_on_arrival(self) -> bool:
+        """S3's client sends a checksum with each part, and the service refuses a part that does not match.
+
+        Not where it was told to leave that out, nor where it is of a version that cannot.
+        """
+        protocol = self._storage.protocol
+        if "s3" not in ((protocol,) if isinstance(protocol, str) else protocol):
+            return False
+        with self._in_words():
+            config = self._storage.s3.meta.config
+        return getattr(config, "request_checksum_calculation", None) == "when_supported"
+
+    def _listed(self, path: str) -> dict[str, dict[str, Any]]:
+        try:
+            with self._in_words():
+                entries = self._storage.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {one["name"]: one for one in entries if one["name"].rstrip("/") != path}
+
+    def _path(self, name: str, file: str = "") -> str:
+        path = f"{self._root}/{checked_name(name)}"
+        return f"{path}/{checked_file(file)}" if file else path
+
+    @contextmanager
+    def _in_words(self, *, writing: bool = False) -> Iterator[None]:
+        """Make one error of the many that clients have; a file that is absent stays FileNotFoundError."""
+        try:
+            yield
+        except MusterError:
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not writing:  # else it is the bucket
+                raise
+            raise MusterError(
+                f"{self.where} cannot be used",
+                why=redact_text(f"{type(error).__name__}: {error}"),
+                fix="check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
+            ) from error
+
+
+class _Stream(io.RawIOBase):
+    """A file of fsspec whose errors are told as the store's."""
+
+    def __init__(self, inner: Any, store: ObjectStore) -> None:
+        self._inner = inner
+        self._store = store
+
+    def readable(self) -> bool:
+        return bool(self._inner.readable())
+
+    def writable(self) -> bool:
+        return bool(self._inner.writable())
+
+    def seekable(self) -> bool:
+        return self.readable()
+
+    def readinto(self, buffer: Any) -> int:
+        with self._store._in_words():
+            piece = self._inner.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def readall(self) -> bytes:
+        with self._store._in_words():
+            return bytes(self._inner.read())
+
+    def write(self, piece: Any) -> int:
+        with self._store._in_words(writing=True):
+            return int(self._inner.write(piece))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._inner.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._inner.tell())
+
+    def close(self) -> None:
+        if not self.closed and self.readable():
+            self._inner.close()  # an upload is closed by who completes it
+        super().close()

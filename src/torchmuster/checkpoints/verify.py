@@ -1,0 +1,190 @@
+"""Whether a checkpoint is what was written, and which is the newest that is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchmuster.checkpoints.manifest import (
+    FileRecord,
+    ForeignVersion,
+    Manifest,
+    UnreadableManifest,
+    committed,
+    read_manifest,
+    sha256_of,
+)
+from torchmuster.checkpoints.store import MARKER, Store, step_of
+from torchmuster.finding import Finding, Status
+
+_FIX = "delete it and use an older one, as a run does by itself; if nobody changed it, examine the disk"
+
+
+def _not_said(count: int) -> None:
+    """Nobody wants to hear how many bytes were read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The newest good checkpoint, and what was wrong with those that were passed over."""
+
+    name: str
+    manifest: Manifest
+    rejected: tuple[Finding, ...] = ()
+
+
+def verify(
+    store: Store, name: str, *, on_bytes: Callable[[int], None] = _not_said
+) -> list[Finding]:
+    """Read every file of a checkpoint; [] if each is what was written. ``on_bytes`` hears of each piece."""
+    return _verified(store, name, on_bytes)[1]
+
+
+def _verified(
+    store: Store, name: str, on_bytes: Callable[[int], None]
+) -> tuple[Manifest | None, list[Finding]]:
+    manifest, findings = look(store, name)
+    if manifest is not None and not findings:
+        for file, record in manifest.files.items():
+            findings += verify_file(store, name, file, record, on_bytes=on_bytes)
+    return manifest, findings
+
+
+def look(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
+    """Read the manifest and compare the files' sizes, which is quick; no findings: it looks good."""
+    try:
+        manifest = read_manifest(store, name)
+    except ForeignVersion as error:
+        return None, [_foreign(store, name, str(error))]
+    except (UnreadableManifest, OSError) as error:
+        return None, [_unreadable(store, name, MARKER, str(error))]
+    if manifest is None:
+        return None, [_unfinished(store, name)]
+    sizes = store.sizes(name)
+    findings = []
+    for file, record in manifest.files.items():
+        if file not in sizes:
+            findings.append(_missing(store, name, file))
+        elif sizes[file] < record.size_bytes:
+            findings.append(_truncated(store, name, file, sizes[file], record))
+        elif sizes[file] > record.size_bytes:
+            grown = f"it has {sizes[file]} bytes, {record.size_bytes} were written"
+            findings.append(_changed(store, name, file, grown))
+    return manifest, findings
+
+
+def verify_file(
+    store: Store,
+    name: str,
+    file: str,
+    record: FileRecord,
+    *,
+    on_bytes: Callable[[int], None] = _not_said,
+) -> list[Finding]:
+    """Read one file and compare its hash; [] if it is what was written."""
+    try:
+        sha256 = sha256_of(store, name, file, on_bytes=on_bytes)
+    except FileNotFoundError:
+        return [_missing(store, name, file)]
+    except OSError as error:
+        return [_unreadable(store, name, file, error.strerror or str(error))]
+    if sha256 != record.sha256:
+        why = f"its SHA-256 is {sha256[:16]}…, that of what was written is {record.sha256[:16]}…"
+        return [_changed(store, name, file, why)]
+    return []
+
+
+def newest_good(store: Store, *, at_most_step: int | None = None) -> Found | None:
+    """Return the newest checkpoint of which every file is what was written; None if there is none.
+
+    What is newer and is not good comes with it as findings; nothing is passed over in silence.
+    """
+    rejected: list[Finding] = []
+    for name in newest_first(store, at_most_step=at_most_step):
+        manifest, findings = _verified(store, name, _not_said)
+        if manifest is not None and not findings:
+            return Found(name=name, manifest=manifest, rejected=tuple(rejected))
+        rejected += findings
+    return None
+
+
+def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
+    """Return all names, the one saved last first; one whose marker tells nothing, before all of smaller steps."""
+    serials = {one.name: one.serial for one in committed(store)}
+    order, latest = [], 0
+    for name in store.names():
+        step = step_of(name) or 0
+        if at_most_step is not None and step > at_most_step:
+            continue
+        latest = max(latest, serials.get(name, 0))
+        order.append((serials.get(name, latest), name not in serials, step, name))
+    return [name for *_, name in sorted(order, reverse=True)]
+
+
+def committed_steps(store: Store) -> list[int]:
+    """Return the steps of all committed checkpoints, the smallest first; their files are not read."""
+    return sorted(one.step for one in committed(store))
+
+
+def _unfinished(store: Store, name: str) -> Finding:
+    return Finding(
+        name="checkpoint-unfinished",
+        status=Status.NOTE,
+        what=f"{name} was not finished",
+        why=f"it has no {MARKER}, which is written last: the save was cut off, or is still going on",
+        fix="nothing is to be done: it is never loaded, and is swept away when the run goes on",
+        evidence=f"{store.where}/{name}",
+    )
+
+
+def _missing(store: Store, name: str, file: str) -> Finding:
+    return Finding(
+        name="checkpoint-file-missing",
+        status=Status.FAILURE,
+        what=f"{name} is damaged: {file} is missing",
+        why="it was there when the checkpoint was committed",
+        fix=_FIX,
+        evidence=f"{store.where}/{name}/{file}",
+    )
+
+
+def _truncated(store: Store, name: str, file: str, size_bytes: int, record: FileRecord) -> Finding:
+    return Finding(
+        name="checkpoint-file-truncated",
+        status=Status.FAILURE,
+        what=f"{name} is damaged: {file} is cut off",
+        why=f"it has {size_bytes} bytes, {record.size_bytes} were written",
+        fix=_FIX,
+        evidence=f"{store.where}/{name}/{file}",
+    )
+
+
+def _changed(store: Store, name: str, file: str, why: str) -> Finding:
+    return Finding(
+        name="checkpoint-file-changed",
+        status=Status.FAILURE,
+        what=f"{name} is damaged: {file} is not what was written",
+        why=why,
+        fix=_FIX,
+        evidence=f"{store.where}/{name}/{file}",
+    )
+
+
+def _unreadable(store: Store, name: str, file: str, why: str) -> Finding:
+    return Finding(
+        name="checkpoint-unreadable",
+        status=Status.FAILURE,
+        what=f"{name} is damaged: {file} cannot be read",
+        why=why,
+        fix=_FIX,
+        evidence=f"{store.where}/{name}/{file}",
+    )
+
+
+def _foreign(store: Store, name: str, why: str) -> Finding:
+    return Finding(
+        name="checkpoint-foreign-version",
+        status=Status.FAILURE,
+        what=f"{name} was written by another version of torchmuster",
+        why=why,
+        fix="install the version that wrote it, or use an older checkpoint",
+        evidence=f"{store.where}/{name}/{MARKER}",
+    )

@@ -1,0 +1,241 @@
+"""``muster checkpoint``: what was saved, whether it is whole, and its weights as a folder for others."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.manifest import Manifest
+from torchmuster.checkpoints.store import step_of
+from torchmuster.checkpoints.verify import look, verify
+from torchmuster.cli import output, parsers
+from torchmuster.cli.checkpoint_places import Meant, meant_by
+from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.finding import Finding
+from torchmuster.redaction import harmless
+from torchmuster.units import format_bytes
+
+_SAID_EVERY_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``ls``, ``verify`` and ``export``."""
+    parsers.show_examples(
+        parser,
+        [
+            "muster checkpoint ls                           those of the last run",
+            "muster checkpoint verify s3://bucket/run       read and compare every byte",
+            "muster checkpoint export last --to my-model    the newest good one's weights",
+        ],
+    )
+    parts = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+
+    ls = parsers.add_action(
+        parts,
+        "ls",
+        "list checkpoints, the newest first",
+        more="Sizes are compared; that the content is right only verify can say.",
+        examples=["muster checkpoint ls", "muster checkpoint ls s3://bucket/run --json"],
+    )
+    _add_place(ls, name=False)
+    parsers.add_json_flag(ls)
+    ls.set_defaults(run=_ls)
+
+    check = parsers.add_action(
+        parts,
+        "verify",
+        "read checkpoints and compare every file with what was written",
+        more="The exit code is 1 if one is damaged, or the one that was named is not finished.",
+        examples=["muster checkpoint verify", "muster checkpoint verify last 120"],
+    )
+    _add_place(check)
+    parsers.add_json_flag(check)
+    check.set_defaults(run=_verify)
+
+    export = parsers.add_action(
+        parts,
+        "export",
+        "write a checkpoint's weights as safetensors that transformers loads",
+        more="The newest good checkpoint, if none is named. It is verified first. Memory stays small.",
+        examples=["muster checkpoint export --to my-model"],
+    )
+    _add_place(export)
+    export.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
+    )
+    export.set_defaults(run=_export)
+
+
+def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
+    parser.add_argument(
+        "place",
+        nargs="?",
+        default="last",
+        metavar="PLACE",
+        help="a run's id or folder, a folder or URL with checkpoints, or one of them (last)",
+    )
+    if name:
+        parser.add_argument(
+            "name", nargs="?", default="", metavar="NAME", help="a checkpoint's name, or its step"
+        )
+    parsers.add_runs_flag(parser)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    meant = _place(options)
+    rows = [(name, *look(meant.store, name)) for name in meant.names()]
+    if options.json:
+        output.print_json([_as_json(*row) for row in rows])
+        return ExitCode.GOOD
+    if not rows:
+        print(f"no checkpoints in {meant.store.where}")
+        return ExitCode.GOOD
+    table: list[tuple[str, ...]] = [("step", "saved", "ranks", "strategy", "size", "state", "name")]
+    table += [_cells(*row) for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        print("  ".join(_aligned(row, widths)).rstrip())
+    findings = [one for _, _, found in rows for one in found if _is_damage(one)]
+    if findings:
+        output.show_findings(findings, sys.stdout)
+    return ExitCode.GOOD
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    numbers = (0, 2, 4)
+    return [
+        cell.rjust(width) if column in numbers else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def _cells(name: str, manifest: Manifest | None, findings: list[Finding]) -> tuple[str, ...]:
+    step, state = str(step_of(name)), _state(findings)
+    if manifest is None:
+        return step, "-", "-", "-", "-", state, name
+    saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
+    size = format_bytes(manifest.size_bytes)
+    ranks, strategy = str(manifest.world_size), harmless(manifest.strategy)
+    return step, f"{saved:%Y-%m-%d %H:%M:%S}", ranks, strategy, size, state, name
+
+
+def _state(findings: list[Finding]) -> str:
+    if not findings:
+        return "complete"
+    return "damaged" if any(_is_damage(one) for one in findings) else "unfinished"
+
+
+def _is_damage(finding: Finding) -> bool:
+    return finding.name != "checkpoint-unfinished"
+
+
+def _as_json(name: str, manifest: Manifest | None, findings: list[Finding]) -> dict[str, object]:
+    return {
+        "name": name,
+        "step": step_of(name),
+        "state": _state(findings),
+        "made_unix_s": manifest.made_unix_s if manifest else None,
+        "world_size": manifest.world_size if manifest else None,
+        "strategy": manifest.strategy if manifest else None,
+        "global_batch_size": manifest.global_batch_size if manifest else None,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "findings": [one.as_json() for one in findings],
+    }
+
+
+def _verify(options: argparse.Namespace) -> int:
+    meant = _place(options)
+    rows = []
+    for name in meant.names():
+        manifest, _ = look(meant.store, name)
+        findings = verify(meant.store, name, on_bytes=_Progress(f"{name}: read", manifest))
+        rows.append((name, manifest, findings))
+        if not options.json:
+            _show_verdict(name, manifest, findings)
+    if options.json:
+        output.print_json([_as_json(*row) | {"state": _verdict(row[2])} for row in rows])
+    elif not rows:
+        print(f"no checkpoints in {meant.store.where}")
+    failed = [one for _, _, findings in rows for one in findings if meant.wanted or _is_damage(one)]
+    return ExitCode.FAILED if failed else ExitCode.GOOD
+
+
+def _verdict(findings: list[Finding]) -> str:
+    return _state(findings) if findings else "good"
+
+
+def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding]) -> None:
+    if manifest is not None and not findings:
+        size = format_bytes(manifest.size_bytes)
+        print(f"{name}  good: {len(manifest.files)} files, {size}, all as written", flush=True)
+    else:
+        output.show_findings(findings, sys.stdout)
+
+
+def _export(options: argparse.Namespace) -> int:
+    meant = _place(options)
+    name = _good_one(meant)
+    manifest, _ = look(meant.store, name)
+    done = export_weights(
+        meant.store,
+        name,
+        options.to,
+        beside=meant.folder_beside(),
+        on_bytes=_Progress("written", manifest),
+    )
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    tensors = "1 tensor" if done.tensors == 1 else f"{done.tensors} tensors"
+    size = format_bytes(done.size_bytes)
+    print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
+    if "config.json" in done.beside:
+        print(f"beside them: {', '.join(done.beside)}")
+    else:
+        print("no config.json is known for this model; transformers needs it beside the weights")
+    return ExitCode.GOOD
+
+
+def _good_one(meant: Meant) -> str:
+    """Return the checkpoint to export, all of it read and found good; say which ones were not."""
+    names = meant.names()
+    for name in names:
+        manifest, _ = look(meant.store, name)
+        findings = verify(meant.store, name, on_bytes=_Progress(f"{name}: read", manifest))
+        if not findings:
+            return name
+        output.show_findings(findings, sys.stderr)
+    if not names:
+        raise Impossible(
+            f"there are no checkpoints in {meant.store.where}",
+            fix="give a run, or a folder or URL that has some: muster checkpoint ls PLACE",
+        )
+    raise MusterError(
+        f"nothing was exported: none of {len(names)} checkpoints is good"
+        if len(names) > 1
+        else f"nothing was exported: {names[0]} is not good",
+        why="weights of a damaged checkpoint would be wrong without showing it",
+        fix="name another one: muster checkpoint ls shows them",
+    )
+
+
+def _place(options: argparse.Namespace) -> Meant:
+    return meant_by(options.place, getattr(options, "name", ""), runs=options.runs)
+
+
+class _Progress:
+    """Says on stderr how far it is, so that nothing is silent for long."""
+
+    def __init__(self, words: str, manifest: Manifest | None) -> None:
+        self._words = words
+        self._total = f" of {format_bytes(manifest.size_bytes)}" if manifest else ""
+        self._done_bytes = 0
+        self._said_s = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done_bytes += count
+        now_s = time.monotonic()
+        if now_s - self._said_s >= _SAID_EVERY_S:
+            self._said_s = now_s
+            output.say(f"{self._words} {format_bytes(self._done_bytes)}{self._total}")

@@ -1,0 +1,123 @@
+"""``muster explain``: what happened to a run, the first cause, where to look, what to do."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchmuster.cli import output, parsers
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.finding import Finding, Status
+from torchmuster.redaction import harmless
+from torchmuster.runfolder import find
+
+if TYPE_CHECKING:
+    from torchmuster.launch.account import Account
+
+_FILES_SHOWN = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster explain``."""
+    parser.description = (
+        f"{parser.description}\nThe run's folder is enough: it may still run, be long over, or have been copied "
+        "from\nanother machine. For an error's text alone: muster doctor --explain."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster explain                     the newest run in ./runs",
+            "muster explain 20260131-1200       part of its id is enough",
+            "muster explain /mnt/copied/20260131-120000-train-1a2b",
+            "muster explain --dumps FOLDER      flight recorders' dumps from elsewhere: rank-<n>.json",
+        ],
+    )
+    parser.add_argument(
+        "which",
+        metavar="RUN",
+        nargs="?",
+        default="last",
+        help="a run's id, part of it, its folder, or: last (the default)",
+    )
+    parsers.add_runs_flag(parser)
+    parser.add_argument(
+        "--dumps", type=Path, metavar="DIR", help="compare these dumps of flight recorders instead"
+    )
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.dumps is not None:
+        return _compare_dumps(options.dumps, as_json=options.json)
+    from torchmuster.launch.account import account_of
+
+    account = account_of(find(options.which, options.runs))
+    if options.json:
+        _print_json(account)
+    else:
+        _show(account)
+    return ExitCode.GOOD
+
+
+def _show(account: "Account") -> None:
+    from torchmuster.launch.story import shown
+
+    run, moments = account.story.run, account.story.moments()
+    print(f"run {run.id}\n")
+    for line in shown(moments):
+        print(f"  {harmless(line)}")
+    if moments:
+        print()
+    output.show_findings(list(account.findings), sys.stdout)
+    if account.files:
+        print(f"\nin {run.path}:")
+        for name in account.files[:_FILES_SHOWN]:
+            print(f"  {name}")
+        if len(account.files) > _FILES_SHOWN:
+            print(f"  … and {len(account.files) - _FILES_SHOWN} more")
+
+
+def _print_json(account: "Account") -> None:
+    story = account.story
+    state, job = story.state, story.job
+    output.print_json(
+        {
+            "id": story.run.id,
+            "folder": str(story.run.path),
+            "phase": state.phase if state else None,
+            "exit_code": state.exit_code if state else None,
+            "started_unix_s": state.started_unix_s if state else None,
+            "since_unix_s": state.since_unix_s if state else None,
+            "command": job.command if job else None,
+            "launched_on": job.launcher.host if job else None,
+            "moments": [{"at_unix_s": one.at_unix_s, "what": one.what} for one in story.moments()],
+            "findings": [one.as_json() for one in account.findings],
+            "files": list(account.files),
+        }
+    )
+
+
+def _compare_dumps(folder: Path, *, as_json: bool) -> int:
+    from torchmuster.launch.evidence import dumps_in
+    from torchmuster.launch.hangs.flight_recorder import analyse
+
+    dumps = dumps_in(folder)
+    if not dumps:
+        raise Impossible(
+            f"there are no dumps of flight recorders in {folder}",
+            why="they are looked for as rank-<n>.json or rank-<n>.flight.json, as JSON",
+            fix="in each rank: torch._C._distributed_c10d._dump_fr_trace_json(), written to such a file",
+        )
+    findings = analyse(dumps) or [
+        Finding(
+            name="collectives-alike",
+            status=Status.OK,
+            what=f"{len(dumps)} ranks called the same collectives, and all of them ended",
+        )
+    ]
+    if as_json:
+        output.print_json({"findings": [one.as_json() for one in findings]})
+    else:
+        output.show_findings(findings, sys.stdout)
+    return ExitCode.GOOD

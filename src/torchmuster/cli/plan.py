@@ -1,0 +1,272 @@
+"""``muster plan``: will it fit, how should it be split, how fast will it be."""
+
+import argparse
+import dataclasses
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.cli.plan_checks import (
+    is_here,
+    refuse_contradictions,
+    refuse_missing_model,
+    with_remarks,
+)
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.written import as_yaml
+from torchmuster.finding import Finding, Status, exit_code
+from torchmuster.plan import planning
+from torchmuster.plan.answer import Answer
+from torchmuster.plan.as_settings import as_settings, line_to_paste
+from torchmuster.plan.asked import Asked, asked_of
+from torchmuster.plan.hardware import given as hardware_given
+from torchmuster.plan.hardware import here
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.job import Work
+from torchmuster.plan.report.document import as_json
+from torchmuster.plan.report.page import page
+from torchmuster.plan.report.terminal import text
+from torchmuster.plan.search.exploring import Look
+from torchmuster.plan.timing.forecast import Rates, usual
+from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.tracing.tracer import Tracer
+from torchmuster.runfolder import write_atomically
+
+# Flags that are settings by a shorter name.
+_SETTINGS = {
+    "model": "model.model_name_or_path",
+    "build": "model.build",
+    "dataset": "data.dataset",
+    "sequence_length": "data.sequence_length",
+    "global_batch_size": "train.global_batch_size",
+    "precision": "train.precision",
+    "strategy": "distributed.strategy",
+}
+_AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster plan``."""
+    parser.description = (
+        f"{parser.description}\nTraces a few layers of the model without its weights and without a GPU, "
+        "computes memory and time of\nevery way to spread it, and says which to take, why, and what "
+        "would change that. What the settings\nfix is fixed, the rest is searched."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster plan --config config.yaml                          on this machine",
+            "muster plan --config config.yaml --hardware 8xH100        on eight of these cards",
+            "muster plan --model ./llama-8b --sequence-length 8192 --hardware 16x8xH100",
+            "muster plan --build my.models:make --dataset my.data:train --hardware 2xL4",
+            "muster plan --config config.yaml --write plan.yaml        settings for muster train",
+            "muster plan --config config.yaml --verify                 a few real steps here",
+        ],
+    )
+    add_setting_flags(parser)
+    what = parser.add_argument_group("what is trained (all of these are settings as well)")
+    what.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
+    what.add_argument("--build", metavar="MODULE:FUNCTION", help="a model of your own")
+    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="shows what a sample is like")
+    what.add_argument("--sequence-length", metavar="N", help="tokens of a sample")
+    what.add_argument("--global-batch-size", metavar="N", help="samples of a step, on all ranks")
+    what.add_argument("--precision", metavar="TYPE", help="auto, fp32, bf16 or fp16")
+    what.add_argument("--strategy", metavar="NAME", help="auto, ddp or fsdp")
+    on = parser.add_argument_group("what on")
+    on.add_argument(
+        "--hardware",
+        default="here",
+        metavar="WHAT",
+        help="8xH100, 2x8xA100-80GB, a cluster file, or: here (this machine, the default)",
+    )
+    on.add_argument("--ranks", type=count, metavar="N", help="ranks on the CPU of this machine")
+    on.add_argument("--tokens", type=_amount, metavar="N", help="the whole training: 300B, 1T")
+    on.add_argument("--price", type=_price, metavar="X", help="of one card for one hour")
+    how = parser.add_argument_group("what is done")
+    how.add_argument("--verify", action="store_true", help="compare with a few real steps here")
+    how.add_argument(
+        "--find-batch-size",
+        action="store_true",
+        help="find the largest micro-batch of the plan by trials here",
+    )
+    how.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
+    how.add_argument("--write", type=Path, metavar="FILE", help="write settings for muster train")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+    how.add_argument("--no-cache", action="store_true", help="trace again, and keep nothing")
+    parsers.add_json_flag(how)
+    parser.set_defaults(run=_run)
+
+
+def _amount(text: str) -> int:
+    unit = text[-1:].upper()
+    digits = text[:-1] if unit in _AMOUNTS else text
+    try:
+        number = float(digits) * _AMOUNTS.get(unit, 1.0)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 300B or 1T")
+    return round(number)
+
+
+def _price(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write for example 2.5")
+    return number
+
+
+def _run(options: argparse.Namespace) -> int:
+    refuse_contradictions(options)
+    options.set += _flags(options)
+    resolved = settings_from(options)
+    refuse_missing_model(resolved)
+    with _tracer(options) as tracer:
+        asked, rates = _question(options, resolved, tracer.records)
+        answer = with_remarks(planning.plan(asked, tracer.records, rates=rates), resolved)
+        candidate = answer.chosen.value.candidate
+        settings = _settings(options, resolved, answer)
+        beside = {flag.path: flag.text for flag in options.set}
+        config = None if options.config is None else str(options.config)
+        line = line_to_paste(settings, beside, candidate, asked, config=config)
+        _write(options, answer, settings, line)
+        if not options.json:
+            _show(answer, line)
+        found = _prove(options, answer, tracer.records)
+    if options.json:
+        document = as_json(answer, line=line, settings=settings)
+        output.print_json({**document, "proof": [one.as_json() for one in found]})
+    elif found:
+        print()
+        output.show_findings(found, sys.stdout)
+    return exit_code(found)
+
+
+def _flags(options: argparse.Namespace) -> list[Flag]:
+    """Return the settings that were given by flags with names of their own."""
+    return [
+        Flag(flag=f"--{name.replace('_', '-')}", path=path, text=getattr(options, name))
+        for name, path in _SETTINGS.items()
+        if getattr(options, name) is not None
+    ]
+
+
+def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -> dict[str, str]:
+    """Return the settings that train as the plan says, on GPUs that were named where they are this machine's."""
+    ids = resolved.settings.distributed.gpu_ids
+    candidate = answer.chosen.value.candidate
+    if is_here(options) or ids is None:
+        return as_settings(candidate, answer.asked, gpu_ids=ids)
+    return {**as_settings(candidate, answer.asked), "distributed.gpu_ids": "null"}
+
+
+def _question(options: argparse.Namespace, resolved: Resolved, look: Look) -> tuple[Asked, Rates]:
+    """Return what is asked, and the rates to compute times with."""
+    if is_here(options):
+        hardware = here.of_settings(resolved.settings, ranks=options.ranks)
+    else:
+        hardware = hardware_given.parse(options.hardware)
+    if options.price is not None:
+        hardware = dataclasses.replace(hardware, price_per_card_hour=options.price)
+    folder = str(Path.cwd())
+    # What cannot be planned is refused before anything is measured.
+    asked = asked_of(resolved, hardware, folder=folder, tokens=options.tokens)
+    if not is_here(options):
+        return asked, usual(hardware.card.kind)
+    hardware, rates = _as_measured(options, hardware, asked.work, look)
+    return asked_of(resolved, hardware, folder=folder, tokens=options.tokens), rates
+
+
+def _as_measured(
+    options: argparse.Namespace, hardware: Hardware, work: Work, look: Look
+) -> tuple[Hardware, Rates]:
+    """Return this machine with the rates that were measured on it, now or before."""
+    from torchmuster.plan.timing import calibration  # it can launch ranks, and most plans do not
+
+    found = None if options.no_cache else calibration.kept(cache_folder())
+    if options.calibrate:
+        device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
+        numbers = sorted({1, hardware.cards})
+        found = calibration.measure(numbers, device=device, say=output.say)
+        output.say("timing real steps of a few blocks of the model")
+        found = calibration.fit_here(found, work, hardware, look, say=output.say)
+        if not options.no_cache:
+            calibration.keep(found, cache_folder())
+    return calibration.as_known(found, hardware)
+
+
+def _tracer(options: argparse.Namespace) -> Tracer:
+    return Tracer(cache=None if options.no_cache else cache_folder(), say=output.say)
+
+
+def _show(answer: Answer, line: str) -> None:
+    width = min(shutil.get_terminal_size().columns, _WIDTH)
+    print(text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout)), flush=True)
+
+
+def _write(
+    options: argparse.Namespace, answer: Answer, settings: Mapping[str, str], line: str
+) -> None:
+    """Write what was asked for beside the screen: settings that train so, and the page."""
+    if options.html is not None:
+        write_atomically(options.html, page(answer, line=line))
+    if options.write is None:
+        return
+    chosen = [Flag(flag="muster plan", path=path, text=value) for path, value in settings.items()]
+    resolved = resolve(file=options.config, environment=os.environ, flags=[*options.set, *chosen])
+    write_atomically(options.write, as_yaml(resolved))
+
+
+def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Finding]:
+    """Hold the plan against this machine, as far as that was asked for."""
+    found: list[Finding] = []
+    if options.verify:
+        from torchmuster.plan.proof import verification
+
+        machine = answer.asked.hardware
+        if not is_here(options):
+            machine = here.hardware(ranks=options.ranks)
+        output.say("taking real steps on this machine")
+        found += verification.verify(answer, here=machine, look=look, say=output.say).findings
+    if options.find_batch_size:
+        found.append(_find_batch_size(options, answer, look))
+    return found
+
+
+def _find_batch_size(options: argparse.Namespace, answer: Answer, look: Look) -> Finding:
+    from torchmuster.plan.proof import trials
+
+    best, asked = answer.chosen.value.candidate, answer.asked
+    most = None
+    if asked.global_batch_size is not None:
+        most = math.ceil(asked.global_batch_size / best.layout.ranks)
+    decided = trials.find_batch_size(
+        asked.work,
+        best,
+        hardware=asked.hardware,
+        start=trials.expected(asked, best, look=look, most=most),
+        most=most,
+        say=output.say,
+    )
+    size, fix = decided.value.micro_batch_size, ""
+    if size is not None:
+        fix = trials.advice(size, best, global_batch_size=asked.global_batch_size)
+    return Finding(
+        name="batch-size",
+        status=Status.FAILURE if size is None else Status.OK,
+        what=decided.reason,
+        fix=fix,
+        evidence="\n".join(map(str, decided.value.trials)),
+    )

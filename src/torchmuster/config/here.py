@@ -1,0 +1,82 @@
+"""What settings name on this machine: files, folders and modules that are not there, told before a start."""
+
+import glob
+import importlib.util
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torchmuster.config.resolve import Resolved
+from torchmuster.config.training import FUNCTIONS, OWN_LOSSES
+from torchmuster.errors import ConfigError, Mistake
+from torchmuster.redaction import redact_text
+
+_FILES = ("data.files", "data.evaluation_files")
+
+
+def check_here(resolved: Resolved) -> None:
+    """Raise a :class:`ConfigError` with all that the settings name and this machine does not have.
+
+    Nothing is imported, and nothing is asked of a network: what only that could tell is left to the ranks.
+    """
+    if mistakes := [*_files(resolved), *_model(resolved), *_modules(resolved)]:
+        raise ConfigError(mistakes)
+
+
+def looks_like_path(name: str) -> bool:
+    """Say whether a name can only be a path, and none on the hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def _files(resolved: Resolved) -> Iterator[Mistake]:
+    values = resolved.values()
+    for path in _FILES:
+        place = values[path]
+        if not isinstance(place, str) or "://" in place or "::" in place:  # not of this machine
+            continue
+        pattern = str(Path(place).expanduser())
+        if not glob.glob(pattern, recursive=True, include_hidden=True):  # noqa: PTH207  # whole patterns, not below a folder
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} is {redact_text(place)!r}, and there is no such file in {Path.cwd()}",
+                fix="check the path or the pattern",
+            )
+
+
+def _model(resolved: Resolved) -> Iterator[Mistake]:
+    name = resolved.settings.model.model_name_or_path
+    if name is not None and looks_like_path(name) and not Path(name).expanduser().is_dir():
+        yield Mistake(
+            where=resolved.sources["model.model_name_or_path"].where,
+            what=f"there is no folder {name!r} with a model; looked for it in {Path.cwd()}",
+            fix="check the path; a name on the hub is written as owner/name",
+        )
+
+
+def _modules(resolved: Resolved) -> Iterator[Mistake]:
+    values = resolved.values()
+    for path in FUNCTIONS:
+        name = values[path]
+        if not isinstance(name, str) or name in OWN_LOSSES:
+            continue
+        module = name.partition(":")[0]
+        if not _exists(module):
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} is {name!r}, but there is no module {module!r}: it is neither in "
+                f"{Path.cwd()} nor installed",
+                fix="run from the folder that has it; a module is written with dots and without .py",
+            )
+
+
+def _exists(module: str) -> bool:
+    """Look for a module without importing it: in the working folder first, as ranks do."""
+    top, *inner = module.split(".")
+    importlib.invalidate_caches()
+    if PathFinder.find_spec(top, [str(Path.cwd())]) is None:
+        try:
+            return importlib.util.find_spec(top) is not None
+        except ValueError:  # what runs already, such as __main__
+            return True
+    place = Path.cwd().joinpath(top, *inner)
+    return not inner or place.is_dir() or any(place.parent.glob(f"{place.name}.*"))

@@ -1,0 +1,189 @@
+"""What settings must say together so that something can be trained: every contradiction at once."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torchmuster.config import fields
+from torchmuster.config.resolve import Resolved
+from torchmuster.config.settings import Checkpoint
+from torchmuster.errors import ConfigError, Mistake
+from torchmuster.units import parse_seconds
+
+# What ranks have to know; the rest has done its work when they start.
+_FOR_RANKS = (
+    *("model.", "data.", "train.", "checkpoint."),
+    *("distributed.strategy", "distributed.fsdp_", "distributed.find_unused_parameters"),
+)
+
+# Of these, one says what is trained, or what on.
+_MODELS = ("model.model_name_or_path", "model.build")
+_DATA = ("data.dataset", "data.files", "data.hugging_face")
+_AT_MOST_ONE = (
+    _MODELS,
+    _DATA,
+    ("data.evaluation_dataset", "data.evaluation_files"),
+    ("train.epochs", "train.steps"),
+    ("train.micro_batch_size", "train.micro_batch_sizes"),
+)
+# Each of these names a function of the user's.
+FUNCTIONS = ("model.build", "model.loss", "data.dataset", "data.evaluation_dataset")
+OWN_LOSSES = ("cross_entropy", "language_model")  # what model.loss may be instead
+# These mean something only where one of those is given.
+_NEEDS = {
+    "model.lora_alpha": ("model.lora_rank",),
+    "model.lora_targets": ("model.lora_rank",),
+    "model.attention": ("model.model_name_or_path",),
+    "data.split": ("data.hugging_face",),
+    "data.text_field": ("data.files", "data.hugging_face"),
+    "data.tokenizer": ("data.files", "data.hugging_face"),
+    "data.sequence_length": ("data.files", "data.hugging_face"),
+    "data.pack": ("data.files", "data.hugging_face"),
+    "data.evaluation_files": ("data.files", "data.hugging_face"),
+    "train.evaluate_every": ("data.evaluation_dataset", "data.evaluation_files"),
+}
+
+
+def paths_for_ranks() -> list[str]:
+    """Return the settings that the ranks of a training run have to know."""
+    return [path for path in fields.leaves() if path.startswith(_FOR_RANKS)]
+
+
+def check_trainable(resolved: Resolved, *, file: str) -> None:
+    """Raise a :class:`ConfigError` with everything that stands in the way of training.
+
+    ``file`` is named where something is missing altogether.
+    """
+    if mistakes := [*_missing(resolved, file), *_contradictions(resolved)]:
+        raise ConfigError(mistakes)
+
+
+def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
+    values = resolved.values()
+    if not any(values[path] for path in _MODELS):
+        yield Mistake(
+            where=file,
+            what="there is no model to train",
+            fix="give model.model_name_or_path (a folder or a name on the hub), or model.build "
+            "(module:function)",
+        )
+    if not any(values[path] for path in _DATA):
+        yield Mistake(
+            where=file,
+            what="there is no data to train on",
+            fix="give data.dataset (module:function), data.files or data.hugging_face",
+        )
+    text = values["data.files"] or values["data.hugging_face"]
+    has_tokens = str(text).endswith(".safetensors")  # made before, by whatever tokenizer
+    if text and not has_tokens and values["model.build"] and not values["data.tokenizer"]:
+        yield Mistake(
+            where=file,
+            what="text needs a tokenizer, and a model of your own does not bring one",
+            fix="give data.tokenizer: bytes, a folder, or a name on the hub",
+        )
+
+
+def with_absolute_folder(resolved: Resolved) -> Resolved:
+    """Return the settings of a run from its beginning on: who goes on with it may work in another folder."""
+    wanted = resolved.settings.checkpoint
+    if wanted.folder is None or "://" in wanted.folder:
+        return resolved
+    folder = str(Path(wanted.folder).expanduser().absolute())
+    settings = replace(resolved.settings, checkpoint=replace(wanted, folder=folder))
+    return replace(resolved, settings=settings)
+
+
+def checkpoint_place(wanted: Checkpoint, run_folder: Path) -> str | None:
+    """Return where a run's checkpoints lie: a folder or an address; None if it saves none."""
+    if not wanted.enabled:
+        return None
+    if wanted.folder is None:
+        return str(run_folder / "checkpoints")
+    # Runs that share a place have folders of their own in it: none may go on from another's.
+    return f"{wanted.folder.rstrip('/')}/{run_folder.name}"
+
+
+def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
+    values = resolved.values()
+    for group in _AT_MOST_ONE:
+        first, *more = [path for path in group if values[path] is not None] or [""]
+        for path in more:
+            where = resolved.sources[first].where
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} and {first} ({where}) say the same thing twice",
+                fix="give one of the two",
+            )
+    for path, needed in _NEEDS.items():
+        # A file may write defaults out, as that of a run's folder does: they ask for nothing.
+        is_default = values[path] in (None, fields.leaves()[path].default)
+        if is_default or any(values[one] for one in needed):
+            continue
+        yield Mistake(
+            where=resolved.sources[path].where,
+            what=f"{path} says nothing without {' or '.join(needed)}",
+            fix=f"leave it out, or give {needed[0]}",
+        )
+    yield from _no_functions(resolved)
+    yield from _batch_sizes(resolved)
+    yield from _times(resolved)
+    distributed = resolved.settings.distributed
+    if not distributed.enabled and (distributed.num_gpus or 1) > 1:
+        yield Mistake(
+            where=resolved.sources["distributed.num_gpus"].where,
+            what=f"{distributed.num_gpus} GPUs, but distributed.enabled is false "
+            f"({resolved.sources['distributed.enabled'].where}): one process has one device",
+            fix="leave out one of the two",
+        )
+
+
+def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
+    values = resolved.values()
+    for path in FUNCTIONS:
+        name = values[path]
+        if name is None or (path == "model.loss" and name in OWN_LOSSES):
+            continue
+        module, _, function = str(name).partition(":")
+        if not module or not function:
+            known = f" nor one of {', '.join(OWN_LOSSES)}" if path == "model.loss" else ""
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} is {name!r}, which is not module:function{known}",
+                fix="write the module with dots, a colon, the function: my_project.models:make",
+            )
+
+
+def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
+    train = resolved.settings.train
+    micro, whole = train.micro_batch_size, train.global_batch_size
+    if micro is not None and whole is not None and micro > whole:
+        yield Mistake(
+            where=resolved.sources["train.micro_batch_size"].where,
+            what=f"train.micro_batch_size is {micro}, but a whole step has only {whole} samples "
+            f"({resolved.sources['train.global_batch_size'].where})",
+            fix="make the micro-batch smaller, or the global batch larger",
+        )
+    if train.steps is not None and train.warmup_steps > train.steps:
+        yield Mistake(
+            where=resolved.sources["train.warmup_steps"].where,
+            what=f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} "
+            f"steps ({resolved.sources['train.steps'].where})",
+            fix="warm up for fewer steps: a tenth of them is usual",
+        )
+
+
+def _times(resolved: Resolved) -> Iterator[Mistake]:
+    every = resolved.settings.checkpoint.every
+    if isinstance(every, int):
+        return
+    try:
+        too_short = parse_seconds(every) <= 0
+        what = f"checkpoint.every is {every!r}, which is no time at all"
+    except ValueError as error:
+        too_short, what = True, f"checkpoint.every: {error}"
+    if too_short:
+        yield Mistake(
+            where=resolved.sources["checkpoint.every"].where,
+            what=what,
+            fix="write a number of steps, or a time such as 10min",
+        )

@@ -1,0 +1,290 @@
+"""What torch's flight recorders of several ranks say together: who is behind, who called something else.
+
+Each rank's recorder keeps its last collectives, numbered within each group. Compared over the ranks, the
+numbers show who has not come to a collective that others wait in, and the first one that the ranks did
+not call alike. Gloo and NCCL write the same fields; gloo's leave ``state`` as it was and the members of a
+group unknown, so both are taken from what else is there.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.console import rank_words
+
+# In these every rank must bring tensors of the same shape; in others they may differ (gather, all_to_all).
+SAME_SHAPES = frozenset(
+    {"all_reduce", "allreduce", "broadcast", "_broadcast_oop", "reduce", "_all_gather_base"}
+    | {"_reduce_scatter_base", "allreduce_coalesced", "all_reduce_coalesced"}
+)
+_KINDS_SHOWN = 4
+_SHAPES_SHOWN = 4
+EVERYBODY = "0"  # the name of the group that init_process_group makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective as one rank called it."""
+
+    seq: int
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    done: bool
+
+    @property
+    def words(self) -> str:
+        """What was called, for people: ``all_reduce of Float [1024]``."""
+        return call_words(self.op, self.shapes, self.dtypes)
+
+    def fits(self, other: "Call") -> bool:
+        """Say whether two ranks' calls can be one collective."""
+        if self.op != other.op:
+            return False
+        if self.op not in SAME_SHAPES:
+            return True
+        # Without shapes it is not known what was called, and nothing can be held against it.
+        same_shapes = not self.shapes or not other.shapes or self.shapes == other.shapes
+        same_types = not self.dtypes or not other.dtypes or self.dtypes == other.dtypes
+        return same_shapes and same_types
+
+
+def call_words(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
+    """Say what was called, for people: ``all_reduce of Float [1024]``."""
+    if not shapes:
+        return op
+    sizes = ", ".join(str(list(shape)) for shape in shapes[:_SHAPES_SHOWN])
+    more = f" and {len(shapes) - _SHAPES_SHOWN} more" if len(shapes) > _SHAPES_SHOWN else ""
+    kind = f"{dtypes[0]} " if dtypes else ""
+    return f"{op} of {kind}{sizes}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What one rank's recorder says of one group."""
+
+    name: str
+    called: str  # by its description, for people
+    members: tuple[int, ...]  # () where the recorder does not know them
+    calls: Mapping[int, Call]  # by number; the oldest may have been dropped
+
+    @property
+    def waits_in(self) -> Call | None:
+        """The earliest collective that is not done."""
+        return next(
+            (self.calls[seq] for seq in sorted(self.calls) if not self.calls[seq].done), None
+        )
+
+    @property
+    def last(self) -> Call | None:
+        """The collective that was called last."""
+        return self.calls[max(self.calls)] if self.calls else None
+
+
+def read(text: str | bytes) -> dict[str, Any]:
+    """Read a dump as a recorder wrote it; what is not one is an empty one."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def groups_of(dump: Mapping[str, Any]) -> dict[str, Group]:
+    """Return what a dump says, by group; entries that are not understood are passed over."""
+    calls: dict[str, dict[int, Call]] = {}
+    called: dict[str, str] = {}
+    for entry in _entries(dump):
+        name, description = _group_of(entry)
+        call = _call(entry)
+        if call is not None:
+            calls.setdefault(name, {})[call.seq] = call
+            called[name] = description
+    return {
+        name: Group(name=name, called=called[name], members=_members(dump, name), calls=some)
+        for name, some in calls.items()
+    }
+
+
+def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """Return what the dumps of several ranks, by rank, say together; nothing if all is in order."""
+    by_rank = {rank: groups_of(dump) for rank, dump in sorted(dumps.items())}
+    names = dict.fromkeys(name for groups in by_rank.values() for name in groups)
+    findings = []
+    for name in names:
+        known = {rank: groups[name] for rank, groups in by_rank.items() if name in groups}
+        missing = [rank for rank in _expected(name, known, by_rank) if rank not in known]
+        found = _not_alike(known) or _behind(known, missing) or _all_in_it(known)
+        if found is not None:
+            findings.append(found)
+    return findings
+
+
+def _expected(
+    name: str, known: Mapping[int, Group], by_rank: Mapping[int, Mapping[str, Group]]
+) -> Iterable[int]:
+    """Return the ranks that take part in a group, of those whose dump is there."""
+    members = {rank for group in known.values() for rank in group.members}
+    if not members and name == EVERYBODY:
+        return by_rank
+    return [rank for rank in by_rank if rank in members]
+
+
+def _not_alike(known: Mapping[int, Group]) -> Finding | None:
+    """Find the first collective that the ranks did not call alike."""
+    for seq in sorted({seq for group in known.values() for seq in group.calls}):
+        calls = {rank: group.calls[seq] for rank, group in known.items() if seq in group.calls}
+        first = next(iter(calls.values()))
+        if all(first.fits(call) for call in calls.values()):
+            continue
+        ways: dict[str, list[int]] = {}
+        for rank, call in calls.items():
+            ways.setdefault(call.words, []).append(rank)
+        shown = "; ".join(
+            f"{rank_words(ranks)} called {words}"
+            for words, ranks in list(ways.items())[:_KINDS_SHOWN]
+        )
+        ops = {call.op for call in calls.values()}
+        return Finding(
+            name="collectives-differ",
+            status=Status.FAILURE,
+            what=f"the ranks did not call the same collective as number {seq}{_in(known)}: {shown}",
+            why="collectives meet in the order in which each rank calls them; "
+            + (
+                "from here on the ranks wait for different things, and none of it can come"
+                if len(ops) > 1
+                else "tensors of different shapes or types cannot be brought together"
+            ),
+            fix=FIX_ORDER if len(ops) > 1 else FIX_SHAPES,
+            evidence=f"before it, {seq - 1} were called alike" if seq > 1 else "",
+        )
+    return None
+
+
+def _behind(known: Mapping[int, Group], missing: Sequence[int]) -> Finding | None:
+    """Find who has not come to the collective that others wait in."""
+    waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
+    if not waiting:
+        return None
+    earliest = min(waiting.values(), key=lambda call: call.seq)
+    last = {rank: group.last for rank, group in known.items()}
+    late = {rank: call for rank, call in last.items() if call and call.seq < earliest.seq}
+    if not late and not missing:
+        return None
+    there = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
+    words = [
+        f"{rank_words([rank])} called {call.words} last, number {call.seq}"
+        for rank, call in list(late.items())[:_KINDS_SHOWN]
+    ]
+    words += [f"{rank_words(missing)} called none{_in(known)}"] if missing else []
+    absent = sorted([*late, *missing])
+    return Finding(
+        name="rank-behind",
+        status=Status.FAILURE,
+        what=f"{rank_words(absent)} {_has(absent)} not come to {earliest.words}, number "
+        f"{earliest.seq}{_in(known)}, in which {rank_words(there)} {_wait(there)}",
+        why="; ".join(words),
+        fix="the stacks show what they do instead",
+    )
+
+
+def _all_in_it(known: Mapping[int, Group]) -> Finding | None:
+    """Find a collective that all have called, and that does not end on some."""
+    waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
+    if not waiting:
+        return None
+    earliest = min(waiting.values(), key=lambda call: call.seq)
+    stuck = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
+    everybody = "all ranks" if len(stuck) == len(known) else rank_words(stuck)
+    return Finding(
+        name="collective-does-not-end",
+        status=Status.WARNING,
+        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, and it does not end on "
+        f"{everybody}",
+        why="nobody is missing: it takes long, or what the ranks send does not arrive",
+        fix=FIX_NETWORK,
+    )
+
+
+FIX_ORDER = (
+    "every rank must call the same collectives in the same order: none of them inside `if rank == 0`, the same "
+    "number of batches on every rank (a DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join)"
+)
+FIX_SHAPES = (
+    "give tensors of one shape and type on all ranks: pad the last batch or drop it (drop_last=True), or gather the "
+    "sizes first"
+)
+FIX_NETWORK = (
+    "muster check --hosts …   # tries the ways between the machines, with small and large messages"
+)
+
+
+def _entries(dump: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    entries = dump.get("entries")
+    return [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+
+
+def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and description; only the first is the same on all ranks."""
+    parts = entry.get("process_group")
+    words = [str(part) for part in parts] if isinstance(parts, list | tuple) else []
+    name = words[0] if words else str(entry.get("pg_id", ""))
+    described = words[1] if len(words) > 1 and words[1] not in ("", "undefined") else ""
+    return name, described
+
+
+def _call(entry: Mapping[str, Any]) -> Call | None:
+    """Return the collective of an entry; None for messages between two ranks, which have no common number."""
+    seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
+    if entry.get("is_p2p") or not isinstance(seq, int) or not isinstance(name, str):
+        return None
+    return Call(
+        seq=seq,
+        op=name.partition(":")[2] or name,
+        shapes=_shapes(entry.get("input_sizes")),
+        dtypes=_texts(entry.get("input_dtypes")),
+        # Gloo only marks it as retired; NCCL may notice the end before that.
+        done=entry.get("retired") is True or entry.get("state") == "completed",
+    )
+
+
+def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list):
+        return ()
+    return tuple(
+        tuple(n for n in one if isinstance(n, int)) for one in value if isinstance(one, list)
+    )
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(str(one) for one in value) if isinstance(value, list) else ()
+
+
+def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the ranks of a group, where the recorder knows them: as the text "[0, 1]"."""
+    config = dump.get("pg_config")
+    about = config.get(name) if isinstance(config, dict) else None
+    ranks = about.get("ranks") if isinstance(about, dict) else None
+    try:
+        listed = json.loads(ranks) if isinstance(ranks, str) else ranks
+    except ValueError:
+        return ()
+    return tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
+
+
+def _in(known: Mapping[int, Group]) -> str:
+    """Say which group, where it is not everybody's."""
+    group = next(iter(known.values()))
+    if group.name == EVERYBODY:
+        return ""
+    return f" of the group {group.called or group.name}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"

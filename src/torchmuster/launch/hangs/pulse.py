@@ -1,0 +1,45 @@
+"""A pulse: what one rank is doing, as it says itself and as its machine sees it.
+
+A thread in each rank writes it down about once a second (``rank_pulse.py``); the keeper adds what the system
+knows of the process and sends it on every two seconds. It does not pass through the process group, so it
+also comes from ranks that hang in it.
+"""
+
+import msgspec
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that a rank has begun: the ``number``-th of its group, as on every rank of the group."""
+
+    group: str
+    number: int
+    operation: str  # all_reduce, barrier, …
+    shapes: str = ""  # of what goes in: [4, 5] [7]
+    dtype: str = ""  # Float, BFloat16
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is doing.
+
+    What is said of collectives costs more to find out than the rest: it is there only while the rank has
+    not moved for a few seconds.
+    """
+
+    rank: int
+    pid: int
+    beat: int  # counts up for as long as Python can run in it
+    moves: int  # counts up with every sign of progress: a step, a phase, a collective begun or done
+    step: int | None = None
+    phase: str = ""  # loading data, forward, backward, update, saving, evaluating, compiling, planning; "": unknown
+    place: str = ""  # the innermost line of the user's own code: train.py:88 in step
+    doing: str = ""  # all_reduce, barrier, time.sleep, DataLoader.__next__, backward, …
+    waiting: bool = False  # what it is doing ends only when other ranks come to it
+    groups: tuple[str, ...] = ()  # of ranks, in which it is; (): not known
+    begun: dict[str, int] = {}  # the number of the last collective of each group; 0: none yet
+    waits: tuple[Collective, ...] = ()  # the oldest of each group that is not done
+    # Added by the keeper.
+    state: str = (
+        ""  # the system's letter: R, S, D, T (stopped), Z, X (gone); "" where it is not known
+    )
+    busy: float | None = None  # processors kept busy by it and its children
+    silent_s: float = 0.0  # how long its beat has not changed: Python cannot run in it

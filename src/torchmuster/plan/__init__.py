@@ -1,0 +1,1 @@
+"""Will it fit, how should it be split, how fast will it be."""

@@ -1,0 +1,209 @@
+"""This machine as hardware: what the devices' drivers say, what the catalogue knows of them, what was measured."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torchmuster.config.settings import Settings
+from torchmuster.devices import snapshot
+from torchmuster.devices.identify import candidates
+from torchmuster.devices.model import Device, Kind, LinkKind, Node
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.devices.request import GpuId, Request
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import Impossible
+from torchmuster.plan.hardware import catalogue
+from torchmuster.plan.hardware.model import Card, Hardware, Link
+
+# Typical of one core of a server of today with AVX2, for want of a measurement.
+_CORE_FLOPS, _CORE_BYTES_S = 60e9, 8e9
+_TYPICAL = "typical of a processor's core, not measured"
+_LOCAL = Link(latency_s=2e-4, bytes_s=2e9, source="typical of gloo on one machine, not measured")
+_ETHERNET = Link(latency_s=5e-5, bytes_s=1.25e9, source="assumed: 10 Gbit/s")
+_PCIE = Link(latency_s=2.5e-6, bytes_s=16e9, source="assumed: PCIe 3 x16")
+
+
+# From which compute capability on NVIDIA's cards have a type, as trainings go by it too.
+_BF16, _FAST_FP16 = (8, 0), (7, 0)
+
+
+def of_settings(
+    settings: Settings,
+    *,
+    ranks: int | None = None,
+    device: Literal["auto", "gpu", "cpu"] = "auto",
+    node: Node | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Hardware:
+    """Return this machine as a training with these settings, and so many ranks, would have it."""
+    node = node or snapshot.take()
+    environment = os.environ if environment is None else environment
+    wanted = settings.distributed
+    ids, count = wanted.gpu_ids, ranks or wanted.num_gpus
+    if not wanted.enabled:
+        count = 1
+    if device == "cpu" or (device == "auto" and settings.model.device_map == "cpu"):
+        return _on_cpu(node, ranks if ranks and wanted.enabled else 1, usable_cores().value)
+    seen = visible(node.accelerators, environment).devices
+    if not seen and not ids and (device == "gpu" or (wanted.num_gpus and not ranks)):
+        raise Impossible(
+            "asked to plan for GPUs of this machine",
+            why="no GPU is visible here",
+            fix="name the hardware, such as --hardware 8xH100, or --ranks N for the processor here",
+        )
+    if seen and ranks and wanted.num_gpus and ranks != wanted.num_gpus:
+        raise Impossible(
+            f"--ranks {ranks} and {wanted.num_gpus} GPUs do not fit",
+            why="each GPU gets one rank",
+            fix="give one of the two",
+        )
+    return hardware(ranks=count, ids=ids, node=node, environment=environment)
+
+
+def hardware(
+    *,
+    ranks: int | None = None,
+    ids: Sequence[GpuId] | None = None,
+    node: Node | None = None,
+    cores: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Hardware:
+    """Return what of this machine can be seen: its accelerators, or its processor shared by so many ranks (1 unless told)."""
+    node = node or snapshot.take()
+    environment = os.environ if environment is None else environment
+    if not ids and not visible(node.accelerators, environment).devices:
+        return _on_cpu(node, ranks or 1, cores or usable_cores().value)
+    request = Request(ids=None if ids is None else tuple(ids), count=ranks)
+    devices = candidates(node, request, environment)
+    _refuse_too_few(node, devices, ranks)
+    return _on_cards(node, devices[:ranks])
+
+
+def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:
+    total = node.cpu.total_bytes
+    if total is None:
+        raise Impossible(
+            "asked to plan for this machine",
+            why="how much memory it has could not be read",
+            fix="name the hardware: muster plan --hardware 8xH100, or a cluster file",
+        )
+    return Hardware(
+        card=Card(
+            name=node.cpu.name,
+            memory_bytes=total // ranks,
+            flops={"float32": _CORE_FLOPS * cores / ranks},
+            bandwidth_bytes_s=_CORE_BYTES_S * cores / ranks,
+            kind="cpu",
+            source=_TYPICAL,
+        ),
+        machines=1,
+        cards_per_machine=ranks,
+        within=_LOCAL,
+        between=_ETHERNET,
+        host_memory_bytes=total,
+        assumed=(f"{ranks} ranks share {cores} cores and the machine's memory",)
+        if ranks > 1
+        else (),
+    )
+
+
+def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) -> None:
+    if not devices:
+        raise Impossible(
+            "asked to plan for this machine",
+            why="its GPUs are split into MIG slices, and a process sees one slice at most",
+            fix="plan for one slice: --num-gpus 1, or by its number, such as --gpu-ids 0:0",
+        )
+    if ranks and len(devices) < ranks:
+        whole = sum(
+            one.kind is node.main_kind and one.mig_index is None for one in node.accelerators
+        )
+        can = f"it has {whole} {'card' if whole == 1 else 'cards'}"
+        raise Impossible(
+            f"asked to plan for {ranks} ranks on this machine",
+            why=can if whole == len(devices) else f"of its {whole} cards it can use {len(devices)}",
+            fix="name other hardware, such as 8xH100, or ask for fewer ranks",
+        )
+
+
+def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
+    listed = [catalogue.find(one.name) for one in devices]
+    cards = [_card(one, known) for one, known in zip(devices, listed, strict=True)]
+    links = [
+        known.within if known and _as_usual(known, node, devices) else _PCIE for known in listed
+    ]
+    card = _least(cards)
+    said = [sentence for known in listed if known for sentence in known.said]
+    if len({one.name for one in cards}) > 1:
+        said.append(f"{card.name} differ: of memory and of each rate the least counts for all")
+    return Hardware(
+        card=card,
+        machines=1,
+        cards_per_machine=len(devices),
+        within=min(links, key=lambda link: link.bytes_s),
+        between=_ETHERNET,
+        host_memory_bytes=node.cpu.total_bytes,
+        assumed=tuple(dict.fromkeys(said)),
+    )
+
+
+def _card(device: Device, known: catalogue.Known | None) -> Card:
+    memory = device.usable_bytes
+    if memory is None and known is not None:
+        memory = known.card.memory_bytes
+    if memory is None:
+        raise Impossible(
+            f"asked to plan for {device.name}",
+            why="its memory could not be read, and it is not in the catalogue",
+            fix="write it into a cluster file",
+        )
+    rates = f"rates from {known.card.source}" if known else "rates not known"
+    return Card(
+        name=known.card.name if known else device.name,
+        memory_bytes=memory,
+        flops=known.card.flops if known else {},
+        bandwidth_bytes_s=known.card.bandwidth_bytes_s if known else None,
+        kind=str(device.kind),
+        source=f"memory as the driver reports it; {rates}",
+        number_types=known.card.number_types if known else _number_types(device),
+    )
+
+
+def _number_types(device: Device) -> tuple[str, ...] | None:
+    """Return what an unlisted card computes fast, as a training finds it there."""
+    if device.kind is Kind.ROCM:
+        return ("bfloat16", "float16", "float32")
+    if device.kind is Kind.MPS:
+        return ("float16", "float32")
+    capability = device.compute_capability
+    if capability is None:
+        return None
+    names = (("bfloat16", _BF16), ("float16", _FAST_FP16), ("float32", (0, 0)))
+    return tuple(name for name, least in names if capability >= least)
+
+
+def _least(cards: Sequence[Card]) -> Card:
+    """Return a card that none of them is weaker than: all wait for the slowest, and memory is where it is least."""
+    rates = [one.bandwidth_bytes_s for one in cards if one.bandwidth_bytes_s is not None]
+    types = [set(one.number_types) for one in cards if one.number_types is not None]
+    return Card(
+        name=" and ".join(dict.fromkeys(one.name for one in cards)),
+        memory_bytes=min(one.memory_bytes for one in cards),
+        flops={
+            key: min(one.flops[key] for one in cards)
+            for key in cards[0].flops
+            if all(key in one.flops for one in cards)
+        },
+        bandwidth_bytes_s=min(rates) if len(rates) == len(cards) else None,
+        kind=cards[0].kind,
+        source=" and ".join(dict.fromkeys(one.source for one in cards)),
+        number_types=tuple(sorted(set.intersection(*types))) if len(types) == len(cards) else None,
+    )
+
+
+def _as_usual(listed: catalogue.Known, node: Node, devices: Sequence[Device]) -> bool:
+    """Say whether cards that NVLink usually joins are joined so, as far as the driver tells."""
+    first = devices[0]
+    links = [node.link(first, other) for other in devices[1:]]
+    by_nvlink = all(link is None or link.kind is LinkKind.NVLINK for link in links)
+    return by_nvlink or not listed.within.source.startswith("NVLink")

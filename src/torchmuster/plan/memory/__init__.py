@@ -1,0 +1,1 @@
+"""What a training takes of a device and of its host."""

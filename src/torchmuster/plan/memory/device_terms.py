@@ -1,0 +1,122 @@
+"""What a device's memory holds beside PyTorch's allocator: stated terms with their sources, and a band.
+
+None of it can be derived. Figures with a source were published for some cards and versions; the bands around them are assumed.
+"""
+
+from dataclasses import dataclass
+
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.job import Candidate
+from torchmuster.units import MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One thing that takes memory, how much it may be at least and at most, and who says so."""
+
+    name: str
+    size_bytes: int
+    source: str
+    low_bytes: int
+    high_bytes: int
+
+
+_CONTEXT = Term(
+    name="CUDA context",
+    size_bytes=300 * MiB,
+    low_bytes=250 * MiB,
+    high_bytes=600 * MiB,
+    source="about 300 MB with lazily loaded kernels, more with more of them in use (pytorch#107667)",
+)
+_HIP_CONTEXT = Term(
+    name="HIP context",
+    size_bytes=500 * MiB,
+    low_bytes=300 * MiB,
+    high_bytes=1024 * MiB,
+    source="assumed: larger than CUDA's, as kernels are loaded at once",
+)
+_XPU_CONTEXT = Term(
+    name="driver context",
+    size_bytes=400 * MiB,
+    low_bytes=200 * MiB,
+    high_bytes=1024 * MiB,
+    source="assumed: no figure was found",
+)
+# What torch gives cuBLAS: :4096:2:16:8, and 32 MiB on Hopper and newer (CUDABlas.cpp, CuBLASLt.cpp).
+# It comes out of torch's own allocator, on each stream that multiplies, but no trace on a CPU can see it.
+_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+_WORKSPACE_NEW_BYTES = 32 * MiB
+_NEW_CARDS = ("H100", "H200", "H800", "GH200", "B200", "B100", "GB200", "B300", "RTX 50")
+
+
+def outside(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
+    """Return what is on a rank's device beside its tensors and the allocator's own losses."""
+    kind = hardware.card.kind
+    if kind == "cuda":
+        return (_CONTEXT, _workspace(hardware), *_communicators(candidate, hardware))
+    if kind == "rocm":
+        return (_HIP_CONTEXT, *_rccl(candidate))
+    if kind == "xpu":
+        return (_XPU_CONTEXT,)
+    if kind == "cpu":
+        return (
+            Term(
+                name="Python, torch and what it loads",
+                size_bytes=350 * MiB,
+                low_bytes=250 * MiB,
+                high_bytes=600 * MiB,
+                source="assumed: what Python and torch take once they are loaded",
+            ),
+        )
+    return ()
+
+
+def _workspace(hardware: Hardware) -> Term:
+    new = any(name in hardware.card.name for name in _NEW_CARDS)
+    size = _WORKSPACE_NEW_BYTES if new else _WORKSPACE_BYTES
+    return Term(
+        name="cuBLAS workspaces",
+        size_bytes=2 * size,  # one for the forward's thread and one for the backward's
+        low_bytes=size,
+        high_bytes=4 * size,
+        source="torch's own setting of CUBLAS_WORKSPACE_CONFIG, for each handle and stream",
+    )
+
+
+def groups(candidate: Candidate) -> tuple[int, ...]:
+    """Return the sizes of the groups of ranks that talk to each other over the device's memory."""
+    layout = candidate.layout
+    if layout.ranks == 1:
+        return ()
+    if candidate.strategy == "fsdp" and layout.copies > 1:
+        # The group of all ranks is used as well: for counts, and for what must be finite.
+        return tuple(size for size in (layout.ranks, layout.shards, layout.copies) if size > 1)
+    return (layout.ranks,)
+
+
+def _communicators(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
+    """Return NCCL's buffers for each group."""
+    return tuple(
+        Term(
+            name=f"NCCL, a group of {size}",
+            size_bytes=(544 if size == 2 else 688) * MiB,
+            low_bytes=200 * MiB,
+            high_bytes=1100 * MiB,
+            source="544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same beyond two "
+            "machines (nccl#986)",
+        )
+        for size in groups(candidate)
+    )
+
+
+def _rccl(candidate: Candidate) -> tuple[Term, ...]:
+    return tuple(
+        Term(
+            name=f"RCCL, a group of {size}",
+            size_bytes=1024 * MiB if first else 666 * MiB,
+            low_bytes=400 * MiB,
+            high_bytes=1500 * MiB,
+            source="1 GiB, and 0.65 GiB for each further group (LUMI guide)",
+        )
+        for first, size in ((number == 0, size) for number, size in enumerate(groups(candidate)))
+    )

@@ -1,0 +1,372 @@
+"""The log of all allocations of a deep model, made from those of two shallow ones.
+
+The deeper of the two has one more block, so its log is that of the other with stretches put in: a block's forward, its
+backward, its part of each loop over all parameters. A log of any depth has each of these stretches so many times. What is
+given back is found by its rank: the so-manieth newest of the tensors of its size, which in both logs is the same or
+changes by a fixed number with each block.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from torchmuster.plan.memory.shard_degree import shard_elements, sizes
+from torchmuster.plan.record import Allocation, Record
+
+_WINDOWS = (64, 32, 16, 8, 4, 1)  # so many events must agree behind a stretch that was put in
+
+Size: TypeAlias = tuple[int, ...]  # of one tensor in logs that differ in sizes only
+
+
+class Unlike(Exception):
+    """The logs are not of the same training, or it does not repeat itself; nothing can be made from them."""
+
+
+@dataclass(slots=True)
+class Event:
+    """One event of logs that differ in sizes only."""
+
+    kind: str
+    size: Size
+    stream: str
+    category: str
+    mark: str
+    newest: int = 0  # give: its rank among those of its size that are there, 0 for the newest
+    taken_at: int = 0  # give: where in the log it was taken
+    token: int = 0
+
+
+def read(path: str | Path) -> list[Allocation]:
+    """Read a log."""
+    decoder = msgspec.json.Decoder(Allocation)
+    return decoder.decode_lines(Path(path).read_bytes())
+
+
+def in_order(log: Sequence[Allocation]) -> list[Allocation]:
+    """Return a log in which what is given back at once is given back the newest first.
+
+    For an allocator that order makes no difference, and it can be any: autocast's copies go in that of a hash table.
+    """
+    taken_at: dict[int, int] = {}
+    found: list[Allocation] = []
+    at_once: list[Allocation] = []
+    for number, event in enumerate(log):
+        if event.kind == "give":
+            at_once.append(event)
+            continue
+        found += sorted(at_once, key=lambda one: -taken_at[one.number])
+        at_once = []
+        found.append(event)
+        taken_at[event.number] = number
+    return found + sorted(at_once, key=lambda one: -taken_at[one.number])
+
+
+def together(logs: Sequence[Sequence[Allocation]]) -> list[Event]:
+    """Return one log with the sizes of all; they are of one depth, and do the same in the same order."""
+    if len({len(log) for log in logs}) != 1:
+        raise Unlike(f"the logs have {', '.join(str(len(log)) for log in logs)} events")
+    events = []
+    taken: dict[int, tuple[int, Event]] = {}
+    there: dict[Hashable, list[int]] = {}  # what is there of each size, the newest last
+    for number, same in enumerate(zip(*logs, strict=True)):
+        first = same[0]
+        if any(one.kind != first.kind or one.number != first.number for one in same[1:]):
+            raise Unlike(f"event {number} is not the same in all logs")
+        if first.kind == "give":
+            at, take = taken.pop(first.number)
+            alike = there[_look(take)]
+            event = Event("give", take.size, take.stream, take.category, "")
+            event.newest, event.taken_at = len(alike) - 1 - alike.index(at), at
+            alike.remove(at)
+        else:
+            sizes = tuple(one.size_bytes for one in same)
+            event = Event(first.kind, sizes, first.stream, first.category, _plain(first.mark))
+            if first.kind == "take":
+                taken[first.number] = (number, event)
+                there.setdefault(_look(event), []).append(number)
+        events.append(event)
+    return events
+
+
+def _look(event: Event) -> Hashable:
+    return (event.size, event.stream, event.category)
+
+
+def _plain(mark: str) -> str:
+    """Return a mark without the number of its block."""
+    words = mark.split()
+    return " ".join([*words[:2], "block"] if len(words) > 2 else words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a deep log: events that are there once, or with each further block once more.
+
+    ``shallow`` and ``deep`` are the same events in the two logs. Of a stretch that is repeated they are the time before
+    it was put in, and ``added`` is what was put in.
+    """
+
+    shallow: tuple[int, ...]
+    deep: tuple[int, ...]
+    added: tuple[int, ...] = ()
+
+
+def aligned(shallow: Sequence[Event], deep: Sequence[Event]) -> list[Piece]:
+    """Return the deeper log as the other one with stretches put in."""
+    one, two = _tokens(shallow, deep)
+    pieces: list[Piece] = []
+    pairs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(one) or j < len(two):
+        if i < len(one) and j < len(two) and one[i] == two[j]:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+            continue
+        length = _put_in(one, two, i, j)
+        earlier = _earlier(shallow, deep, pairs, j, length)
+        del pairs[len(pairs) - earlier :]
+        i, j = i - earlier, j - earlier
+        pieces.append(_once(pairs))
+        pieces.append(_repeated(pairs, j, length))
+        pairs = []
+        j += length
+    return [*pieces, _once(pairs)]
+
+
+def _tokens(shallow: Sequence[Event], deep: Sequence[Event]) -> tuple[list[int], list[int]]:
+    """Return a number for each event, the same for those that are alike.
+
+    A size that only one of the logs has is that of a tensor about all blocks, which grows with the depth: any such is
+    like any other.
+    """
+    common = {_look(event) for event in shallow} & {_look(event) for event in deep}
+    known: dict[Hashable, int] = {}
+    for event in (*shallow, *deep):
+        size = event.size if _look(event) in common else None
+        look = (event.kind, size, event.stream, event.category, event.mark)
+        event.token = known.setdefault(look, len(known))
+    return [event.token for event in shallow], [event.token for event in deep]
+
+
+def _earlier(
+    shallow: Sequence[Event],
+    deep: Sequence[Event],
+    pairs: Sequence[tuple[int, int]],
+    j: int,
+    length: int,
+) -> int:
+    """Return by how many events a stretch was put in earlier than where the logs first differ.
+
+    What follows it may begin as it does, so that its place is open; ranks that agree tell which it is.
+    """
+    best = back = 0
+    unlike = fewest = 0  # ranks that agree less often than without going back
+    while back < min(len(pairs), length):
+        i, before = pairs[-1 - back]
+        after = before + length
+        if before != j - 1 - back or deep[before].token != deep[after].token:
+            break
+        back += 1
+        rank = shallow[i].newest
+        unlike += (rank != deep[after].newest) - (rank != deep[before].newest)
+        if unlike < fewest:
+            best, fewest = back, unlike
+    return best
+
+
+def _once(pairs: Sequence[tuple[int, int]]) -> Piece:
+    return Piece(shallow=tuple(i for i, _ in pairs), deep=tuple(j for _, j in pairs))
+
+
+def _repeated(before: Sequence[tuple[int, int]], j: int, length: int) -> Piece:
+    """Return what was put in, with the same events one block earlier where the log has them in one piece."""
+    last = before[-length:]
+    if len(last) < length:
+        last = []
+    return Piece(
+        shallow=tuple(i for i, _ in last),
+        deep=tuple(at for _, at in last),
+        added=tuple(range(j, j + length)),
+    )
+
+
+def _put_in(one: list[int], two: list[int], i: int, j: int) -> int:
+    """Return how many events were put in before event ``i`` of the shallower log.
+
+    Behind them the logs go on alike. They repeat what comes before them, if anything does that: the first block in time
+    and the last do less or more than those between, and must not be taken for what was put in.
+    """
+    if i == len(one):
+        return len(two) - j
+    most = len(two) - j - (len(one) - i)
+    for repeats in (True, False):
+        for window in _WINDOWS:
+            ahead = list(one[i : i + window])
+            for length in range(1, most + 1):
+                begin = j + length
+                if two[begin] != ahead[0] or (repeats and two[j:begin] != two[j - length : j]):
+                    continue
+                if two[begin : begin + len(ahead)] == ahead:
+                    return length
+    raise Unlike(f"event {i} of the shallower log has none like it in the deeper one")
+
+
+def extended(
+    shallow: Sequence[Event],
+    deep: Sequence[Event],
+    *,
+    times: int,
+    at: Sequence[float],
+    known: Mapping[Size, int] | None = None,
+) -> Iterator[Allocation]:
+    """Yield the log of a model that has ``times`` more blocks than the shallower one.
+
+    ``at`` weighs the sizes of an event: one tensor has the size ``sum(weight x size)``. ``known`` has the sizes of
+    shards and of what is gathered, where rows are made up.
+    """
+    writer = _Writer(shallow, deep, times=times, at=at, known=known or {})
+    for piece in aligned(shallow, deep):
+        if not piece.added:
+            for i, j in zip(piece.shallow, piece.deep, strict=True):
+                yield from writer.once(i, j)
+        for repetition in range(1, times + 1) if piece.added else ():
+            for position in range(len(piece.added)):
+                yield from writer.again(piece, position, repetition)
+
+
+class _Writer:
+    """Writes events of the deep log, and knows what is there."""
+
+    def __init__(
+        self,
+        shallow: Sequence[Event],
+        deep: Sequence[Event],
+        *,
+        times: int,
+        at: Sequence[float],
+        known: Mapping[Size, int],
+    ) -> None:
+        self._shallow = shallow
+        self._deep = deep
+        self._times = times
+        self._at = at
+        self._known = known
+        self._number = 0
+        self._there: dict[Hashable, list[tuple[int, int]]] = {}  # numbers and sizes, by look
+        self._resized: dict[int, Hashable] = {}  # where it was taken in the shallower log
+
+    def once(self, i: int, j: int) -> Iterator[Allocation]:
+        one, two = self._shallow[i], self._deep[j]
+        if one.kind == "give":
+            rank = one.newest + (two.newest - one.newest) * self._times
+            look = self._resized.get(one.taken_at, _look(one))
+            yield self._give(look, rank)
+            return
+        size = tuple(a + (b - a) * self._times for a, b in zip(one.size, two.size, strict=True))
+        look = _look(one)
+        if one.kind == "take" and one.size != two.size:
+            look = self._resized[i] = ("resized", i)
+        yield self._take_or_mark(one, look, size)
+
+    def again(self, piece: Piece, position: int, repetition: int) -> Iterator[Allocation]:
+        event = self._deep[piece.added[position]]
+        if event.kind != "give":
+            yield self._take_or_mark(event, _look(event), event.size)
+            return
+        rank = event.newest
+        if piece.shallow:
+            before = self._deep[piece.deep[position]].newest
+            shallower = self._shallow[piece.shallow[position]].newest
+            rank = shallower + (before - shallower) * self._times + (rank - before) * repetition
+        yield self._give(_look(event), rank)
+
+    def _take_or_mark(self, event: Event, look: Hashable, size: Size) -> Allocation:
+        if event.kind == "mark":
+            return Allocation(kind="mark", mark=event.mark)
+        self._number += 1
+        whole = self._whole(event, size)
+        self._there.setdefault(look, []).append((self._number, whole))
+        return Allocation(
+            kind="take",
+            number=self._number,
+            size_bytes=whole,
+            stream=event.stream,  # type: ignore[arg-type]
+            category=event.category,
+        )
+
+    def _whole(self, event: Event, size: Size) -> int:
+        # What samples take can have the size of a parameter, but not another one with other shards.
+        if event.category == "collectives" or len(set(size)) > 1:
+            known = self._known.get(size)
+            if known is not None:
+                return known
+        return max(round(sum(w * s for w, s in zip(self._at, size, strict=True))), 0)
+
+    def _give(self, look: Hashable, rank: int) -> Allocation:
+        there = self._there.get(look, [])
+        if not 0 <= rank < len(there):
+            raise Unlike(
+                f"what is given back is the {rank + 1}. newest of {len(there)} that are there"
+            )
+        number, size = there.pop(len(there) - 1 - rank)
+        return Allocation(kind="give", number=number, size_bytes=size)
+
+
+def of_depth(records: Sequence[Record], *, blocks: int, shards: int) -> list[Allocation]:
+    """Return the log of a model of so many blocks, from records with logs that have its micro-batch size."""
+    depths = sorted({record.blocks_traced for record in records})
+    if blocks in depths[:2]:
+        shallow = deep = _of_one_depth(records, blocks)
+        times = 0
+    elif len(depths) > 1:
+        shallow, deep = (_of_one_depth(records, depth) for depth in depths[:2])
+        times = (blocks - depths[0]) // (depths[1] - depths[0])
+    else:
+        raise Unlike("there are no logs of two depths")
+    degrees = sorted({record.request.candidate.layout.shards for record in records})
+    shapes = records[0].parameters
+    elements = [shard_elements(shapes, one, blocks=blocks) for one in (*degrees, shards)]
+    known = sizes(shapes, degrees, shards=shards) if len(degrees) > 1 else None
+    return list(extended(shallow, deep, times=times, at=_weights(elements), known=known))
+
+
+def _of_one_depth(records: Sequence[Record], depth: int) -> list[Event]:
+    """Return the logs of one depth, those with fewer shards first, as one."""
+    logs = {
+        record.request.candidate.layout.shards: str(record.log)
+        for record in records
+        if record.blocks_traced == depth
+    }
+    return together([in_order(read(logs[shards])) for shards in sorted(logs)])
+
+
+def _weights(elements: Sequence[int]) -> tuple[float, ...]:
+    """Return how much the sizes of each log count, so that their sum is that of the wanted number of shards.
+
+    ``elements`` are those of a rank's shards: with each traced number of shards, then with the wanted one.
+    """
+    if len(elements) < 3 or elements[0] == elements[1]:
+        return (1.0, *(0.0 for _ in elements[2:]))
+    part = (elements[2] - elements[0]) / (elements[1] - elements[0])
+    return (1.0 - part, part)
+
+
+def live_peak(events: Sequence[Allocation], *, from_mark: str = "") -> int:
+    """Return the most that is alive at once in a log, from a mark on."""
+    sizes: dict[int, int] = {}
+    live = most = 0
+    counts = not from_mark
+    for event in events:
+        if event.kind == "take":
+            sizes[event.number] = event.size_bytes
+            live += event.size_bytes
+        elif event.kind == "give":
+            live -= sizes.pop(event.number, 0)
+        elif event.mark == from_mark:
+            counts, most = True, live
+        if counts and live > most:
+            most = live
+    return most

@@ -1,0 +1,298 @@
+"""The sizes of a transformer's layers, from its configuration; biases and the norms within attention are left out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.job import Work
+from torchmuster.plan.memory.model_configuration import configuration
+
+_WHAT = "the memory of this model cannot be estimated"
+# Keys about experts that are understood, and those that change no size.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_KNOWN_OF_EXPERTS = {
+    *_EXPERTS,
+    "decoder_sparse_step",
+    "experts_per_token",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "shared_expert_intermediate_size",
+}
+OUTER = ("down_proj", "c_proj")  # names of the layer that ends a feed-forward part
+# What peft puts adapters beside if nobody says: for Llama and most others the first two, for GPT-2 the last.
+_USUAL_TARGETS = ("q_proj", "v_proj", "c_attn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A matrix of a block, by the name that LoRA's targets have for it."""
+
+    name: str
+    inputs: int
+    outputs: int
+    times: int = 1  # in its block
+
+    @property
+    def parameters(self) -> int:
+        """Of all of them."""
+        return self.times * self.inputs * self.outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the formula needs of a model."""
+
+    blocks: int
+    sparse_blocks: int  # those of them that have experts
+    width: int
+    query_width: int  # all heads side by side
+    key_width: int
+    vocabulary: int
+    positions: int  # that have embeddings
+    tied: bool  # input and output embeddings are one
+    attention: tuple[Layer, ...]
+    dense: tuple[Layer, ...]  # the feed-forward part of a block without experts
+    sparse: tuple[Layer, ...]  # of one with experts
+    experts_used: int  # by a token
+
+    @property
+    def block_parameters(self) -> int:
+        """Of the largest block."""
+        feed_forward = []
+        if self.sparse_blocks < self.blocks:
+            feed_forward.append(_count(self.dense))
+        if self.sparse_blocks:
+            feed_forward.append(_count(self.sparse))
+        return _count(self.attention) + max(feed_forward) + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        layers = sum(times * one.parameters for one, times in self._layers())
+        return layers + 2 * self.blocks * self.width + self.rest_parameters
+
+    @property
+    def rest_parameters(self) -> int:
+        """Embeddings, head and the last norm."""
+        embeddings = self.vocabulary * (1 if self.tied else 2) + self.positions
+        return (embeddings + 1) * self.width
+
+    @property
+    def inner_used(self) -> int:
+        """Inner width of the feed-forward parts that a token goes through, in the mean over all blocks."""
+        dense = (self.blocks - self.sparse_blocks) * _inner(self.dense)
+        expert = _inner([one for one in self.sparse if one.times > 1])
+        shared = _inner([one for one in self.sparse if one.times == 1])
+        return (dense + self.sparse_blocks * (self.experts_used * expert + shared)) // self.blocks
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
+        """Of LoRA's matrices; raise where the targets are not known by their names."""
+        wanted = _USUAL_TARGETS if targets is None else targets
+        known = {one.name for one, _ in self._layers()}
+        unknown = [name for name in targets or () if name not in known]
+        if unknown or not known.intersection(wanted):
+            raise Impossible(
+                _WHAT,
+                why=f"how large LoRA's targets are is not known: {', '.join(unknown or wanted)}",
+                fix=f"give model.lora_targets out of {', '.join(sorted(known))}",
+            )
+        return rank * sum(
+            times * one.times * (one.inputs + one.outputs)
+            for one, times in self._layers()
+            if one.name in wanted
+        )
+
+    def _layers(self) -> list[tuple[Layer, int]]:
+        """Return each layer with the number of blocks that have it."""
+        return [
+            *((one, self.blocks) for one in self.attention),
+            *((one, self.blocks - self.sparse_blocks) for one in self.dense),
+            *((one, self.sparse_blocks) for one in self.sparse),
+        ]
+
+
+def _count(layers: Sequence[Layer]) -> int:
+    return sum(one.parameters for one in layers)
+
+
+def _inner(layers: Sequence[Layer]) -> int:
+    return sum(one.inputs for one in layers if one.name in OUTER)
+
+
+def figures(work: Work) -> Figures:
+    """Read a model's configuration; raise where there is none, or it is of another kind."""
+    if work.model_name_or_path is None:
+        raise Impossible(
+            _WHAT,
+            why="the formula needs a configuration of transformers, and the model is built by a function",
+            fix="leave out of the model what the trace cannot follow, or try it: muster plan --verify",
+        )
+    told = configuration(work)
+    if told is None:
+        raise Impossible(
+            _WHAT,
+            why=f"{work.model_name_or_path} has no config.json that can be read here",
+            fix="give the folder of a model, with a config.json",
+        )
+    return _Reading(told, work.model_name_or_path).figures()
+
+
+class _Reading:
+    """A configuration, read key by key: models have several names for one thing."""
+
+    def __init__(self, told: Mapping[str, Any], model: str) -> None:
+        self._told = told
+        self._model = model
+        self._width = self._number("hidden_size", "n_embd", "d_model")
+        self._heads = self._number(
+            "num_attention_heads", "n_head", default=max(self._width // 128, 1)
+        )
+        self._key_heads = self._number(
+            "num_key_value_heads", default=1 if told.get("multi_query") else self._heads
+        )
+        self._plain = self._number("qk_nope_head_dim", default=0)  # DeepSeek's have two parts
+        self._turned = self._number("qk_rope_head_dim", default=0)
+        self._head_width = self._plain + self._turned or self._number(
+            "head_dim", default=self._width // self._heads
+        )
+        self._inner = self._number(
+            "intermediate_size", "n_inner", "ffn_dim", default=4 * self._width
+        )
+        self._is_gpt2 = "n_embd" in told
+        self._gated = not self._is_gpt2 and self._has_gate()
+
+    def figures(self) -> Figures:
+        blocks = self._number("num_hidden_layers", "n_layer", "num_layers")
+        # Files of these say nothing of it: transformers ties them unless told otherwise.
+        ties = not self._gated or str(self._told.get("model_type", "")).startswith("gemma")
+        return Figures(
+            blocks=blocks,
+            sparse_blocks=self._sparse_blocks(blocks),
+            width=self._width,
+            query_width=self._heads * self._head_width,
+            key_width=self._key_heads * self._head_width,
+            vocabulary=self._number("vocab_size"),
+            positions=self._number("n_positions", default=0),
+            tied=bool(self._told.get("tie_word_embeddings", ties)),
+            attention=self._attention(),
+            dense=self._feed_forward(self._inner),
+            sparse=self._sparse(),
+            experts_used=self._number("num_experts_per_tok", "experts_per_token", default=1),
+        )
+
+    def _number(self, *keys: str, default: int | None = None) -> int:
+        for key in keys:
+            found = self._told.get(key)
+            if isinstance(found, int) and found > 0:
+                return found
+        if default is None:
+            raise Impossible(
+                _WHAT,
+                why=f"the configuration of {self._model} has no {' or '.join(keys)}",
+                fix="the formula is for transformers; leave out of the model what the trace cannot follow",
+            )
+        return default
+
+    def _has_gate(self) -> bool:
+        """Say whether the feed-forward part has a gate, as it has in all models since Llama."""
+        names = ("hidden_act", "activation_function", "activation")
+        activation = next((self._told[name] for name in names if self._told.get(name)), None)
+        if "rms_norm_eps" in self._told:
+            return True
+        if activation is not None:
+            return activation in ("silu", "swish")
+        return not any(key.startswith("layer_norm_e") for key in self._told)
+
+    def _attention(self) -> tuple[Layer, ...]:
+        width, queries = self._width, self._heads * self._head_width
+        if self._is_gpt2:
+            return (
+                Layer(name="c_attn", inputs=width, outputs=3 * width),
+                Layer(name="c_proj", inputs=width, outputs=width),
+            )
+        if self._number("kv_lora_rank", default=0):
+            return self._compressed_attention()
+        keys = self._key_heads * self._head_width
+        return (
+            Layer(name="q_proj", inputs=width, outputs=queries),
+            Layer(name="k_proj", inputs=width, outputs=keys),
+            Layer(name="v_proj", inputs=width, outputs=keys),
+            Layer(name="o_proj", inputs=queries, outputs=width),
+        )
+
+    def _compressed_attention(self) -> tuple[Layer, ...]:
+        """DeepSeek's, which keeps keys and values (and queries) as one narrow vector."""
+        width, heads = self._width, self._heads
+        narrow = self._number("kv_lora_rank")
+        values = self._number("v_head_dim")
+        narrow_queries = self._number("q_lora_rank", default=0)
+        queries = heads * self._head_width
+        return (
+            *(
+                (
+                    Layer(name="q_a_proj", inputs=width, outputs=narrow_queries),
+                    Layer(name="q_b_proj", inputs=narrow_queries, outputs=queries),
+                )
+                if narrow_queries
+                else (Layer(name="q_proj", inputs=width, outputs=queries),)
+            ),
+            Layer(name="kv_a_proj_with_mqa", inputs=width, outputs=narrow + self._turned),
+            Layer(name="kv_b_proj", inputs=narrow, outputs=heads * (self._plain + values)),
+            Layer(name="o_proj", inputs=heads * values, outputs=width),
+        )
+
+    def _feed_forward(self, inner: int, times: int = 1) -> tuple[Layer, ...]:
+        width = self._width
+        into, out = ["gate_proj", "up_proj"] if self._gated else ["up_proj"], "down_proj"
+        if self._is_gpt2:
+            into, out = ["c_fc"], "c_proj"
+        return (
+            *(Layer(name=name, inputs=width, outputs=inner, times=times) for name in into),
+            Layer(name=out, inputs=inner, outputs=width, times=times),
+        )
+
+    def _experts(self) -> int:
+        return self._number(*_EXPERTS, default=0)
+
+    def _sparse(self) -> tuple[Layer, ...]:
+        experts = self._experts()
+        if experts < 2:
+            return ()
+        inner = self._number("moe_intermediate_size", default=self._inner)
+        shared = self._number(
+            "shared_expert_intermediate_size",
+            default=inner * self._number("n_shared_experts", default=0),
+        )
+        return (
+            *self._feed_forward(inner, times=experts),
+            *(self._feed_forward(shared) if shared else ()),
+            Layer(name="gate", inputs=self._width, outputs=experts),
+        )
+
+    def _sparse_blocks(self, blocks: int) -> int:
+        """Return how many blocks have experts; raise where the configuration says it in other words."""
+        if not_understood := [
+            key
+            for key, value in self._told.items()
+            if ("expert" in key or "moe" in key)
+            and value
+            and (key not in _KNOWN_OF_EXPERTS or not isinstance(value, int))
+        ]:
+            raise Impossible(
+                _WHAT,
+                why=f"the configuration of {self._model} says of its experts what is not understood: "
+                f"{', '.join(sorted(not_understood))}",
+                fix="the formula is for experts as Mixtral, Qwen and DeepSeek have them; leave out of the "
+                "model what the trace cannot follow",
+            )
+        if self._experts() < 2:
+            return 0
+        every = self._number("decoder_sparse_step", "moe_layer_freq", default=1)
+        if "n_routed_experts" in self._told:  # DeepSeek counts from the first block
+            first = self._number("first_k_dense_replace", default=0)
+            return sum(number % every == 0 for number in range(first, blocks))
+        dense = self._told.get("mlp_only_layers") or ()
+        return sum(number not in dense and (number + 1) % every == 0 for number in range(blocks))

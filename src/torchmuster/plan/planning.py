@@ -1,0 +1,180 @@
+"""From a question to an answer: explore, choose, and say why; or refuse, and say what would help."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+
+from torchmuster.errors import Impossible
+from torchmuster.finding import Finding, Status
+from torchmuster.plan.answer import Answer, Forecast
+from torchmuster.plan.asked import Asked
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.memory import shard_degree
+from torchmuster.plan.search import decide, refusal
+from torchmuster.plan.search.exploring import Explored, Look, as_forecast, explore, in_order
+from torchmuster.plan.search.pruning import by_formula
+from torchmuster.plan.search.simulated import with_allocator
+from torchmuster.plan.search.ways import USUAL_MICRO_BATCH_SIZE, portions
+from torchmuster.plan.timing import cost
+from torchmuster.plan.timing.forecast import Rates
+from torchmuster.units import format_bytes
+
+# What the allocator keeps (a tenth of the tensors, where it was simulated) and the band of that simulation.
+_LEAST_RESERVED = 1.15
+_CACHING = ("cuda", "rocm", "xpu")
+
+
+def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
+    """Answer how to train; raise :class:`Impossible` with what would help where nothing fits.
+
+    ``simulate`` decides by what PyTorch's allocator makes of the preferred ways, instead of by a usual share.
+    """
+    begun = time.monotonic()
+    explored = explore(asked, look, rates=rates)
+    if explored.refused is not None:
+        _by_formula(asked, explored)
+        if not explored.forecasts:
+            refused = explored.refused
+            raise Impossible(refused.what, why=refused.why, fix=refused.fix)
+    elif simulate and asked.hardware.card.kind in _CACHING:
+        _with_allocator(asked, explored)
+    if explored.best is None:
+        raise refusal.refusal(asked, explored, look, rates=rates)
+    chosen, runner_up = decide.choose(explored, asked)
+    best = chosen.value
+    model = explored.model
+    return Answer(
+        asked=asked,
+        chosen=chosen,
+        runner_up=runner_up,
+        table=decide.table_of(explored.forecasts),
+        passed_over=tuple(explored.passed_over),
+        would_change=tuple(decide.would_change(best, explored, asked, rates=rates)),
+        findings=tuple(_findings(best, asked, explored)),
+        parameter_count=None if model is None else model.parameter_count,
+        tokens_per_sample=None if model is None else model.tokens_per_sample,
+        sources=tuple(_sources(best, asked)),
+        took_s=time.monotonic() - begun,
+    )
+
+
+def cost_of(one: Forecast, asked: Asked) -> cost.Forecast | None:
+    """Return what the whole training takes; None where its length or its speed is not known."""
+    if asked.tokens is None or one.time is None:
+        return None
+    # A way may leave cards alone; they cost nothing.
+    machines = math.ceil(one.candidate.layout.ranks / asked.hardware.cards_per_machine)
+    on_each = min(one.candidate.layout.ranks, asked.hardware.cards_per_machine)
+    used = dataclasses.replace(asked.hardware, machines=machines, cards_per_machine=on_each)
+    return cost.forecast(one.time, used, tokens=asked.tokens)
+
+
+def _with_allocator(asked: Asked, explored: Explored) -> None:
+    """Simulate the allocator for what is preferred; where that does not fit, for what is taken instead, and so on."""
+    card_bytes = asked.hardware.card.memory_bytes
+    hopeful = [
+        one
+        for one in explored.forecasts
+        if one.fits or (one.could_fit and one.memory.low_bytes * _LEAST_RESERVED <= card_bytes)
+    ]
+    simulated: set[Candidate] = set()
+    while hopeful:
+        one = decide.preferred(hopeful)
+        if one.candidate in simulated:
+            return  # and it fits
+        simulated.add(one.candidate)
+        found = with_allocator(one, explored, asked)
+        explored.forecasts[explored.forecasts.index(one)] = found
+        fitting = [one for one in explored.forecasts if one.fits]
+        hopeful = fitting or [one for one in hopeful if one.candidate not in simulated]
+
+
+def _by_formula(asked: Asked, explored: Explored) -> None:
+    """Estimate what cannot be traced, with a wide band and no time."""
+    for way in in_order(asked):
+        for candidate in portions(way, asked):
+            needed = by_formula(candidate, asked)
+            if needed is None:
+                return
+            one = as_forecast(candidate, needed, asked)
+            explored.forecasts.append(one)
+            if not one.fits:
+                break
+
+
+def _findings(best: Forecast, asked: Asked, explored: Explored) -> Iterator[Finding]:
+    if explored.refused is not None:
+        yield Finding(
+            name="not-traced",
+            status=Status.WARNING,
+            what="this model cannot be traced: memory is estimated by a formula, time not at all",
+            why=explored.refused.what,
+            fix=explored.refused.fix,
+        )
+    elif best.time is None:
+        yield Finding(
+            name="not-timed",
+            status=Status.NOTE,
+            what=f"no times are given: too little is known of {asked.hardware.card.name}",
+            why="it takes the rates of its products and of its memory",
+            fix="write them into a cluster file, or muster plan --calibrate on the machine itself",
+        )
+    for doubt in explored.doubts[:1]:
+        yield Finding(
+            name="not-a-line", status=Status.WARNING, what=doubt.what, why=doubt.why, fix=doubt.fix
+        )
+    if explored.model is not None and best.candidate.strategy == "fsdp":
+        yield from shard_degree.findings(explored.model, shards=best.candidate.layout.shards)
+    yield from _of_portions(best, asked)
+    yield from _of_saving(best, asked)
+
+
+def _of_portions(best: Forecast, asked: Asked) -> Iterator[Finding]:
+    wanted, given = asked.global_batch_size, best.candidate.global_batch_size
+    is_open = asked.micro_batch_size is None
+    if wanted is None:
+        yield Finding(
+            name="batch-left-open",
+            status=Status.NOTE,
+            what=f"a step has {given:,} samples: no global batch was given"
+            + (f", and a rank has at most {USUAL_MICRO_BATCH_SIZE} then" if is_open else ""),
+            fix="--set train.global_batch_size=N: how many samples a step has changes what is learnt",
+        )
+    elif wanted != given:
+        yield Finding(
+            name="uneven-portions",
+            status=Status.NOTE,
+            what=f"{wanted} samples of a step are not evenly many for "
+            f"{best.candidate.layout.ranks} ranks: some wait",
+            fix=f"a global batch of {given} keeps all of them busy",
+        )
+
+
+def _of_saving(best: Forecast, asked: Asked) -> Iterator[Finding]:
+    host = asked.hardware.host_memory_bytes
+    needed = best.memory.host_bytes + best.memory.save_host_bytes
+    if host is not None and needed > host:
+        yield Finding(
+            name="save-waits",
+            status=Status.NOTE,
+            what="the training waits while it is saved",
+            why=f"saving beside it takes {format_bytes(best.memory.save_host_bytes)} of a machine's "
+            f"memory ({format_bytes(host)})",
+            fix="save less often, or more memory in the machines",
+        )
+
+
+def _sources(best: Forecast, asked: Asked) -> Iterator[tuple[str, str]]:
+    hardware = asked.hardware
+    yield "memory", best.memory.origin
+    if best.time is not None:
+        yield "time", best.time.origin
+    yield "card", f"{hardware.card.name}: {hardware.card.source or 'not said'}"
+    if hardware.cards_per_machine > 1 and hardware.within.source:
+        yield "links within a machine", hardware.within.source
+    if hardware.machines > 1 and hardware.between.source:
+        yield "links between machines", hardware.between.source
+    yield "precision", asked.precision.reason
+    for sentence in hardware.assumed:
+        yield "assumed", sentence

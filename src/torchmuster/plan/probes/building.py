@@ -1,0 +1,247 @@
+"""The parts of a training put together from plain values, as ``muster train`` puts them together from settings.
+
+They serve real steps, and imagined ones (``imagined_world.py``), in which no tensor has memory.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.probes.depth import Depth, cut, depth_of
+from torchmuster.plan.probes.imagined_world import forget_values, values_matter
+from torchmuster.train import losses, optimizers
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.models import hugging_face, named
+from torchmuster.train.models.blocks import repeated_blocks
+from torchmuster.train.models.making import Lora, Recipe, check_tokens
+from torchmuster.train.models.recompute import recompute_blocks
+from torchmuster.train.precision import PRECISIONS, Precision
+from torchmuster.train.strategies import choose as strategies
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.update import Outcome, Update
+from torchmuster.train.world import World
+
+# Any will do: nothing of what is planned depends on them.
+_LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A training that can make steps."""
+
+    work: Work
+    candidate: Candidate
+    world: World
+    model: nn.Module  # as it is called: spread over the ranks
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    update: Update
+    loss: losses.Loss
+    precision: Precision
+    blocks: tuple[nn.Module, ...]  # the repeated layers that it has
+    depth: Depth  # of the whole model
+    parameter_count: int  # of the whole model
+    trained_count: int
+    _sample: Callable[[], Any]  # one sample, to be collated
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, block in enumerate(self.blocks):
+            for module in block.modules():
+                self._numbers[id(module)] = number
+
+    def block_of(self, module: nn.Module) -> int | None:
+        """Return the number of the repeated layer that a module is part of; None outside of them."""
+        return self._numbers.get(id(module))
+
+    def step(self, number: int = 0) -> Step:
+        """Return a step with batches of the right shapes, which are made one by one as a loader does."""
+        candidate = self.candidate
+        return Step(
+            epoch=0,
+            number=number,
+            rounds=candidate.accumulation,
+            samples=candidate.global_batch_size,
+            nominal_samples=candidate.global_batch_size,
+            micro_batches=self._micro_batches(),
+        )
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        size = self.candidate.micro_batch_size
+        for _ in range(self.candidate.accumulation):
+            yield MicroBatch(batch=self.batch(), samples=size)
+
+    def batch(self) -> Any:
+        """Return one micro-batch, on the device."""
+        from torchmuster.train.data.nested import placed
+
+        samples = [self._sample() for _ in range(self.candidate.micro_batch_size)]
+        return placed(default_collate(samples), self.world.device)
+
+    def loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
+        """Compute a micro-batch's loss as the trainer does."""
+        with self.precision.autocast(self.world.device):
+            result = self.loss(self.model, batch)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def train(self, number: int = 0) -> Outcome:
+        """Make one whole step."""
+        for micro in self.update.accumulate(self.step(number)):
+            loss, count = self.loss_of(micro.batch)
+            self.update.backward(loss, count)
+        return self.update.apply()
+
+
+def build(work: Work, candidate: Candidate, world: World, *, blocks: int | None = None) -> Built:
+    """Put a training together; with ``blocks`` the model has so many repeated layers instead of all.
+
+    Weights are drawn, never read from files: no size depends on them.
+    """
+    with contextlib.chdir(work.folder):
+        return _build(work, candidate, world, blocks)
+
+
+def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> Built:
+    with values_matter(world):
+        model = _model(work, may_be_whole=candidate.strategy != "fsdp")
+        sample = _sample_of(work, model)
+    depth, counts = depth_of(model), _counts(model)
+    if blocks is not None:
+        cut(model, blocks)
+    recompute = candidate.recompute
+    if isinstance(recompute, int):
+        recompute_blocks(model, every=recompute)
+    elif recompute != "none":
+        recompute_blocks(model, recompute)
+    precision = PRECISIONS[candidate.precision]
+    strategy = strategies.build(
+        candidate.strategy, world, precision=precision, sharding=sharding_of(candidate)
+    )
+    forget_values(model, world)
+    found = tuple(repeated_blocks(model))
+    prepared = strategy.prepare(model)
+    prepared.train()
+    optimizer = optimizers.named(
+        work.optimizer, learning_rate=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
+    )([one for one in prepared.parameters() if one.requires_grad])
+    return Built(
+        work=work,
+        candidate=candidate,
+        world=world,
+        model=prepared,
+        strategy=strategy,
+        optimizer=optimizer,
+        update=Update(
+            prepared, optimizer, strategy, world, precision=precision, clip_norm=work.clip_norm
+        ),
+        loss=_loss(work),
+        precision=precision,
+        blocks=found,
+        depth=depth,
+        parameter_count=counts[0],
+        trained_count=counts[1],
+        _sample=sample,
+    )
+
+
+def sharding_of(candidate: Candidate) -> Sharding | None:
+    """Return what a candidate asks of fsdp; None for other strategies."""
+    if candidate.strategy != "fsdp":
+        return None
+    layout = candidate.layout
+    if layout.copies > 1:
+        if not candidate.reshard:
+            raise Impossible(
+                "asked for copies of shards that stay whole between forward and backward",
+                why="hybrid_shard gives blocks back after the forward, shard_grad_op has one copy",
+                fix="leave one of the two out",
+            )
+        return Sharding(
+            kind="hybrid_shard", shard_size=layout.shards, cpu_offload=candidate.cpu_offload
+        )
+    kind = "full_shard" if candidate.reshard else "shard_grad_op"
+    return Sharding(kind=kind, cpu_offload=candidate.cpu_offload)  # type: ignore[arg-type]
+
+
+def _model(work: Work, *, may_be_whole: bool) -> nn.Module:
+    files = None
+    if work.model_name_or_path is not None:
+        files = hugging_face.find(work.model_name_or_path)
+        # Nothing is read from weights, so adapters can be planned where there are none yet.
+        files = replace(files, weights=files.weights or (files.folder / "config.json",))
+    adapters = None
+    if work.lora_rank is not None:
+        adapters = Lora(rank=work.lora_rank, alpha=work.lora_alpha, targets=work.lora_targets)
+    recipe = Recipe(
+        files=files,
+        build=work.build,
+        dtype=work.torch_dtype or ("auto" if files is None else "float32"),
+        attention=work.attention,
+        lora=adapters,
+    )
+    model = recipe.without_memory(may_be_whole=may_be_whole).value
+    if work.sequence_length is not None:
+        check_tokens(model, vocabulary=None, sequence_length=work.sequence_length)
+    return model
+
+
+def _counts(model: nn.Module) -> tuple[int, int]:
+    parameters = list(model.parameters())
+    trained = (one.numel() for one in parameters if one.requires_grad)
+    return sum(one.numel() for one in parameters), sum(trained)
+
+
+def _loss(work: Work) -> losses.Loss:
+    usual = "language_model" if work.model_name_or_path else "cross_entropy"
+    name = work.loss or usual
+    return losses.named(name) or named.find(name, "model.loss")
+
+
+def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
+    if work.dataset is not None:
+        samples = named.call(work.dataset, "data.dataset")
+        first = samples[0] if hasattr(samples, "__getitem__") else next(iter(samples))
+        return lambda: first
+    if work.sequence_length is None:
+        raise Impossible(
+            "nothing says what a batch looks like",
+            why="neither a dataset nor a length of rows of text is given",
+            fix="give data.dataset (module:function), or data.sequence_length for rows of text",
+        )
+    return _rows_of_text(work, work.sequence_length, _vocabulary(model))
+
+
+def _rows_of_text(
+    work: Work, length: int, vocabulary: int
+) -> Callable[[], dict[str, torch.Tensor]]:
+    def row() -> dict[str, torch.Tensor]:
+        tokens = torch.randint(vocabulary, (length,))
+        made = {"input_ids": tokens, "labels": tokens}
+        if work.packed:  # two documents, each of which begins at position 0
+            half = length // 2
+            made["position_ids"] = torch.cat([torch.arange(half), torch.arange(length - half)])
+        return made
+
+    return row
+
+
+def _vocabulary(model: nn.Module) -> int:
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    if known is not None:
+        return int(known)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise Impossible(
+        "the model has no embedding of tokens, and rows of text are all that is known of the data",
+        why="a length of rows was given and no dataset",
+        fix="give data.dataset (module:function): its first sample shows what a batch looks like",
+    )

@@ -1,0 +1,117 @@
+"""What CUDA computes otherwise than the CPU, and so takes other room for: norms, attention, optimisers.
+
+The trace itself runs on tensors of the CPU, which need no CUDA. Sizes here are what was read in torch's sources; none was
+measured on a card.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+_HALVES = (torch.float16, torch.bfloat16)
+_ROUNDED = 128  # flash attention computes so many places of a row at once
+
+
+@contextmanager
+def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
+    """Compute with one operation inside the ``with`` what CUDA does so; nothing changes for the CPU."""
+    if kernels == "cpu":
+        yield
+        return
+    before = torch.rms_norm  # what nn.RMSNorm and functional.rms_norm call
+
+    def fused(
+        given: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is not None and weight.dtype is not given.dtype:
+            return before(given, normalized_shape, weight, eps)  # there is no such kernel for these
+        result: torch.Tensor = _FusedRmsNorm.apply(given, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
+        return result
+
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+
+    def attention_in_one(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        # CUDA's kernels drop what they drop themselves, and keep a seed; the CPU's has no dropout, and what is
+        # computed instead keeps a number for each pair of tokens.
+        return attention(query, key, value, attn_mask, 0.0, *rest, **named)
+
+    def dropout_in_one(
+        input: torch.Tensor,  # noqa: A002  # as torch calls it
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training or inplace or not 0 < p < 1:
+            return dropout(input, p, training, inplace)
+        dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]  # its mask is of bools
+        return dropped
+
+    torch.rms_norm = fused  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attention_in_one
+    functional.dropout = dropout_in_one
+    try:
+        yield
+    finally:
+        torch.rms_norm = before
+        functional.scaled_dot_product_attention = attention
+        functional.dropout = dropout
+
+
+def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimiser work on all parameters at once, which is torch's choice on CUDA and not on the CPU."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = True
+
+
+def room_of_attention_backward(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return what flash attention's backward takes for its time: sums in float32, and keys for every head."""
+    batch, heads, length, size = query.shape
+    if query.dtype not in _HALVES:
+        return 0
+    rounded = math.ceil(length / _ROUNDED) * _ROUNDED
+    per_head = batch * heads * rounded * 4
+    room = per_head * (1 + math.ceil(size / 32) * 32)
+    if key.shape[1] != heads:
+        room += 2 * batch * heads * key.shape[2] * size * query.itemsize
+    return room
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The room of the fused kernel: it keeps its input and one number for each row. Values are not computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: torch.Tensor, dimensions: int, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Make the result, and keep what the backward needs."""
+        rows = given.shape[: given.ndim - dimensions]
+        scale = torch.zeros(rows, dtype=torch.float32, device=given.device)
+        ctx.save_for_backward(given, weight, scale)
+        if weight is None:
+            return given.clone()
+        return given.mul(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Make the gradients."""
+        _, weight, _ = ctx.saved_tensors
+        of_weight = None
+        if weight is not None and ctx.needs_input_grad[2]:
+            of_weight = torch.zeros_like(weight)
+        return gradients[0].clone(), None, of_weight

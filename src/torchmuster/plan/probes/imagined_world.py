@@ -1,0 +1,208 @@
+"""A world of any number of ranks in one process, in which no tensor has memory and no message is sent.
+
+The code of ``train/`` runs in it as it is. What cannot (it reads values, or waits for others) is replaced here for
+the time of the ``with``.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from torchmuster.errors import MusterError
+from torchmuster.plan.probes.private_torch import FakeStore, FakeTensorMode, with_memory
+from torchmuster.train.models import deferred
+from torchmuster.train.models.tape import Tape, Window
+from torchmuster.train.strategies import ddp, fsdp, gradients
+from torchmuster.train.world import World
+
+NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks
+
+
+@contextmanager
+def imagined_world(
+    ranks: int, *, ranks_per_machine: int, reduced: NoteReduction
+) -> Iterator[World]:
+    """Be rank 0 of so many; ``reduced`` hears of the reductions that DDP would ask for."""
+    if dist.is_initialized():
+        raise MusterError(
+            "a training cannot be imagined in a process that has joined a real one",
+            why="torch has one default process group",
+            fix="plan in a process of its own",
+        )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(Tape, "play", _room))
+            stack.enter_context(_replaced(nn.Module, "_apply", _applied))
+            wrapper = _ddp_that_tells(reduced, ranks)
+            stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
+            for holder, name in (
+                (fsdp, "init_device_mesh"),
+                (deferred, "compute_local_shape_and_global_offset"),
+                (DeviceMesh, "__init__"),
+                (DeviceMesh, "__getitem__"),
+            ):
+                with_values = _on_real_tensors(getattr(holder, name))
+                stack.enter_context(_replaced(holder, name, with_values))
+            stack.enter_context(_nothing_cached())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            yield World(
+                global_rank=0,
+                local_rank=0,
+                node_rank=0,
+                world_size=ranks,
+                local_world_size=min(ranks, ranks_per_machine),
+                device=torch.device("cpu"),
+                backend="fake",
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, by)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def _room(tape: Tape, window: Window, device: torch.device, seed: int) -> torch.Tensor:
+    """Return a tensor of the right shape instead of playing how its values came about."""
+    return torch.empty_strided(window.size, window.stride, dtype=window.dtype, device=device)
+
+
+def _applied(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """Stand for ``Module.to``: torch's swaps tensors, which those without memory often refuse.
+
+    FSDP calls it within its own, which looks for its shards anew.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(change)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, one in module._parameters.items():
+            if one is not None and (changed := change(one)) is not one:
+                module._parameters[name] = nn.Parameter(changed, requires_grad=one.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = change(buffer)
+    return module
+
+
+class _Reducer:
+    """DDP's reducer without what reads values: putting gradients into other buckets after the first step."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+class _Silent:
+    """DDP's logger, which would ask for times."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataParallel]:
+    class ImaginedDdp(DistributedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["init_sync"] = False  # nobody has other values
+            super().__init__(*args, **kwargs)
+            # Without one, the reducer waits for the work of a collective, which does not come.
+            self.register_comm_hook(None, self._complete)
+            self.reducer: Any = _Reducer(self.reducer)
+            self.logger: Any = _Silent()
+
+        @staticmethod
+        def _complete(
+            state: object,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks at the annotation
+        ) -> torch.futures.Future[torch.Tensor]:
+            buffer = bucket.buffer()
+            reduced(buffer, ranks)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+
+    return ImaginedDdp
+
+
+def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Meshes compute with small tensors of ranks, whose values matter."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with with_memory():
+            return function(*args, **kwargs)
+
+    return computed
+
+
+@contextmanager
+def values_matter(world: World) -> Iterator[None]:
+    """Let tensors have memory inside the ``with``, also in an imagined world: a model's code may read them."""
+    if world.backend != "fake":
+        yield
+        return
+    with with_memory():
+        yield
+
+
+def forget_values(model: nn.Module, world: World) -> None:
+    """Take the memory of what a model has with values already; in a real world nothing changes."""
+    if world.backend != "fake":
+        return
+    without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what is tied stays so
+    for module in model.modules():
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for holder in holders:
+            for name, one in holder.items():
+                if one is None or one.is_meta:
+                    continue
+                if id(one) not in without:
+                    room = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
+                    if isinstance(one, nn.Parameter):
+                        room = nn.Parameter(room, requires_grad=one.requires_grad)
+                    without[id(one)] = one, room
+                holder[name] = without[id(one)][1]
+
+
+@contextmanager
+def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
+    """Let transformers build the masks of a real run; for tensors without values it builds all it could need.
+
+    To be entered once the model is built: only then is it known whether transformers is in use.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or packed:
+        yield
+        return
+    with _replaced(masking, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Keep tensors of one world out of another: some are kept from step to step."""
+    cached = (gradients._marks, gradients._one)
+    for function in cached:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in cached:
+            function.cache_clear()

@@ -1,0 +1,280 @@
+"""Follows every storage of a training from when it is made until it is given back, and every operation.
+
+What is written down is plain: numbers of storages, sizes, stages. What it means is worked out afterwards
+(``summing.py``), when it is known what each storage became.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
+from torchmuster.plan.probes.log import Done, Log, Sized, Storage
+from torchmuster.plan.probes.operations import ATTENTION_BACKWARD, flops_of, moved_bytes_of
+from torchmuster.plan.probes.private_torch import (
+    CANNOT_FOLLOW,
+    TorchDispatchMode,
+    computing_backward,
+    paused_in_sharding_propagation,
+    tree_leaves,
+)
+from torchmuster.plan.probes.stages import Stage, Stages
+from torchmuster.plan.probes.workspace import workspace_bytes
+from torchmuster.plan.record import Collective
+
+_aten = torch.ops.aten
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees all operations inside the ``with`` :meth:`followed`."""
+
+    def __init__(
+        self,
+        *,
+        answer: Callable[[Stage], float | None],
+        on_host: bool,
+    ) -> None:
+        """Begin with nothing known.
+
+        ``answer`` stands for the value of a tensor that is read in a stage; None: it cannot be known there.
+        ``on_host``: ranks compute on CPUs and talk over gloo, which takes memory of the same kind: a copy of
+        what is scattered or gathered, and the states of random numbers that recomputing keeps.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = Log()
+        self.stages = Stages(self.log.events.append)
+        self._answer = answer
+        self._on_host = on_host
+        self._numbers: dict[int, int] = {}  # by a storage's address, while it lives
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._paused = 0
+        self._first = 0  # number of the first storage that was made in a step
+        self.lost_in = ""  # the module that could not be followed
+        self.copies_group: str | None = (
+            None  # name of the group over the copies, in hybrid sharding
+        )
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow all that is computed inside the ``with``."""
+        self._first = len(self.log.storages)
+        resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
+
+        def kept() -> torch.Tensor:
+            state = random_state()  # made in C++, where no mode sees it
+            if self._on_host:
+                self._see_tensor(state, "get_rng_state")
+            return state
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)  # FSDP gives blocks back by this
+            number = self.see(storage, "resize_")
+            self.log.storages[number].collective = True
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.get_rng_state = kept
+        try:
+            with paused_in_sharding_propagation(self.pause, self.go_on), self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            torch.get_rng_state = random_state
+
+    def pause(self) -> None:
+        """See nothing until :meth:`go_on`."""
+        self._paused += 1
+
+    def go_on(self) -> None:
+        """See again."""
+        self._paused -= 1
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its local tensors come by again
+        if func is _aten._local_scalar_dense.default and not self._paused:
+            answer = self._answer(self.stages.now)
+            if answer is not None:
+                return _as(answer, args[0])
+        if self._paused:
+            return func(*args, **kwargs)
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for one in given:  # what C++ made without telling
+            self._see_tensor(one, "")
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs, given)
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if func is ATTENTION_BACKWARD and not self._on_host:
+            self._take_for_a_moment(room_of_attention_backward(args[1], args[2]), name)
+        try:
+            result = func(*args, **kwargs)
+        except CANNOT_FOLLOW:
+            self.lost_in = (
+                self.lost_in or self.stages.module
+            )  # hooks leave the module before it is told
+            raise
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        numbers = [self._see_tensor(one, name) for one in made]
+        flops = flops_of(func, args, kwargs, result)
+        if self._on_host:
+            taken = workspace_bytes(func, args, kwargs, flops=flops, made=result)
+            if taken:
+                self._take_for_a_moment(taken, name)
+        if func.namespace == "fsdp" and func.overloadpacket.__name__ == "all_gather_copy_in":
+            of_states = (self._see_tensor(one, name) for one in given)
+            for number in (*numbers, *(one for one in of_states if self._is_new(one))):
+                self._is_for_collective(number, "gather")
+        moved = moved_bytes_of(func, args, kwargs, given=given, made=made)
+        if moved or flops:
+            self.log.events.append(
+                Done(
+                    name=name,
+                    dtype=_dtype(made or given),
+                    flops=flops,
+                    moved_bytes=moved,
+                    recomputed=self._is_recomputing(),
+                )
+            )
+        return result
+
+    def _is_recomputing(self) -> bool:
+        # A backward records no gradients; a forward that is computed again in it does.
+        return torch.is_grad_enabled() and computing_backward()
+
+    def _collective(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        kind = _KINDS.get(name)
+        group = _group(args)
+        if kind is None or group is None:
+            return func(*args, **kwargs)
+        # The first tensors are the outputs; the largest is the whole of what is moved.
+        whole = max(given, key=lambda one: one.numel() * one.itemsize)
+        for one in given:
+            self._is_for_collective(
+                self._see_tensor(one, name),
+                "reduce" if kind == "reduce_scatter" and one is given[0] else None,
+            )
+        self.note_collective(kind, whole, group.size(), group.group_name)
+        if self._on_host and kind in ("reduce_scatter", "all_gather"):
+            copied = self._take_for_a_moment(whole.numel() * whole.itemsize, f"c10d.{kind}")
+            self.log.storages[copied].collective = True
+        return func(*args, **kwargs)
+
+    def _take_for_a_moment(self, size_bytes: int, operation: str) -> int:
+        """Note memory that an operation takes and gives back by itself."""
+        number = len(self.log.storages)
+        self.log.storages.append(Storage(made_in=self.stages.now))
+        self._note_size(number, size_bytes, operation)
+        self._note_size(number, 0, operation)
+        return number
+
+    def _is_new(self, number: int | None) -> bool:
+        """Say whether a storage was made in a step, and is none of the model's."""
+        return number is not None and number >= self._first
+
+    def note_collective(
+        self, kind: Any, whole: torch.Tensor, ranks: int, group_name: str | None = None
+    ) -> None:
+        """Write down that a collective begins."""
+        self.log.events.append(
+            Collective(
+                kind=kind,
+                ranks=ranks,
+                between_copies=group_name is not None and group_name == self.copies_group,
+                moved_bytes=whole.numel() * whole.itemsize,
+                dtype=str(whole.dtype).removeprefix("torch."),
+            )
+        )
+
+    def _is_for_collective(
+        self, number: int | None, stream: Literal["compute", "gather", "reduce"] | None
+    ) -> None:
+        if number is not None:
+            storage = self.log.storages[number]
+            storage.collective = True
+            storage.stream = stream or storage.stream
+
+    def _see_tensor(self, tensor: torch.Tensor, operation: str) -> int | None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type == "meta":
+            return None
+        return self.see(local.untyped_storage(), operation)
+
+    def see(self, storage: torch.UntypedStorage, operation: str) -> int:
+        """Note a storage with the size that it has now; return its number."""
+        key = storage._cdata
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.log.storages)
+            self.log.storages.append(
+                Storage(made_in=self.stages.now, recomputed=self._is_recomputing())
+            )
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        size = storage.nbytes()
+        if size != self._sizes.get(number, 0):
+            self._note_size(number, size, operation)
+        return number
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage; None if it was never seen."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return self._numbers.get(local.untyped_storage()._cdata)
+
+    def _note_size(self, number: int, size_bytes: int, operation: str) -> None:
+        self._sizes[number] = size_bytes
+        self.log.events.append(Sized(number, size_bytes, operation, self.stages.module))
+
+    def _forget(self, key: int) -> None:
+        number = self._numbers.pop(key)
+        del self._references[key]
+        if self._sizes.pop(number, 0):
+            self.log.events.append(Sized(number, 0, "", ""))
+
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+}
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    for one in args:
+        if isinstance(one, dist.ProcessGroup):
+            return one
+        if isinstance(one, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(one)
+            except RuntimeError:  # a reduction's kind is such an object too
+                continue
+    return None
+
+
+def _as(answer: float, tensor: torch.Tensor) -> Any:
+    if tensor.dtype is torch.bool:
+        return bool(answer)
+    return float(answer) if tensor.dtype.is_floating_point else int(answer)
+
+
+def _dtype(tensors: list[torch.Tensor]) -> str:
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""

@@ -1,0 +1,139 @@
+"""What this machine's ranks reach when all of them work at once: products, memory, collectives.
+
+As a program, one of several ranks: ``python -m torchmuster.plan.probes.rates REQUEST ANSWERS``.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.plan.hardware.model import Link
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.plan.timing.calibration import Asked, RankRates
+from torchmuster.plan.timing.rates import key_of
+from torchmuster.train.world import World, join_world
+from torchmuster.units import KiB, MiB
+from torchmuster.verify.probes.exact_values import wait_for_device
+
+_PRODUCT = {"cpu": 768}  # rows and columns; on accelerators:
+_PRODUCT_ON_CARD = 8192
+_STREAM_BYTES = {"cpu": 16 * MiB}
+_STREAM_ON_CARD_BYTES = 512 * MiB
+_SMALL_BYTES, _LARGE_BYTES = 64 * KiB, 16 * MiB
+_TRIES = 7
+_MEASURE_S = 0.3
+
+
+def measure(world: World) -> RankRates:
+    """Measure this rank's rates while the others measure theirs."""
+    kind = world.device.type
+    types = (torch.float32, torch.bfloat16) + (() if kind == "cpu" else (torch.float16,))
+    return RankRates(
+        flops={str(one).removeprefix("torch."): _products(world, one) for one in types},
+        bandwidth_bytes_s=_stream(world),
+        operation_s=_beginning(world),
+        collectives=_collectives(world) if world.world_size > 1 else {},
+    )
+
+
+def _turn_s(world: World, turn: Callable[[], object]) -> float:
+    """Return what a turn takes while all ranks make turns.
+
+    The best of several, since what disturbs them only makes them slower; where ranks are more than cores, they disturb
+    each other as they do in training, so it is the mean.
+    """
+    turn()
+    taken_s: list[float] = []
+    if world.world_size > 1:
+        dist.barrier()
+    begun = time.perf_counter()
+    while len(taken_s) < _TRIES or time.perf_counter() - begun < _MEASURE_S:
+        wait_for_device(world.device)
+        start = time.perf_counter()
+        turn()
+        wait_for_device(world.device)
+        taken_s.append(time.perf_counter() - start)
+    crowded = world.device.type == "cpu" and world.local_world_size > usable_cores().value
+    return statistics.mean(taken_s) if crowded else min(taken_s)
+
+
+def _products(world: World, dtype: torch.dtype) -> float:
+    size = _PRODUCT.get(world.device.type, _PRODUCT_ON_CARD)
+    left = torch.randn(size, size, device=world.device).to(dtype)
+    right = torch.randn(size, size, device=world.device).to(dtype)
+    return 2.0 * size**3 / _turn_s(world, lambda: left @ right)
+
+
+def _stream(world: World) -> float:
+    count = _STREAM_BYTES.get(world.device.type, _STREAM_ON_CARD_BYTES) // 4
+    one = torch.zeros(count, device=world.device)
+    two = torch.zeros_like(one)
+    out = torch.zeros_like(one)
+    return 12.0 * count / _turn_s(world, lambda: torch.add(one, two, out=out))
+
+
+def _beginning(world: World) -> float:
+    one = torch.zeros(1, device=world.device)
+    times = 200
+
+    def turn() -> None:
+        for _ in range(times):
+            torch.add(one, one)
+
+    return _turn_s(world, turn) / times
+
+
+def _collectives(world: World) -> dict[str, Link]:
+    found = {}
+    for kind, turn in _turns(world).items():
+        small, large = (_agreed_s(world, turn, size) for size in (_SMALL_BYTES, _LARGE_BYTES))
+        bytes_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
+        found[key_of(kind, world.world_size)] = Link(
+            latency_s=max(small - _SMALL_BYTES / bytes_s, 0.0), bytes_s=bytes_s, source="measured"
+        )
+    return found
+
+
+def _turns(world: World) -> dict[str, Callable[[torch.Tensor, torch.Tensor], object]]:
+    return {
+        "all_reduce": lambda whole, part: dist.all_reduce(whole),
+        "all_gather": lambda whole, part: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    }
+
+
+def _agreed_s(
+    world: World, turn: Callable[[torch.Tensor, torch.Tensor], object], size_bytes: int
+) -> float:
+    """Return what a collective usually takes; all ranks make as many turns."""
+    count = size_bytes // 4 // world.world_size
+    part = torch.zeros(count, device=world.device)
+    whole = torch.zeros(count * world.world_size, device=world.device)
+    taken_s = []
+    for _ in range(_TRIES + 1):
+        dist.barrier()
+        wait_for_device(world.device)
+        start = time.perf_counter()
+        turn(whole, part)
+        wait_for_device(world.device)
+        taken_s.append(time.perf_counter() - start)
+    return statistics.median(taken_s[1:])
+
+
+def main(request: str, answers: str) -> None:
+    """Measure as one of several ranks, and leave what was found."""
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
+    with join_world(asked.device) as world:
+        found = measure(world)
+        leave_answer(answers, world.global_rank, msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

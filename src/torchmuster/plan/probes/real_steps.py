@@ -1,0 +1,113 @@
+"""A rank that takes real steps of a plan, and tells what they took of memory and of time.
+
+Memory is followed in the first steps and time is taken in those after them: on the CPU, following slows a step down.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from torchmuster.plan.probes.building import Built, build
+from torchmuster.plan.probes.live_storage import LiveStorages
+from torchmuster.plan.probes.log import Sized
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.plan.proof.real_steps import FOLLOWED, RankSteps, Steps
+from torchmuster.train.world import World, join_world
+
+
+def real_steps(steps: Steps, world: World) -> RankSteps:
+    """Take the steps; all ranks do."""
+    with _followed(world.device) as peak_of:
+        built = build(steps.work, steps.candidate, world, blocks=steps.blocks)
+        peaks = tuple(peak_of(partial(built.train, number)) for number in range(FOLLOWED))
+    step_s = tuple(_timed(built, FOLLOWED + number) for number in range(steps.timed))
+    reserved = None
+    if world.device.type != "cpu":
+        reserved = int(torch.accelerator.max_memory_reserved(world.device))
+    return RankSteps(
+        rank=world.global_rank,
+        device=str(world.device),
+        peaks_bytes=peaks,
+        reserved_bytes=reserved,
+        step_s=step_s,
+        loss=_loss(built),
+    )
+
+
+@contextmanager
+def _followed(device: torch.device) -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Yield what does something and returns the most that tensors took of the device meanwhile."""
+    if device.type != "cpu":
+        # Its allocator counts by itself.
+        def peak_on_device(work: Callable[[], object]) -> int:
+            torch.accelerator.reset_peak_memory_stats(device)
+            work()
+            return int(torch.accelerator.max_memory_allocated(device))
+
+        yield peak_on_device
+        return
+    seen = LiveStorages(answer=lambda _: None, on_host=True)
+    live: dict[int, int] = {}
+    begin = 0
+
+    def peak_on_host(work: Callable[[], object]) -> int:
+        nonlocal begin
+        begin = _settle(seen, live, begin)[0]
+        work()
+        begin, peak = _settle(seen, live, begin)
+        return peak
+
+    with seen.followed():
+        yield peak_on_host
+
+
+def _settle(seen: LiveStorages, live: dict[int, int], begin: int) -> tuple[int, int]:
+    """Bring what lives up to date with the log; return where the log ends and the peak since ``begin``."""
+    total = peak = sum(live.values())
+    events = seen.log.events
+    end = len(events)
+    for event in events[begin:end]:
+        if isinstance(event, Sized):
+            total += event.size_bytes - live.pop(event.number, 0)
+            peak = max(peak, total)
+            if event.size_bytes:
+                live[event.number] = event.size_bytes
+    return end, peak
+
+
+def _timed(built: Built, number: int) -> float:
+    device = built.world.device
+    if built.world.world_size > 1:
+        dist.barrier()  # so that nobody's time is that of waiting for others to begin
+    begun_s = time.perf_counter()
+    built.train(number)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - begun_s
+
+
+def _loss(built: Built) -> float:
+    """Return the mean loss of one more micro-batch; all ranks compute one."""
+    with torch.no_grad():
+        loss, count = built.loss_of(built.batch())
+    return float(loss) / float(1 if count is None else count)
+
+
+def main() -> None:
+    """Read what is asked for, take the steps, and leave the answer."""
+    request, answers = sys.argv[1:]
+    steps = msgspec.json.decode(Path(request).read_bytes(), type=Steps)
+    with join_world(steps.device) as world:
+        found = real_steps(steps, world)
+    leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Where in a step the training is: phase, micro-batch and block, told by hooks on the model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from torchmuster.plan.probes.building import Built
+from torchmuster.plan.record import PhaseName
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.models.blocks import repeated_blocks
+from torchmuster.train.names import own_name
+
+
+class Stage(NamedTuple):
+    """A part of a step."""
+
+    phase: PhaseName = "forward"
+    micro_batch: int = 0
+    block: int | None = None
+    after_block: int | None = None
+
+
+class Stages:
+    """Knows where the training is, and tells who listens when that changes."""
+
+    def __init__(self, changed: Callable[[Stage], None]) -> None:
+        self.now = Stage()
+        self.module = ""  # the innermost one that computes
+        self._changed = changed
+        self._around: list[str] = []
+
+    def begin(self, phase: PhaseName, micro_batch: int = 0) -> None:
+        """Note that a phase begins."""
+        self._around.clear()
+        self.module = ""
+        self._go(Stage(phase=phase, micro_batch=micro_batch))
+
+    def _go(self, stage: Stage) -> None:
+        if stage != self.now:
+            self.now = stage
+            self._changed(stage)
+
+    def _enter(self, block: int, phase: PhaseName) -> None:
+        if self.now.phase == phase:
+            self._go(self.now._replace(block=block, after_block=None))
+
+    def _leave(self, block: int, phase: PhaseName) -> None:
+        if self.now.phase == phase and self.now.block == block:
+            self._go(self.now._replace(block=None, after_block=block))
+
+    @contextmanager
+    def followed(self, built: Built) -> Iterator[None]:
+        """Follow a training inside the ``with``."""
+        names = {id(one): own_name(name) for name, one in built.model.named_modules()}
+
+        def inward(module: nn.Module, args: Any) -> None:
+            self._around.append(self.module)
+            self.module = names.get(id(module), self.module)
+
+        def outward(module: nn.Module, args: Any, output: Any) -> None:
+            if self._around:
+                self.module = self._around.pop()
+
+        def computed(module: nn.Module, args: Any, output: Any) -> None:
+            self._go(Stage(phase="loss", micro_batch=self.now.micro_batch))
+
+        with ExitStack() as stack:
+            stack.callback(hooks.register_module_forward_pre_hook(inward).remove)
+            stack.callback(hooks.register_module_forward_hook(outward, always_call=True).remove)
+            stack.callback(built.model.register_forward_hook(computed).remove)
+            for number, block in enumerate(repeated_blocks(built.model)):
+                self._follow_block(number, block, stack)
+            updating = built.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
+            stack.callback(updating.remove)
+            yield
+
+    def _follow_block(self, number: int, block: nn.Module, stack: ExitStack) -> None:
+        """Follow a block's forward, and its backward from its results' gradients to those of its inputs.
+
+        The hooks lie outside of FSDP's, so that what it gathers and reduces for a block is the block's.
+        """
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._enter(number, "forward")
+            for one in _differentiated((args, kwargs)):
+                one.register_hook(lambda _: self._leave(number, "backward"))  # type: ignore[no-untyped-call]
+
+        def result(module: nn.Module, args: Any, output: Any) -> None:
+            for one in _differentiated(output):
+                one.register_hook(lambda _: self._enter(number, "backward"))  # type: ignore[no-untyped-call]
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave(number, "forward")
+
+        stack.callback(
+            block.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
+        )
+        stack.callback(block.register_forward_hook(result, prepend=True).remove)
+        stack.callback(block.register_forward_hook(after).remove)
+
+    def of_step(self, step: Step) -> Step:
+        """Return the step, whose micro-batches tell when their forward begins."""
+
+        def told() -> Iterator[MicroBatch]:
+            micro_batches = iter(step)
+            for number in range(step.rounds):
+                self.begin("forward", number)
+                yield next(micro_batches)
+
+        return replace(step, micro_batches=told())
+
+
+def _differentiated(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        if tree.requires_grad:
+            yield tree
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from _differentiated(one)
+    elif isinstance(tree, tuple | list):
+        for one in tree:
+            yield from _differentiated(one)

@@ -1,0 +1,1 @@
+"""Forecasts beside what real steps take."""

@@ -1,0 +1,99 @@
+"""What a plan promised beside what a training measured: kept in the run's folder, and told in one line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.job import Candidate
+from torchmuster.runfolder import write_atomically
+from torchmuster.units import format_bytes
+
+FILE = "plan.json"
+COMPARED_AFTER = 3  # steps: the first ones make the optimiser's states and warm up
+# Steps of a busy machine differ by this much from one minute to the next.
+TIME_BAND = 0.25
+MEMORY_BAND = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a plan promises of one way to train on the hardware it was made for."""
+
+    candidate: Candidate
+    hardware: str  # in words: 8 x H100
+    tensor_bytes: int  # the most that is alive on a rank in a step
+    step_s: float | None = None  # None: not forecast
+
+
+def write(folder: Path, promise: Promise) -> None:
+    """Leave a promise in a run's folder, for the training to be held against."""
+    folder.mkdir(parents=True, exist_ok=True)  # it may be on the launcher's machine only
+    write_atomically(folder / FILE, msgspec.json.encode(promise).decode() + "\n")
+
+
+def read(folder: Path) -> Promise | None:
+    """Return the promise of a run; None if no plan was made for it."""
+    path = folder / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Promise)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Impossible(
+            f"the plan of this run cannot be read: {path}",
+            why=str(error),
+            fix="delete the file; the training goes on without a comparison",
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a training has met with so far."""
+
+    steps: int
+    step_s: float
+    tensor_bytes: int | None  # None where the device does not count them
+
+
+def line(promise: Promise, measured: Measured) -> str:
+    """Say in one line how a training compares with its plan."""
+    parts = [*_of_memory(promise, measured), *_of_time(promise, measured)]
+    return f"plan after step {measured.steps}: {'; '.join(parts)}"
+
+
+def _of_memory(promise: Promise, measured: Measured) -> list[str]:
+    if measured.tensor_bytes is None:
+        return ["memory is not counted on the CPU: muster plan --verify measures it"]
+    ratio = measured.tensor_bytes / promise.tensor_bytes
+    words = (
+        f"memory {format_bytes(measured.tensor_bytes)} of {format_bytes(promise.tensor_bytes)} "
+        f"planned ({percent(ratio)})"
+    )
+    if ratio > 1 + MEMORY_BAND:
+        words += ", more than planned: an evaluation or longer samples may run out of memory"
+    return [words]
+
+
+def _of_time(promise: Promise, measured: Measured) -> list[str]:
+    if promise.step_s is None:
+        return []
+    ratio = measured.step_s / promise.step_s
+    words = (
+        f"a step takes {seconds(measured.step_s)}, planned {seconds(promise.step_s)} "
+        f"({percent(ratio)})"
+    )
+    if ratio > 1 + TIME_BAND:
+        words += ", slower than planned: the shares in the step line say what it waits for"
+    return [words]
+
+
+def percent(ratio: float) -> str:
+    """Say how far something is from what was expected: ``+3.1 %``."""
+    return f"{(ratio - 1) * 100:+.1f} %"
+
+
+def seconds(amount: float) -> str:
+    """Write the time of a step with three figures."""
+    return f"{amount * 1000:.3g} ms" if amount < 1 else f"{amount:.3g} s"

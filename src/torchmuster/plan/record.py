@@ -1,0 +1,134 @@
+"""What a trace of training steps found: plain values, written by the probe, read without torch.
+
+Sizes are those of the traced rank (rank 0), which has the largest shards. A *block* is one of the model's
+repeated layers; everything is noted with the block in which it happened, so that other depths can be computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torchmuster.plan.job import Candidate, Work
+
+Category: TypeAlias = Literal[
+    "parameters", "gradients", "optimizer", "activations", "logits", "collectives", "temporaries"
+]
+CATEGORIES: tuple[Category, ...] = (
+    *("parameters", "gradients", "optimizer", "activations", "logits", "collectives"),
+    "temporaries",
+)
+# What a step does, in this order; forward, backward and recomputing happen once for each micro-batch.
+PhaseName: TypeAlias = Literal["forward", "loss", "backward", "check", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be traced."""
+
+    work: Work
+    candidate: Candidate
+    blocks: int | None = None  # so many of the model's repeated layers; None: all
+    kernels: Literal["cpu", "cuda"] = "cpu"  # whose operations: fused norms, for one
+    keep_log: bool = False  # also the log of all allocations, for the allocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that was alive at once in one part of a step."""
+
+    phase: PhaseName
+    micro_batch: int  # counted from 0; 0 in check and update
+    block: int | None  # None: what lies before, between and after the blocks
+    after_block: int | None  # where block is None: the block before it in time; None: the beginning
+    peak_bytes: int
+    by_category: Mapping[str, int]  # at that moment
+    operation: str  # that made the peak
+    module: str  # in which it happened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Operations of one kind in one stretch, added up."""
+
+    name: str  # aten.mm
+    dtype: str  # of its result: float32, bfloat16
+    count: int
+    flops: int
+    moved_bytes: int  # read and written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective, where it was begun."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+    ranks: int
+    between_copies: bool  # hybrid sharding: over the copies instead of over the shards
+    moved_bytes: int  # the whole result of a gather, the whole input of a reduction
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """What happens between two collectives or borders of blocks, in the order of the step."""
+
+    phase: PhaseName
+    micro_batch: int
+    block: int | None
+    operations: tuple[Operation, ...] = ()
+    collective: Collective | None = None  # then there are no operations
+    recomputed: bool = False  # a forward that is computed again in the backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One event of the log: memory taken, given back, or a border between parts of the step."""
+
+    kind: Literal["take", "give", "mark"]
+    number: int = 0  # of the storage
+    size_bytes: int = 0
+    stream: Literal["compute", "gather", "reduce"] = "compute"
+    category: str = ""
+    mark: str = ""  # phase, micro-batch, block: "forward 0 3"; "step 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A parameter, for arithmetic over shards."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+    block: int | None  # the block that it belongs to
+    copies: int = (
+        1  # how many blocks of the whole model have one of this shape, where it is a block's
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A traced training: two steps of rank 0."""
+
+    request: Request
+    torch: str
+    blocks_traced: int
+    blocks: int  # of the whole model
+    blocks_alike: bool  # all have parameters of the same shapes: other depths can be computed
+    parameters: tuple[Shape, ...]  # of the traced model, each once
+    parameter_count: int  # of the whole model
+    trained_count: int
+    samples_per_micro_batch: int
+    tokens_per_sample: int | None
+    states: Mapping[str, int]  # parameters, gradients, optimizer, buffers: between steps
+    first_step_peak_bytes: int
+    peaks: tuple[Peak, ...]  # of the second step, the steady state
+    timeline: tuple[Stretch, ...]  # of the second step
+    host_bytes: int  # what cpu_offload keeps in the host's memory, for this rank
+    log: str | None = None  # file with the allocations, JSON lines
+    took_s: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive in a step."""
+        return max(one.peak_bytes for one in self.peaks)

@@ -1,0 +1,1 @@
+"""A plan on the terminal, as JSON, and as a page."""

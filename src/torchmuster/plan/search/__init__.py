@@ -1,0 +1,1 @@
+"""The ways to train a model here, and the choice among them."""

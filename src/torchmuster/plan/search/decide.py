@@ -1,0 +1,310 @@
+"""The choice between forecasts, with its reason, the runner-up, and what would change the answer."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from torchmuster.decision import Decision
+from torchmuster.plan.answer import Forecast, PassedOver, counted, name_of, recompute_of
+from torchmuster.plan.asked import Asked
+from torchmuster.plan.hardware.model import Link
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.search.exploring import Explored, forecast, simplicity
+from torchmuster.plan.search.pruning import SAME_RATE
+from torchmuster.plan.search.ways import USUAL_MICRO_BATCH_SIZE
+from torchmuster.plan.timing.forecast import Rates
+from torchmuster.units import format_bytes
+
+Way: TypeAlias = tuple[object, ...]
+_HARDLY = 1.01
+_LESS = 0.95  # of the memory of the chosen way: what needs more than that is no help where there is less
+_MOST_REASONS = 5  # why ways were not looked at: a screen has no room for more
+_AMOUNT = re.compile(r"[\d.,]+ [KMGT]iB")
+_HYBRID = re.compile(r"hybrid \d+ x (\d+)(.*)")
+_LARGEST_MICRO_BATCH = 4096
+_WORTH_SAYING = 0.05  # what faster links must gain, so that they are mentioned
+
+
+def in_preference(forecasts: Iterable[Forecast]) -> list[Forecast]:
+    """Return forecasts that fit in their order: those as fast as the fastest, the simplest first; then the rest so.
+
+    Of one way, the fewest portions; of these the micro-batch that is fastest, unless it is hardly so.
+    """
+    ordered: list[Forecast] = []
+    for equal in _by_rate(forecasts, SAME_RATE):
+        for _, alike in itertools.groupby(sorted(equal, key=_simple), key=_simple):
+            for sizes in _by_rate(alike, _HARDLY):
+                ordered += sorted(sizes, key=_portion)
+    return ordered
+
+
+def preferred(forecasts: Iterable[Forecast]) -> Forecast:
+    """Return the first of them; there must be one."""
+    return in_preference(forecasts)[0]
+
+
+def _by_rate(forecasts: Iterable[Forecast], same: float) -> Iterator[list[Forecast]]:
+    """Yield forecasts that are as fast as the fastest, then so of the rest: each is compared with a real one."""
+    left = sorted(forecasts, key=_rate, reverse=True)
+    while left:
+        equal = [one for one in left if _rate(one) * same >= _rate(left[0])]
+        yield equal
+        left = left[len(equal) :]
+
+
+def _rate(one: Forecast) -> float:
+    return one.samples_per_s or 0.0
+
+
+def _simple(one: Forecast) -> tuple[float, ...]:
+    *simple, _ = simplicity(one.candidate)
+    return *simple, float(one.candidate.accumulation)
+
+
+def _portion(one: Forecast) -> int:
+    """Order micro-batches that are equally fast: small ones first, or large ones where no speed is known."""
+    size = one.candidate.micro_batch_size
+    return -size if one.samples_per_s is None else size
+
+
+def way(candidate: Candidate) -> Way:
+    """Return what makes a way another one, for the table: how the model is spread, over how many."""
+    return (
+        candidate.strategy,
+        candidate.reshard,
+        candidate.cpu_offload,
+        candidate.strategy == "fsdp" and candidate.layout.copies > 1,
+        candidate.layout.ranks,
+    )
+
+
+def table_of(forecasts: Sequence[Forecast]) -> tuple[Forecast, ...]:
+    """Return the best micro-batch of each way: the preferred one that fits, else what misses by least."""
+    best: dict[Way, Forecast] = {}
+    for one in _in_order(forecasts):
+        best.setdefault((*way(one.candidate), one.candidate.recompute), one)
+    return tuple(_in_order(best.values()))
+
+
+def _in_order(forecasts: Iterable[Forecast]) -> list[Forecast]:
+    forecasts = list(forecasts)
+    missing = sorted((one for one in forecasts if not one.fits), key=_missing_bytes)
+    return [*in_preference(one for one in forecasts if one.fits), *missing]
+
+
+def _missing_bytes(one: Forecast) -> int:
+    return -min(one.spare_bytes, one.host_spare_bytes or one.spare_bytes)
+
+
+def choose(
+    explored: Explored, asked: Asked
+) -> tuple[Decision[Forecast], Decision[Forecast] | None]:
+    """Choose among those that fit; there must be one. Return it and the runner-up."""
+    fitting = in_preference(one for one in explored.forecasts if one.fits)
+    best = fitting[0]
+    fastest = max(map(_rate, fitting))
+    others = (one for one in fitting if not _is_alike(one.candidate, best.candidate))
+    second = next(others, None)
+    reason = f"{in_words(best.candidate)}: {figures(best, asked)}"
+    if because := _why_no_simpler(best, explored, fastest):
+        reason += f"; {because}"
+    runner_up = None
+    if second is not None:
+        runner_up = Decision(value=second, reason=_why_not(second, best, fastest))
+    return Decision(value=best, reason=reason), runner_up
+
+
+def _is_alike(one: Candidate, other: Candidate) -> bool:
+    return way(one) == way(other) and one.recompute == other.recompute
+
+
+def in_words(candidate: Candidate) -> str:
+    """Say a way in a few words: ``fsdp over 8 cards, micro-batch 2 x 4, bf16, recompute full``."""
+    portions = f"micro-batch {candidate.micro_batch_size}"
+    if candidate.accumulation > 1:
+        portions += f" x {candidate.accumulation}"
+    words = [name_of(candidate), portions, candidate.precision]
+    if candidate.layout.ranks > 1:
+        words[0] += f" over {counted(candidate.layout.ranks, 'card')}"
+    if candidate.recompute != "none":
+        words.append(f"recompute {recompute_of(candidate)}")
+    return ", ".join(words)
+
+
+def figures(one: Forecast, asked: Asked) -> str:
+    """Say what a way takes and gives."""
+    card = format_bytes(asked.hardware.card.memory_bytes)
+    room = (
+        f"{format_bytes(one.memory.total_bytes)} of the {card} of each card, "
+        f"{format_bytes(one.spare_bytes)} to spare above the band"
+    )
+    return room if one.time is None else f"{room}, {rate(one)}"
+
+
+def rate(one: Forecast) -> str:
+    """Say how fast a way is."""
+    if one.time is not None and one.time.tokens_per_s is not None:
+        return f"{one.time.tokens_per_s:,.0f} tokens/s"
+    return f"{one.samples_per_s or 0.0:,.1f} samples/s"
+
+
+def _why_no_simpler(best: Forecast, explored: Explored, fastest: float) -> str:
+    """Say what kept the simplest of the other ways from being chosen."""
+    if best.candidate.strategy != "fsdp":
+        return ""
+    passed = next((one for one in explored.passed_over if one.name == "ddp"), None)
+    if passed is not None and passed.needs_bytes is not None and passed.of_states:
+        return f"ddp needs {format_bytes(passed.needs_bytes)} for its states alone"
+    tried = [one for one in explored.forecasts if one.candidate.strategy == "ddp"]
+    if not tried:
+        return ""
+    fitting = in_preference(one for one in tried if one.fits)
+    if fitting:
+        return _why_not(fitting[0], best, fastest)
+    nearest = max(tried, key=lambda one: one.spare_bytes)
+    return f"ddp lacks {format_bytes(-nearest.spare_bytes)}"
+
+
+def _why_not(other: Forecast, best: Forecast, fastest: float) -> str:
+    name = in_words(other.candidate)
+    if not other.samples_per_s or not best.samples_per_s:
+        return f"{name} is less simple"
+    if other.samples_per_s * SAME_RATE >= fastest:
+        return f"{name} is as fast, and less simple"
+    if other.samples_per_s * SAME_RATE >= best.samples_per_s:
+        return f"{name} is {_percent(1.0 - other.samples_per_s / fastest)} slower than the fastest"
+    return f"{name} is {_percent(1.0 - other.samples_per_s / best.samples_per_s)} slower"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %") if share < 10 else f"{share:.0f} times"
+
+
+def would_change(
+    best: Forecast,
+    explored: Explored,
+    asked: Asked,
+    *,
+    rates: Rates,
+) -> Iterator[str]:
+    """Say what would make another answer, hardware before all, each computed."""
+    yield from _more_memory(best, explored)
+    yield from _less_memory(best, explored)
+    yield from _larger_steps(best, explored, asked, rates=rates)
+    if best.time is not None and best.candidate.layout.ranks > 1:
+        yield from _faster_links(best, explored, asked, rates=rates)
+
+
+def _more_memory(best: Forecast, explored: Explored) -> Iterator[str]:
+    faster = [
+        one
+        for one in explored.forecasts
+        if one.spare_bytes < 0
+        and (one.samples_per_s or 0.0) > (best.samples_per_s or 0.0) * SAME_RATE
+    ]
+    if faster:
+        nearest = max(faster, key=lambda one: one.spare_bytes)
+        gain = _percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
+        yield (
+            f"with {format_bytes(-nearest.spare_bytes)} more on each card: "
+            f"{in_words(nearest.candidate)}, {gain} faster"
+        )
+    needs = [one for one in explored.passed_over if one.of_states]
+    if needs:
+        least = min(needs, key=lambda one: one.needs_bytes or 0)
+        yield f"{least.name} needs more than {format_bytes(least.needs_bytes or 0)} on each card"
+
+
+def _less_memory(best: Forecast, explored: Explored) -> Iterator[str]:
+    smaller = [
+        one
+        for one in explored.forecasts
+        if one.fits and one.memory.high_bytes < _LESS * best.memory.high_bytes
+    ]
+    border = format_bytes(best.memory.high_bytes)
+    if not smaller:
+        yield f"with less than {border} on each card nothing that was looked at fits"
+        return
+    following = preferred(smaller)
+    needed = format_bytes(following.memory.high_bytes)
+    yield f"with less than {border} on each card: {in_words(following.candidate)}, at most {needed}"
+
+
+def _larger_steps(
+    best: Forecast, explored: Explored, asked: Asked, *, rates: Rates
+) -> Iterator[str]:
+    """Say what more samples in a step would gain, where their number is open: it is not taken without a word."""
+    is_open = asked.global_batch_size is None and asked.micro_batch_size is None
+    size = best.candidate.micro_batch_size
+    if not is_open or not best.samples_per_s or size < USUAL_MICRO_BATCH_SIZE:
+        return
+    found = best
+    while size < _LARGEST_MICRO_BATCH:
+        size *= 2
+        larger = dataclasses.replace(best.candidate, micro_batch_size=size)
+        if explored.traces.missing(larger):
+            break  # that it may be faster is not worth a trace
+        one = forecast(larger, explored.traces, asked, rates=rates)
+        if not one.fits or _rate(one) < _rate(found) * SAME_RATE:
+            break
+        found = one
+    if found is not best:
+        gain = _percent(_rate(found) / _rate(best) - 1.0)
+        batch = found.candidate.global_batch_size
+        yield f"with a global batch of {batch:,}: {in_words(found.candidate)}, {gain} faster"
+
+
+def _faster_links(
+    best: Forecast, explored: Explored, asked: Asked, *, rates: Rates
+) -> Iterator[str]:
+    hardware = dataclasses.replace(
+        asked.hardware,
+        within=_twice(asked.hardware.within),
+        between=_twice(asked.hardware.between),
+    )
+    wished = dataclasses.replace(asked, hardware=hardware)
+    faster = forecast(best.candidate, explored.traces, wished, rates=rates)
+    gain = (faster.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0
+    if gain >= _WORTH_SAYING:
+        yield f"links twice as fast make it {_percent(gain)} faster"
+
+
+def _twice(link: Link) -> Link:
+    return dataclasses.replace(link, bytes_s=2 * link.bytes_s, latency_s=link.latency_s / 2)
+
+
+def passed_over_in_words(passed: Sequence[PassedOver]) -> list[str]:
+    """Return a line for each kind of reason why ways were not looked at closely, with its least amount."""
+    by_reason: dict[str, list[PassedOver]] = {}
+    for one in passed:
+        by_reason.setdefault(_AMOUNT.sub("", one.why), []).append(one)
+    lines = []
+    for alike in by_reason.values():
+        least = min(alike, key=lambda one: one.needs_bytes or 0)
+        lines.append(f"{', '.join(_names(alike))}: {least.why}")
+    left_out = len(lines) - _MOST_REASONS
+    if left_out > 0:
+        lines[_MOST_REASONS:] = [f"and {counted(left_out, 'reason')} more, which --json has"]
+    return lines
+
+
+def _names(passed: Sequence[PassedOver]) -> Iterator[str]:
+    """Yield their names, with one for hybrids that differ in their shards only: others of them may well fit."""
+    sizes: dict[str, list[int]] = {}  # of hybrids, by what else is in their names
+    names: dict[str, str | None] = {}
+    for one in passed:
+        found = _HYBRID.fullmatch(one.name)
+        if found is None:
+            names[one.name] = None
+            continue
+        names["hybrid" + found[2]] = found[2]
+        sizes.setdefault(found[2], []).append(int(found[1]))
+    for name, rest in names.items():
+        if rest is None:
+            yield name
+            continue
+        least, most = min(sizes[rest]), max(sizes[rest])
+        shards = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        yield f"hybrid of {shards} shards{rest}"

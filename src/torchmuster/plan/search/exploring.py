@@ -1,0 +1,313 @@
+"""The ways to train, forecast one after the other, with as few traces as the answer needs.
+
+One trace is made first: it shows the model's parameters. From then on a way is looked at only if its states fit and
+it could be faster than the best so far. Ways of one family share their traces.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.answer import Forecast, PassedOver, in_short
+from torchmuster.plan.asked import Asked
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.memory import forecast as memory
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.search.pruning import (
+    SAME_RATE,
+    by_formula,
+    copies_wait,
+    needs_more_than_states,
+    needs_recompute,
+    outgrows,
+    rate_bound,
+    too_large,
+    too_large_by_formula,
+    too_many_shards,
+)
+from torchmuster.plan.search.ways import portions, recomputing, spreads
+from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.timing.forecast import Rates
+from torchmuster.plan.tracing.tracer import Refused
+
+Look: TypeAlias = Callable[[Sequence[Request]], Sequence[Record | Refused]]
+# A search that has found something that fits ends here: more traces take long, and seldom change the answer.
+_ENOUGH_TRACES = 20
+_AT_ONCE = 2  # the tracer has so many processes
+_TRACED_ACCUMULATION = 2  # what more micro-batches take is computed
+_NO_GAIN = 1.001  # a micro-batch that is not even this much faster is not worth its memory
+
+
+class Traces:
+    """Records by candidate; each trace is asked for once."""
+
+    def __init__(self, asked: Asked, look: Look) -> None:
+        self._asked = asked
+        self._look = look
+        self._found: dict[Request, Record | Refused] = {}
+        self._considered: set[Request] = set()  # what is needed for all sizes of a micro-batch
+
+    def first(self, candidate: Candidate) -> Record | Refused:
+        """Return one record that shows the model; those beside it are traced at the same time."""
+        return self._of(self._needed(candidate)[:_AT_ONCE])[0]
+
+    def of(self, candidate: Candidate, *, with_log: bool = False) -> list[Record] | Refused:
+        """Return what a candidate is forecast from, or why it cannot be traced.
+
+        ``with_log``: with every allocation, for what PyTorch's allocator makes of it.
+        """
+        self._considered.update(self._requests(candidate))
+        wanted = self._requests(candidate, with_log=True) if with_log else self._needed(candidate)
+        found = self._of(wanted)
+        records = [one for one in found if isinstance(one, Record)]
+        if len(records) == len(found):
+            more = self._of(memory.further(records))
+            records += [one for one in more if isinstance(one, Record)]
+            found += more
+        refused = next((one for one in found if isinstance(one, Refused)), None)
+        return records if refused is None else refused
+
+    @property
+    def count(self) -> int:
+        """How many traces there are so far, with those that were spared: what is left out must not hang on them."""
+        return len(self._found.keys() | self._considered)
+
+    def missing(self, candidate: Candidate) -> bool:
+        """Say whether a candidate needs traces that were not asked for yet."""
+        return any(one not in self._found for one in self._needed(candidate))
+
+    def _needed(self, candidate: Candidate) -> list[Request]:
+        """Return the requests without those of a second micro-batch size, where the first is the candidate's own."""
+        wanted = self._requests(candidate)
+        if candidate.accumulation > _TRACED_ACCUMULATION:
+            return wanted  # what inputs take that wait for their turn is seen from two sizes
+        least = min(one.candidate.micro_batch_size for one in wanted)
+        if candidate.micro_batch_size != least:
+            return wanted
+        return [one for one in wanted if one.candidate.micro_batch_size == least]
+
+    def _requests(self, candidate: Candidate, *, with_log: bool = False) -> list[Request]:
+        asked = self._asked
+        return memory.requests(asked.work, candidate, kernels=asked.kernels, keep_log=with_log)
+
+    def _of(self, wanted: Sequence[Request]) -> list[Record | Refused]:
+        missing = [one for one in wanted if one not in self._found]
+        if missing:
+            self._found.update(zip(missing, self._look(missing), strict=True))
+        return [self._found[one] for one in wanted]
+
+
+@dataclass(kw_only=True)
+class Explored:
+    """What the search has found so far."""
+
+    traces: Traces
+    model: Record | None = None  # of the first trace
+    refused: Refused | None = None  # why the first trace could not be made
+    forecasts: list[Forecast] = field(default_factory=list)
+    passed_over: list[PassedOver] = field(default_factory=list)
+    doubts: list[Impossible] = field(default_factory=list)  # traces that disagree with others
+
+    @property
+    def best(self) -> Forecast | None:
+        """The fastest that fits."""
+        fitting = (one for one in self.forecasts if one.fits)
+        return max(fitting, key=lambda one: one.samples_per_s or 0.0, default=None)
+
+    def pass_over(self, one: PassedOver) -> None:
+        """Note a way that was not looked at, once."""
+        if one not in self.passed_over:
+            self.passed_over.append(one)
+
+
+def explore(asked: Asked, look: Look, *, rates: Rates) -> Explored:
+    """Forecast what is worth it."""
+    explored = Explored(traces=Traces(asked, look))
+    ways = in_order(asked)
+    shown = explored.traces.first(scout(ways, asked))
+    if isinstance(shown, Refused):
+        explored.refused = shown
+        return explored
+    explored.model = shown
+    for way in ways:
+        if not _is_worth_a_look(way, asked, explored, shown):
+            continue
+        try:
+            explored.forecasts += forecast_portions(way, explored.traces, asked, rates=rates)
+        except CannotBeTraced as error:
+            explored.pass_over(PassedOver(name=in_short(way), why=error.refused.what))
+    return explored
+
+
+def in_order(asked: Asked) -> list[Candidate]:
+    """Return the ways in the order in which they are looked at: what is likely to be fast comes first."""
+    kinds = recomputing(asked)
+    ways = [
+        dataclasses.replace(spread, recompute=kind) for kind in kinds for spread in spreads(asked)
+    ]
+    return sorted(
+        ways,
+        key=lambda one: (
+            one.cpu_offload,
+            not one.reshard,
+            # Over several machines copies come first: what they gather stays within a machine.
+            one.strategy == "fsdp" and one.layout.copies == 1 and asked.hardware.machines > 1,
+            kinds.index(one.recompute),
+            -one.layout.ranks,
+            one.strategy == "fsdp",
+            one.layout.shards,
+        ),
+    )
+
+
+def scout(ways: Sequence[Candidate], asked: Asked) -> Candidate:
+    """Return the way that is traced first: the first that fits by a formula, or could.
+
+    Without a formula a sharded one: those are looked at for models of every size.
+    """
+    estimates = [(one, by_formula(one, asked)) for one in ways]
+    card_bytes = asked.hardware.card.memory_bytes
+    for one, needed in estimates:
+        if needed is not None and needed.total_bytes <= card_bytes and not one.cpu_offload:
+            return one
+    sharded = [one for one in ways if one.strategy == "fsdp" and one.reshard] or list(ways)
+    return next((one for one in sharded if not too_large_by_formula(one, asked)), sharded[0])
+
+
+def _is_worth_a_look(way: Candidate, asked: Asked, explored: Explored, model: Record) -> bool:
+    best = explored.best
+    if way.cpu_offload and best is not None and not best.candidate.cpu_offload:
+        return False  # never as fast: for what does not fit otherwise
+    if why := too_large(way, asked, model):
+        explored.pass_over(why)
+        return False
+    if asked.strategy is None and (why := too_many_shards(way, model)):
+        explored.pass_over(why)
+        return False
+    if way.recompute != "none" and model.blocks < 2:
+        return False  # there are no blocks that could be computed again
+    if why := too_large_by_formula(way, asked):
+        explored.pass_over(why)
+        return False
+    if best is None:
+        return not way.cpu_offload or _is_kept_by_states(way, explored, model)
+    if way.recompute != "none" and not needs_recompute(explored.forecasts, way, asked):
+        return False
+    if way.strategy == "fsdp" and not copies_wait(best):
+        return False
+    if not _can_win(way, best, explored):
+        return False
+    if explored.traces.count >= _ENOUGH_TRACES and explored.traces.missing(way):
+        explored.pass_over(
+            PassedOver(
+                name=in_short(way), why=f"not traced, as {_ENOUGH_TRACES} were and something fits"
+            )
+        )
+        return False
+    return True
+
+
+def _is_kept_by_states(way: Candidate, explored: Explored, model: Record) -> bool:
+    """Say whether states in the host's memory could make a way fit, going by those that keep them."""
+    alike = [
+        one
+        for one in explored.forecasts
+        if one.candidate.recompute == way.recompute and not one.candidate.cpu_offload
+    ]
+    return not alike or not all(needs_more_than_states(one, model) for one in alike)
+
+
+def _can_win(way: Candidate, best: Forecast, explored: Explored) -> bool:
+    """Say whether a way could be faster than the best, or as fast and simpler."""
+    bound = rate_bound(explored.forecasts, way)
+    if bound is None or not best.samples_per_s:
+        return True
+    if bound > best.samples_per_s * SAME_RATE:
+        return True
+    is_simpler = simplicity(way) < simplicity(best.candidate)
+    return is_simpler and bound * SAME_RATE > best.samples_per_s
+
+
+class CannotBeTraced(Exception):
+    """A way that the trace cannot follow, while it follows others."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.what)
+        self.refused = refused
+
+
+def forecast_portions(
+    way: Candidate, traces: Traces, asked: Asked, *, rates: Rates
+) -> Iterator[Forecast]:
+    """Yield forecasts with growing micro-batches, up to the first that does not fit."""
+    previous, last = 0.0, None
+    for candidate in portions(way, asked):
+        if (
+            last is not None
+            and traces.missing(candidate)
+            and outgrows(last, candidate.micro_batch_size)
+        ):
+            return  # no trace is needed to see that
+        one = forecast(candidate, traces, asked, rates=rates)
+        yield one
+        last = one
+        if not one.could_fit:
+            return
+        rate = one.samples_per_s or 0.0
+        if one.time is not None and asked.global_batch_size is None and rate <= previous * _NO_GAIN:
+            return
+        previous = max(rate, previous)
+
+
+def forecast(candidate: Candidate, traces: Traces, asked: Asked, *, rates: Rates) -> Forecast:
+    """Return what one way takes."""
+    records = traces.of(candidate)
+    if isinstance(records, Refused):
+        raise CannotBeTraced(records)
+    hardware = asked.hardware
+    needed = memory.predict(records, candidate, hardware=hardware)
+    try:
+        time = timing.predict(records, candidate, hardware=hardware, rates=rates)
+    except Impossible:  # of this card too little is known
+        return as_forecast(candidate, needed, asked)
+    share = (asked.global_batch_size or candidate.global_batch_size) / candidate.global_batch_size
+    return as_forecast(
+        candidate, needed, asked, time=time, samples_per_s=share * time.samples_per_s
+    )
+
+
+def as_forecast(
+    candidate: Candidate,
+    needed: memory.Memory,
+    asked: Asked,
+    *,
+    time: timing.StepTime | None = None,
+    samples_per_s: float | None = None,
+) -> Forecast:
+    """Compare what a way needs with what the hardware has."""
+    host = asked.hardware.host_memory_bytes
+    return Forecast(
+        candidate=candidate,
+        memory=needed,
+        time=time,
+        spare_bytes=asked.hardware.card.memory_bytes - needed.high_bytes,
+        host_spare_bytes=None if host is None else host - needed.host_bytes,
+        samples_per_s=samples_per_s,
+    )
+
+
+def simplicity(one: Candidate) -> tuple[float, ...]:
+    """Return how simple a way is, the simplest first: less that is special, then smaller portions."""
+    strategies = ("single", "ddp", "fsdp")
+    recompute = {"none": 0.0, "selective": 2.0, "full": 3.0}
+    how = one.recompute
+    return (
+        float(one.cpu_offload),
+        float(strategies.index(one.strategy)),
+        float(not one.reshard),
+        float(one.layout.copies > 1) if one.strategy == "fsdp" else 0.0,
+        1.0 if isinstance(how, int) else recompute[how],
+        float(one.micro_batch_size),
+    )

@@ -1,0 +1,212 @@
+"""Nothing fits: how far the nearest way is from fitting, and which changes would make it fit, each computed."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.answer import Forecast, counted
+from torchmuster.plan.asked import Asked
+from torchmuster.plan.hardware import catalogue
+from torchmuster.plan.hardware.given import in_words as in_words_of
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.search.decide import in_words
+from torchmuster.plan.search.exploring import (
+    CannotBeTraced,
+    Explored,
+    Look,
+    Traces,
+    explore,
+    forecast_portions,
+)
+from torchmuster.plan.search.pruning import needs_more_than_states, outgrows
+from torchmuster.plan.timing.forecast import Rates
+from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import format_bytes
+
+_MOST_MACHINES = 4096
+_LORA_RANK = 16
+_SHORTEST_SEQUENCE = 128
+_HALVINGS = 3
+_AS_NEAR = 1.03
+# What settings may have fixed, by the names they have there.
+_FIXED = {
+    "strategy": "distributed.strategy",
+    "sharding": "distributed.fsdp_sharding_strategy",
+    "shard_size": "distributed.fsdp_shard_size",
+    "cpu_offload": "distributed.fsdp_cpu_offload",
+    "recompute": "train.activation_checkpointing",
+    "micro_batch_size": "train.micro_batch_size",
+}
+
+
+def refusal(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
+    """Return the error that says what is missing, and what would help."""
+    where = in_words_of(asked.hardware)
+    changes = [*_changes(asked, explored, look, rates=rates)]
+    nearest = nearest_of(explored)
+    if nearest is None:
+        why = _why_not_even_forecast(explored)
+    elif nearest.spare_bytes < 0:
+        why = (
+            f"the nearest is {in_words(nearest.candidate)}: it needs "
+            f"{format_bytes(nearest.memory.high_bytes)} at the high end of its band, "
+            f"{format_bytes(-nearest.spare_bytes)} more than a card has "
+            f"({format_bytes(asked.hardware.card.memory_bytes)})"
+        )
+    else:
+        why = (
+            f"the nearest is {in_words(nearest.candidate)}: it keeps "
+            f"{format_bytes(nearest.memory.host_bytes)} in the memory of a machine, which has "
+            f"{format_bytes(asked.hardware.host_memory_bytes or 0)}"
+        )
+    fix = "\n".join(changes) or "a smaller model: no single change was found that helps"
+    return Impossible(f"training this model does not fit on {where}", why=why, fix=fix)
+
+
+def nearest_of(explored: Explored) -> Forecast | None:
+    """Return the way that misses by least; of those that are as near, one over the most cards: they are there."""
+    if not explored.forecasts:
+        return None
+    least = min(one.memory.high_bytes for one in explored.forecasts)
+    near = (one for one in explored.forecasts if one.memory.high_bytes <= _AS_NEAR * least)
+    return max(near, key=lambda one: (one.candidate.layout.ranks, one.spare_bytes))
+
+
+def _why_not_even_forecast(explored: Explored) -> str:
+    """Say which of the ways that were passed over needs least."""
+    known = [one for one in explored.passed_over if one.needs_bytes is not None]
+    least = min(known or explored.passed_over, key=lambda one: one.needs_bytes or 0, default=None)
+    return "no way is as it was asked for" if least is None else f"{least.name}: {least.why}"
+
+
+def _changes(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
+    """Yield each change that makes it fit, what costs least first."""
+    yield from _left_open(asked, look, rates=rates)
+    yield from _other_work(asked, explored, look, rates=rates)
+    yield from _more_cards(asked, explored, rates=rates)
+    yield from _larger_card(asked, explored)
+
+
+def _left_open(asked: Asked, look: Look, *, rates: Rates) -> Iterator[str]:
+    """Yield settings that need only be left to the search."""
+    for name, setting in _FIXED.items():
+        if getattr(asked, name) is None or (name == "strategy" and asked.hardware.cards == 1):
+            continue
+        left_open: dict[str, Any] = {name: None}
+        wider = dataclasses.replace(asked, **left_open)
+        best = explore(wider, look, rates=rates).best
+        if best is not None:
+            yield f"leave {setting} open: {_room(best, asked)}"
+
+
+def _room(one: Forecast, asked: Asked) -> str:
+    return (
+        f"{in_words(one.candidate)} needs {format_bytes(one.memory.high_bytes)} of "
+        f"{format_bytes(asked.hardware.card.memory_bytes)}"
+    )
+
+
+def _other_work(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
+    """Yield other ways to set up the training of the same model."""
+    nearest = nearest_of(explored)
+    if nearest is None:
+        return
+    way = dataclasses.replace(nearest.candidate, micro_batch_size=1, accumulation=1)
+    work = asked.work
+
+    def attempt(other: Work) -> Forecast | None:
+        wished = dataclasses.replace(asked, work=other)
+        return _first_that_fits(way, Traces(wished, look), wished, rates=rates)
+
+    if work.torch_dtype in (None, "float32"):
+        found = attempt(dataclasses.replace(work, torch_dtype="bfloat16"))
+        if found:
+            yield f"--set model.torch_dtype=bfloat16 (small updates get lost): {_room(found, asked)}"
+    if work.lora_rank is None and work.model_name_or_path is not None:
+        found = attempt(dataclasses.replace(work, lora_rank=_LORA_RANK))
+        if found:
+            yield f"--set model.lora_rank={_LORA_RANK}: {_room(found, asked)}"
+    yield from _shorter(nearest, work, attempt, asked)
+
+
+def _shorter(
+    nearest: Forecast, work: Work, attempt: Callable[[Work], Forecast | None], asked: Asked
+) -> Iterator[str]:
+    """Yield a shorter sample: halved until it should fit, then traced."""
+    length, share = work.sequence_length, 1.0
+    for _ in range(_HALVINGS):
+        if length is None or length // 2 < _SHORTEST_SEQUENCE:
+            return
+        length, share = length // 2, share / 2
+        if outgrows(nearest, share * nearest.candidate.micro_batch_size):
+            continue
+        found = attempt(dataclasses.replace(work, sequence_length=length))
+        if found:
+            yield f"--sequence-length {length}: {_room(found, asked)}"
+            return
+
+
+def _first_that_fits(
+    way: Candidate, traces: Traces, asked: Asked, *, rates: Rates
+) -> Forecast | None:
+    try:
+        first = next(iter(forecast_portions(way, traces, asked, rates=rates)))
+    except CannotBeTraced:
+        return None
+    return first if first.fits else None
+
+
+def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[str]:
+    """Yield how many machines of this kind hold it, sharded over all of them."""
+    if asked.strategy in ("single", "ddp") or asked.shard_size is not None:
+        return
+    nearest = nearest_of(explored)
+    model = explored.model
+    if nearest is not None and model is not None and needs_more_than_states(nearest, model):
+        return
+    has_blocks = model is not None and model.blocks > 1
+    recompute = asked.recompute or ("full" if has_blocks else "none")
+
+    def fitting(machines: int) -> Forecast | None:
+        hardware = dataclasses.replace(asked.hardware, machines=machines)
+        wished = dataclasses.replace(asked, hardware=hardware, global_batch_size=None)
+        way = Candidate(
+            strategy="fsdp",
+            layout=Layout(copies=1, shards=hardware.cards),
+            precision=asked.precision.value,
+            recompute=recompute,
+        )
+        return _first_that_fits(way, explored.traces, wished, rates=rates)
+
+    least, most = asked.hardware.machines, 2 * asked.hardware.machines
+    while (found := fitting(most)) is None:
+        least, most = most, 2 * most
+        if most > _MOST_MACHINES:
+            return
+    while most - least > 1:
+        middle = (least + most) // 2
+        attempt = fitting(middle)
+        if attempt is None:
+            least = middle
+        else:
+            most, found = middle, attempt
+    cards = most * asked.hardware.cards_per_machine
+    yield (
+        f"{counted(cards, 'card')} ({counted(most, 'machine')}) instead of "
+        f"{asked.hardware.cards}: {_room(found, asked)}"
+    )
+
+
+def _larger_card(asked: Asked, explored: Explored) -> Iterator[str]:
+    nearest = nearest_of(explored)
+    if nearest is None or nearest.spare_bytes >= 0 or asked.hardware.card.kind == "cpu":
+        return
+    needed = nearest.memory.high_bytes
+    known = sorted(map(catalogue.card, catalogue.names()), key=lambda one: one.memory_bytes)
+    larger = next((one for one in known if one.memory_bytes >= needed), None)
+    if larger is not None:
+        yield (
+            f"cards with {format_bytes(needed)}, such as {larger.name} "
+            f"({format_bytes(larger.memory_bytes)}): {in_words(nearest.candidate)}"
+        )

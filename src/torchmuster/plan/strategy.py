@@ -1,0 +1,130 @@
+"""Whether every rank can hold a copy of a model: by its states where these decide, else by a trace.
+
+States (parameters, gradients, the optimiser's) are known at once. Where they are a small part of the memory, a copy
+fits; where they are more than it, none does. In between the activations decide, and these are traced.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torchmuster.decision import Decision
+from torchmuster.devices.for_model import states_decide
+from torchmuster.errors import MusterError
+from torchmuster.plan.asked import Asked
+from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.memory import forecast as memory
+from torchmuster.plan.proof.comparison import Promise
+from torchmuster.plan.search.exploring import Look, Traces
+from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import format_bytes
+
+Name: TypeAlias = Literal["single", "ddp", "fsdp"]
+_UNUSED = Link(latency_s=0.0, bytes_s=1.0)  # memory does not depend on links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model that is to be spread over ranks, and what there is for it on each."""
+
+    work: Work
+    ranks: int
+    ranks_per_machine: int
+    states_bytes: int
+    memory_bytes: int  # of the rank that has least
+    device: str  # cuda, rocm, xpu, cpu
+    precision: Literal["fp32", "bf16", "fp16"]
+    recompute: Literal["none", "full", "selective"] | int
+    micro_batch_size: int
+    accumulation: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the states alone decide."""
+        return states_decide(self.states_bytes, self.memory_bytes)
+
+    @property
+    def copies(self) -> Candidate:
+        """A whole copy on each rank."""
+        return Candidate(
+            strategy="ddp",
+            layout=Layout(copies=self.ranks, shards=1),
+            precision=self.precision,
+            recompute=self.recompute,
+            micro_batch_size=self.micro_batch_size,
+            accumulation=self.accumulation,
+        )
+
+    @property
+    def hardware(self) -> Hardware:
+        """What there is, as far as memory goes."""
+        return Hardware(
+            card=Card(
+                name=self.device,
+                memory_bytes=self.memory_bytes,
+                flops={},
+                bandwidth_bytes_s=None,
+                kind=self.device,
+            ),
+            machines=-(-self.ranks // self.ranks_per_machine),
+            cards_per_machine=self.ranks_per_machine,
+            within=_UNUSED,
+            between=_UNUSED,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How to spread a model, and what was promised of it, where it was traced."""
+
+    name: Name
+    promise: Promise | None = None
+
+
+def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> Decision[Spread]:
+    """Decide between a copy on each rank and shards; ``by_states`` is what sizes alone say, and stays if clear.
+
+    ``look`` traces. Where it cannot, for whatever reason, the sizes decide and the reason says so.
+    """
+    if question.is_clear:
+        return Decision(value=Spread(name=by_states.value), reason=by_states.reason)
+    try:
+        needed = _needed(question, look)
+    except MusterError as error:
+        reason = f"{by_states.reason} (by its states alone: {error.what})"
+        return Decision(value=Spread(name=by_states.value), reason=reason)
+    return _by_trace(question, needed)
+
+
+def _needed(question: Question, look: Look) -> memory.Memory:
+    precision = Decision(value=question.precision, reason="as the training has it")
+    asked = Asked(work=question.work, hardware=question.hardware, precision=precision)
+    records = Traces(asked, look).of(question.copies)
+    if isinstance(records, Refused):
+        raise MusterError(records.what, why=records.why, fix=records.fix)
+    return memory.predict(records, question.copies, hardware=question.hardware)
+
+
+def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:
+    has = format_bytes(question.memory_bytes)
+    takes = (
+        f"takes {format_bytes(needed.total_bytes)} of the {has} of each rank with micro-batches of "
+        f"{question.micro_batch_size} ({format_bytes(question.states_bytes)} of it states)"
+    )
+    promise = Promise(
+        candidate=question.copies,
+        hardware=f"{question.ranks} ranks with {has}",
+        tensor_bytes=needed.tensor_bytes,
+    )
+    if needed.high_bytes <= question.memory_bytes:
+        return Decision(
+            value=Spread(name="ddp", promise=promise),
+            reason=f"ddp: traced, a whole copy {takes}",
+        )
+    return Decision(
+        value=Spread(name="fsdp"),
+        reason=f"fsdp: traced, a whole copy {takes}, up to {format_bytes(needed.high_bytes)}: too much; "
+        f"sharded over {question.ranks} ranks the states take "
+        f"{format_bytes(question.states_bytes // question.ranks)}",
+    )

@@ -1,0 +1,1 @@
+"""How long a step takes, and what a whole training costs."""

@@ -1,0 +1,334 @@
+"""Rates that were measured on this machine instead of taken from a catalogue, and kept with date and place.
+
+Two measurements: what ranks reach alone (products, memory, collectives; ``probes/rates.py``), and one real training run, to
+which the share of the memory's bandwidth is fitted that operations of a training reach.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.errors import MusterError
+from torchmuster.plan.hardware.model import Hardware, Link
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.proof import fresh_ranks, real_steps
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.timing.rates import Rates, usual
+from torchmuster.runfolder import write_atomically
+from torchmuster.train.strategies.sharding import Layout
+
+PROGRAM = "torchmuster.plan.probes.rates"
+FILE = "calibration.json"
+_BLOCKS = 4  # of a model, for the run that rates are fitted to: few enough for any machine
+_LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the ranks that measure are told."""
+
+    device: Literal["auto", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRates:
+    """What one rank reaches while all others work too."""
+
+    flops: Mapping[str, float]
+    bandwidth_bytes_s: float
+    operation_s: float
+    collectives: Mapping[str, Link]  # by rates.key_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Everything that was measured on one machine."""
+
+    machine: str
+    date: str
+    by_ranks: Mapping[int, RankRates]
+    compute: float = 1.0  # shares of what was measured alone, fitted to a real run
+    memory: float = 1.0
+    fitted_to: str = ""  # the real run, in words
+    device: Literal["cpu", "gpu"] = "cpu"
+    cores: int | None = None  # that ranks on the CPU shared
+    torch: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Say where and when, for people."""
+        fitted = f", fitted to {self.fitted_to}" if self.fitted_to else ""
+        return f"measured on {self.machine} on {self.date}{fitted}"
+
+
+def measure(
+    ranks: Sequence[int],
+    *,
+    device: Literal["cpu", "gpu"] = "cpu",
+    say: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Measure this machine with so many ranks at once, for each of the numbers."""
+    by_ranks = {}
+    for number in ranks:
+        say(f"measuring with {number} {'rank' if number == 1 else 'ranks'}")
+        by_ranks[number] = _measure_with(number, device, say)
+    return Calibration(
+        machine=platform.node() or "this machine",
+        date=datetime.date.today().isoformat(),
+        by_ranks=by_ranks,
+        device=device,
+        cores=usable_cores().value,
+        torch=_torch(),
+    )
+
+
+def _torch() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _measure_with(
+    ranks: int, device: Literal["cpu", "gpu"], say: Callable[[str], None]
+) -> RankRates:
+    asked = Asked(device="cpu" if device == "cpu" else "auto")
+    ran = fresh_ranks.run(
+        PROGRAM,
+        msgspec.json.encode(asked).decode(),
+        ranks=ranks,
+        device=device,
+        folder=str(Path.cwd()),
+        name="calibration",
+        doing="measuring rates",
+        say=say,
+    )
+    if ran.trouble is not None or len(ran.texts) != ranks:
+        trouble = ran.trouble
+        raise MusterError(
+            f"the machine's rates could not be measured with {ranks} ranks",
+            why=trouble.what if trouble else f"{len(ran.texts)} of {ranks} ranks answered",
+            fix=trouble.fix if trouble else "try again, or plan without --calibrate",
+        )
+    return weakest([msgspec.json.decode(text, type=RankRates) for text in ran.texts.values()])
+
+
+def weakest(found: Sequence[RankRates]) -> RankRates:
+    """Return what all ranks reach: the others wait for the slowest."""
+    keys = set.intersection(*(set(one.collectives) for one in found))
+    return RankRates(
+        flops={key: min(one.flops[key] for one in found) for key in found[0].flops},
+        bandwidth_bytes_s=min(one.bandwidth_bytes_s for one in found),
+        operation_s=max(one.operation_s for one in found),
+        collectives={
+            key: Link(
+                latency_s=max(one.collectives[key].latency_s for one in found),
+                bytes_s=min(one.collectives[key].bytes_s for one in found),
+                source="measured",
+            )
+            for key in sorted(keys)
+        },
+    )
+
+
+def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardware, Rates]:
+    """Return this machine and the rates to compute with: as measured, or as is usual where nothing was.
+
+    What was measured of something else is left out, and the rates' source says so.
+    """
+    as_usual = usual(hardware.card.kind)
+    if calibration is None:
+        return hardware, as_usual
+    if other := _of_something_else(calibration, hardware):
+        source = (
+            f"{as_usual.source}; the calibration of {calibration.date} is left out, as it was made "
+            f"{other} (muster plan --calibrate makes another)"
+        )
+        return hardware, dataclasses.replace(as_usual, source=source)
+    measured = hardware_as_measured(calibration, hardware)
+    return measured, rates(calibration, measured)
+
+
+def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
+    """Say what was measured that is not what is planned for; empty where it is."""
+    names = {"cpu": "the CPU", "gpu": "GPUs"}
+    device = "cpu" if hardware.card.kind == "cpu" else "gpu"
+    if calibration.device != device:
+        return f"on {names[calibration.device]}, not on {names[device]}"
+    cores = usable_cores().value
+    if device == "cpu" and calibration.cores != cores:
+        return f"with {calibration.cores or 'an unknown number of'} cores, not with {cores}"
+    if calibration.torch != _torch():
+        return f"with torch {calibration.torch}, not with {_torch()}"
+    return ""
+
+
+def hardware_as_measured(calibration: Calibration, hardware: Hardware) -> Hardware:
+    """Return this machine with the rates that were measured on it."""
+    found = _for(calibration, hardware.cards_per_machine)
+    card = dataclasses.replace(
+        hardware.card,
+        flops={**hardware.card.flops, **found.flops},
+        bandwidth_bytes_s=found.bandwidth_bytes_s,
+        source=calibration.source,
+    )
+    return dataclasses.replace(hardware, card=card)
+
+
+def rates(calibration: Calibration, hardware: Hardware) -> Rates:
+    """Return the shares and collectives to compute with on this machine."""
+    found = _for(calibration, hardware.cards_per_machine)
+    collectives: dict[str, Link] = {}
+    for one in calibration.by_ranks.values():
+        collectives.update(one.collectives)
+    return dataclasses.replace(
+        usual(hardware.card.kind),
+        compute=calibration.compute,
+        memory=calibration.memory,
+        operation_s=found.operation_s,
+        collectives=collectives,
+        source=calibration.source,
+    )
+
+
+def _for(calibration: Calibration, ranks: int) -> RankRates:
+    """Return what a rank reaches beside so many others; where that was not measured, as with nearly so many.
+
+    Ranks on the CPU share its cores; a GPU is a rank's own. More ranks than cores take turns: what one reaches while all
+    of them measure at once is less than its share, since it loses the core in the middle, and in training it is the share.
+    """
+    known = calibration.by_ranks
+    on_cpu, cores = calibration.device == "cpu", calibration.cores
+    if on_cpu and cores is not None and ranks > cores:
+        known = {number: one for number, one in known.items() if number <= cores} or known
+    if ranks in known:
+        return known[ranks]
+    nearest = min(known, key=lambda number: (abs(number - ranks), number))
+    one = known[nearest]
+    if not on_cpu:
+        return one
+    share = nearest / ranks
+    return dataclasses.replace(
+        one,
+        flops={key: rate * share for key, rate in one.flops.items()},
+        bandwidth_bytes_s=one.bandwidth_bytes_s * share,
+        operation_s=one.operation_s / share,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """A training that was timed, with the traces of it."""
+
+    records: tuple[Record, ...]
+    candidate: Candidate
+    hardware: Hardware
+    step_s: float
+    words: str = field(default="one real run")
+
+
+def fit(run: RealRun, rates: Rates, *, both: bool = False) -> Rates:
+    """Return rates with which the run takes what it took: one constant is fitted.
+
+    It is the share of the memory's bandwidth where products were measured by themselves; with ``both``, products and memory
+    are that much slower or faster alike, as for a stack of which nothing else is known.
+    """
+
+    def slower(share: float) -> Rates:
+        if both:
+            return dataclasses.replace(
+                rates, compute=rates.compute * share, memory=rates.memory * share
+            )
+        return dataclasses.replace(rates, memory=rates.memory * share)
+
+    def takes(share: float) -> float:
+        return timing.predict(
+            run.records, run.candidate, hardware=run.hardware, rates=slower(share)
+        ).step_s
+
+    low, high = _LOWEST_SHARE, _HIGHEST_SHARE
+    if not takes(high) < run.step_s < takes(low):
+        if not both:  # products alone take longer than the run did: they were measured too slow
+            return fit(run, rates, both=True)
+        raise MusterError(
+            f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
+            why=f"with any share of them it takes from {takes(high):.3g} to {takes(low):.3g} s",
+            fix="calibrate with a run that computes more and sends less",
+        )
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if takes(middle) > run.step_s else (low, middle)
+    fitted = slower(low)
+    return dataclasses.replace(fitted, source=f"{rates.source}, fitted to {run.words}")
+
+
+def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
+    """Return the calibration with its shares fitted to a real run."""
+    fitted = fit(run, rates(calibration, run.hardware))
+    return dataclasses.replace(
+        calibration, compute=fitted.compute, memory=fitted.memory, fitted_to=run.words
+    )
+
+
+def fit_here(
+    calibration: Calibration,
+    work: Work,
+    hardware: Hardware,
+    look: Callable[[Sequence[Request]], Sequence[object]],
+    *,
+    steps: int = 5,
+    say: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Return the calibration fitted to real steps of a few blocks of the model, in one process of this machine.
+
+    ``look`` traces. A model that cannot be traced leaves the calibration as it is.
+    """
+    alone = Candidate(strategy="single", layout=Layout(copies=1, shards=1))
+    on_cpu = hardware.card.kind == "cpu"
+    asked = Request(work=work, candidate=alone, blocks=_BLOCKS, kernels="cpu" if on_cpu else "cuda")
+    (record,) = look([asked])
+    if not isinstance(record, Record):
+        return calibration
+    ran = real_steps.run(
+        *(work, alone),
+        ranks=1,
+        device="cpu" if on_cpu else "gpu",
+        steps=steps,
+        blocks=_BLOCKS,
+        say=say,
+    )
+    one = hardware_as_measured(calibration, dataclasses.replace(hardware, cards_per_machine=1))
+    run = RealRun(
+        records=(dataclasses.replace(record, blocks=record.blocks_traced),),
+        candidate=alone,
+        hardware=one,
+        step_s=min(ran[0].step_s),
+        words=f"{record.blocks_traced} blocks of {work.model_name_or_path or work.build} in one process",
+    )
+    return with_fit(calibration, run)
+
+
+def keep(calibration: Calibration, folder: Path) -> Path:
+    """Write it into the cache folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    write_atomically(path, msgspec.json.encode(calibration).decode() + "\n", durable=False)
+    return path
+
+
+def kept(folder: Path) -> Calibration | None:
+    """Return this machine's calibration from the cache folder; None if there is none, or another's."""
+    try:
+        found = msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.machine == (platform.node() or "this machine") else None

@@ -1,0 +1,125 @@
+"""How long a training step takes, and what follows from it: predicted from traces, rates and links."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.hardware.model import Card, Hardware
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.record import Record
+from torchmuster.plan.timing import schedule, timeline
+from torchmuster.plan.timing.rates import CATALOGUED, ON_CPU, Rates, usual
+
+__all__ = ["CATALOGUED", "ON_CPU", "Rates", "StepTime", "predict", "usual"]
+
+_NUMBER_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A forecast of one optimiser step."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float  # all collectives, one after the other
+    exposed_s: float  # what of them computing waits for
+    model_flops: float  # of one rank: forward and backward, without what is computed again
+    mfu: float | None  # model flops over what the card could do; None where that is not known
+    samples_per_s: float  # of all ranks
+    tokens_per_s: float | None
+    origin: str  # which rates it was computed with
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """How fast a rank is, compared with one that waits for no other."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+
+def predict(
+    records: Sequence[Record], candidate: Candidate, *, hardware: Hardware, rates: Rates
+) -> StepTime:
+    """Forecast a step of the whole model from traces of a few blocks of it."""
+    step = timeline.whole_step(records, candidate)
+    card = hardware.card
+
+    def duration(pace: timeline.Pace) -> float:
+        if pace.phase == "update" and candidate.cpu_offload and card.kind != "cpu":
+            return sum(one.moved_bytes for one in pace.work) / rates.host_memory_bytes_s
+        return _seconds(pace.work, card, rates)
+
+    spent = schedule.run(
+        *(step, duration),
+        record=records[0],
+        candidate=candidate,
+        hardware=hardware,
+        rates=rates,
+    )
+    flops = _model_flops(step, records[0])
+    highest = card.flops.get(_NUMBER_TYPES[candidate.precision])
+    samples = records[0].samples_per_micro_batch / records[0].request.candidate.micro_batch_size
+    per_s = candidate.global_batch_size * samples / spent.step_s if spent.step_s else math.inf
+    tokens = records[0].tokens_per_sample
+    return StepTime(
+        step_s=spent.step_s,
+        compute_s=spent.compute_s,
+        communication_s=spent.communication_s,
+        exposed_s=spent.step_s - spent.compute_s,
+        model_flops=flops,
+        mfu=flops / spent.step_s / highest if highest and spent.step_s else None,
+        samples_per_s=per_s,
+        tokens_per_s=None if tokens is None else tokens * per_s,
+        origin=rates.source,
+    )
+
+
+def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates) -> float:
+    """Return what operations take: each kind is held up by computing or by memory, whichever is slower."""
+    if card.bandwidth_bytes_s is None:
+        raise _unknown(card, "how fast its memory is")
+    bandwidth = card.bandwidth_bytes_s * rates.memory
+    total = begun = 0.0
+    for one in work:
+        moving = one.moved_bytes / bandwidth
+        computing = one.flops / (_rate(card, one.dtype) * rates.compute) if one.flops else 0.0
+        total += max(moving, computing)
+        begun += one.times
+    beginning = begun * rates.operation_s
+    # A processor begins operations while the card still works on others; on the CPU there is nobody else.
+    return total + beginning if card.kind == "cpu" else max(total, beginning)
+
+
+def _rate(card: Card, dtype: str) -> float:
+    """Return the rate for a number type; those that a card has no units for are computed in float32."""
+    rate = card.flops.get(dtype) or card.flops.get("float32")
+    if not rate:
+        raise _unknown(card, f"how fast it multiplies in {dtype}")
+    return rate
+
+
+def _unknown(card: Card, what: str) -> Impossible:
+    return Impossible(
+        f"no time can be forecast on {card.name}",
+        why=f"it is not known {what}",
+        fix="write its tflops and bandwidth into a cluster file, or measure: muster plan --calibrate",
+    )
+
+
+def _model_flops(step: Sequence[timeline.Part], record: Record) -> float:
+    """Return what the model asks for in a step, by the usual convention: a backward is two forwards.
+
+    Where parameters are frozen, their part of the backward is left out, as it is in the trace.
+    """
+    forward = backward = 0.0
+    known: dict[int, float] = {}
+    for part in step:
+        if id(part.paces) not in known:
+            known[id(part.paces)] = sum(
+                one.flops for pace in part.paces if not pace.recomputed for one in pace.work
+            )
+        if part.phase in ("forward", "loss"):
+            forward += part.times * known[id(part.paces)]
+        elif part.phase == "backward":
+            backward += part.times * known[id(part.paces)]
+    whole = record.trained_count == record.parameter_count
+    return 3.0 * forward if whole else forward + backward

@@ -1,0 +1,60 @@
+"""What of a card's and a link's highest rates a training reaches, and where these shares come from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchmuster.plan.hardware.model import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Shares of the highest rates, as one number each; measured where there was something to measure."""
+
+    compute: float  # of the rate of matrix products
+    memory: float  # of the memory's bandwidth, for everything that is not held up by computing
+    communication: float  # of a link's rate
+    operation_s: float  # what beginning one operation takes
+    beside: bool  # whether collectives run beside computing, or hold it up
+    # Collectives measured as a whole, by "kind ranks": over the bytes of a gather's result or a reduction's input.
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+    # With cpu_offload: between a card and its host, and a card's share of the host's memory in the update.
+    host_link_bytes_s: float = 20e9
+    host_memory_bytes_s: float = 15e9
+    source: str
+
+    def measured(self, kind: str, ranks: int) -> Link | None:
+        """Return what was measured of one kind of collective among so many ranks."""
+        return self.collectives.get(key_of(kind, ranks))
+
+
+def key_of(kind: str, ranks: int) -> str:
+    """Return the key of a measured collective."""
+    return f"{kind} {ranks}"
+
+
+# The best matrix products reach 80 % (H100, H200) and 78 % (B200) of what makers promise (measured by ml-engineering,
+# insights/when-to-upgrade-gpus); those of trainings less: two thirds is a choice, as are four fifths of the bandwidth for
+# streaming operations, four fifths of a link for NCCL, and 6 us to begin an operation in eager mode. How far trainings
+# are from them is in docs/measured/plan-published.md.
+PUBLISHED_SPREAD = 0.55, 1.31
+CATALOGUED = Rates(
+    compute=0.66,
+    memory=0.8,
+    communication=0.8,
+    operation_s=6e-6,
+    beside=True,
+    source="usual shares of its maker's rates, not measured",
+)
+ON_CPU = Rates(
+    compute=0.8,
+    memory=0.8,
+    communication=1.0,
+    operation_s=5e-6,
+    beside=False,
+    source="usual shares of a processor's rates, not measured",
+)
+
+
+def usual(kind: str) -> Rates:
+    """Return the rates that nobody measured, for a kind of card."""
+    return ON_CPU if kind == "cpu" else CATALOGUED

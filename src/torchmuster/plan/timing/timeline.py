@@ -1,0 +1,292 @@
+"""A whole model's step from traces of a few of its blocks: what it computes and sends, part by part.
+
+Operations are straight lines over the micro-batch size, and the middle blocks of a model do the same again and again.
+So the step of a model of any depth is that of a traced one with middle blocks put in; what happens outside of
+blocks, such as the optimiser's work on all parameters, is a straight line over the depth.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.memory.depth import period
+from torchmuster.plan.memory.shard_degree import shard_elements
+from torchmuster.plan.record import Collective, Operation, Record, Shape
+
+_QUESTIONS = "prim."  # such as prim.device: answered without looking at a tensor's memory
+_OF_MICRO_BATCHES = ("forward", "loss", "backward")
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Load(NamedTuple):
+    """Operations of one kind, at some depth and micro-batch size."""
+
+    dtype: str
+    times: float
+    flops: float
+    moved_bytes: float
+
+
+class Pace(NamedTuple):
+    """A stretch of the step: work, or a collective. They are many and made often, so they are tuples."""
+
+    phase: str
+    micro_batch: int
+    block: int | None
+    recomputed: bool
+    work: tuple[Load, ...]
+    collective: Collective | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What happens in one block, or before the first one, in one phase. Blocks that are alike share ``paces``."""
+
+    phase: str
+    block: int | None  # of the whole model
+    last_micro_batch: bool  # or of a phase that is not one of a micro-batch
+    times: int  # how often in a step
+    paces: tuple[Pace, ...]
+
+
+def whole_step(records: Sequence[Record], candidate: Candidate) -> list[Part]:
+    """Return a step's parts in their order; those of all but the last micro-batch once, with their number."""
+    shards = min(record.request.candidate.layout.shards for record in records)
+    chosen = [one for one in records if one.request.candidate.layout.shards == shards]
+    depths = sorted({record.blocks_traced for record in chosen})
+    record = next(one for one in chosen if one.blocks_traced == depths[-1])
+    step = _of_size(chosen, depths[-1], candidate.micro_batch_size)
+    if depths[0] != depths[-1]:
+        shallow = _of_size(chosen, depths[0], candidate.micro_batch_size)
+        at = (record.blocks - depths[0]) / (depths[-1] - depths[0])
+        step = _at_depth(shallow, step, at)
+    if shards != candidate.layout.shards:
+        step = _sharded(step, record, shards, candidate.layout.shards)
+    return list(_parts(step, record, candidate))
+
+
+class _Merged(NamedTuple):
+    """Stretches of a record between two collectives or borders, as one: by name and number type."""
+
+    phase: str
+    micro_batch: int
+    block: int | None
+    recomputed: bool
+    loads: dict[tuple[str, str], Load]
+    collective: Collective | None
+
+
+class _Same:
+    """A record that is told from others by being another, which is sooner than by its contents."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def __hash__(self) -> int:
+        return id(self.record)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.record is self.record
+
+
+@functools.lru_cache(maxsize=256)
+def _merged(same: _Same) -> list[_Merged]:
+    """Return a record's stretches, with what is computed again put together.
+
+    Selective recomputing goes to and fro between both, and how often depends on the micro-batch size.
+    """
+    found: list[_Merged] = []
+    border = 0  # where the stretches begin that can still be put together
+    for one in same.record.timeline:
+        place = one.phase, one.micro_batch, one.block
+        if one.collective is not None:
+            found.append(_Merged(*place, one.recomputed, {}, one.collective))
+            border = len(found)
+            continue
+        if len(found) > border and found[-1][:3] != place:
+            border = len(found)
+        known = next((two for two in found[border:] if two.recomputed == one.recomputed), None)
+        if known is None:
+            known = _Merged(*place, one.recomputed, {}, None)
+            found.append(known)
+        _add(known.loads, one.operations)
+    return found
+
+
+def _add(loads: dict[tuple[str, str], Load], operations: Sequence[Operation]) -> None:
+    for one in operations:
+        if one.name.startswith(_QUESTIONS):
+            continue
+        key = one.name, one.dtype
+        _, count, flops, moved = loads.get(key, (one.dtype, 0.0, 0.0, 0.0))
+        loads[key] = Load(one.dtype, count + one.count, flops + one.flops, moved + one.moved_bytes)
+
+
+def _of_size(records: Sequence[Record], depth: int, size: int) -> list[Pace]:
+    """Return the stretches of one depth with micro-batches of this size."""
+    by_size = {
+        one.request.candidate.micro_batch_size: one for one in records if one.blocks_traced == depth
+    }
+    sizes = sorted(by_size)
+    low, high = _merged(_Same(by_size[sizes[0]])), _merged(_Same(by_size[sizes[-1]]))
+    if len(sizes) > 1 and [one[:4] for one in low] == [one[:4] for one in high]:
+        at = (size - sizes[0]) / (sizes[-1] - sizes[0])
+        return [_pace(one.loads, two, at) for one, two in zip(low, high, strict=True)]
+    # All work is taken to be that of the samples, but the optimiser's.
+    at = size / sizes[-1]
+    return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
+
+
+_NOTHING = Load("", 0.0, 0.0, 0.0)
+
+
+def _pace(low: dict[tuple[str, str], Load], high: _Merged, at: float) -> Pace:
+    """Return the stretch on the straight line through two of them: 0 is the first, 1 the second."""
+    work = []
+    for key, two in high.loads.items():
+        one = low.get(key, _NOTHING)
+        flops, moved = two.flops - one.flops, two.moved_bytes - one.moved_bytes
+        work.append(
+            Load(
+                two.dtype,
+                two.times,
+                max(one.flops + flops * at, 0.0),
+                max(one.moved_bytes + moved * at, 0.0),
+            )
+        )
+    return Pace(*high[:4], tuple(work), high.collective)
+
+
+def _at_depth(low: list[Pace], high: list[Pace], at: float) -> list[Pace]:
+    """Return the deeper one's stretches, with those of phases without blocks as at another depth."""
+    with_blocks = {one.phase for one in high if one.block is not None} | {"loss"}
+    shallow = iter([one for one in low if one.phase not in with_blocks])
+    return [
+        one if one.phase in with_blocks else _deeper(next(shallow, one), one, at) for one in high
+    ]
+
+
+def _deeper(low: Pace, high: Pace, at: float) -> Pace:
+    if len(low.work) != len(high.work):
+        return high
+    work = tuple(
+        Load(
+            two.dtype,
+            one.times + (two.times - one.times) * at,
+            one.flops + (two.flops - one.flops) * at,
+            one.moved_bytes + (two.moved_bytes - one.moved_bytes) * at,
+        )
+        for one, two in zip(low.work, high.work, strict=True)
+    )
+    return high._replace(work=work)
+
+
+def _sharded(step: list[Pace], record: Record, traced: int, wanted: int) -> list[Pace]:
+    """Return a step with other shards: their update is shorter, and gathers carry other made-up rows."""
+    shapes, blocks = record.parameters, record.blocks
+    own = shard_elements(shapes, wanted, blocks=blocks) / max(
+        shard_elements(shapes, traced, blocks=blocks), 1
+    )
+    padding = {
+        block: _padded(shapes, block, wanted) / max(_padded(shapes, block, traced), 1)
+        for block in {shape.block for shape in shapes}
+    }
+    return [_with_shards(one, own, padding.get(one.block, 1.0), traced / wanted) for one in step]
+
+
+def _with_shards(pace: Pace, own: float, padding: float, shorter: float) -> Pace:
+    one = pace.collective
+    if one is not None:
+        # Copies add up shards, which are the shorter the more of them there are.
+        factor = padding * shorter if one.between_copies else padding
+        if one.kind in ("all_gather", "reduce_scatter") or one.between_copies:
+            one = dataclasses.replace(one, moved_bytes=round(one.moved_bytes * factor))
+        return pace._replace(collective=one)
+    if pace.phase in _OF_MICRO_BATCHES:
+        return pace
+    work = tuple(
+        Load(load.dtype, load.times, load.flops * own, load.moved_bytes * own) for load in pace.work
+    )
+    return pace._replace(work=work)
+
+
+def _padded(shapes: Sequence[Shape], block: int | None, shards: int) -> int:
+    """Return the elements of a gathered block, made-up rows included."""
+    return sum(
+        shards * math.ceil(one.shape[0] / shards) * math.prod(one.shape[1:])
+        for one in shapes
+        if one.block == block and one.shape
+    )
+
+
+def _parts(step: list[Pace], record: Record, candidate: Candidate) -> Iterator[Part]:
+    """Put blocks in until the model has all of them, micro-batch by micro-batch."""
+    last = max(pace.micro_batch for pace in step)
+    rounds = [(0, (False, candidate.accumulation - 1))] if candidate.accumulation > 1 else []
+    for micro_batch, when in [*rounds, (last, (True, 1))]:
+        for phase in _OF_MICRO_BATCHES:
+            own = [one for one in step if one.phase == phase and one.micro_batch == micro_batch]
+            yield from _phase(own, phase, record, candidate, when)
+    for phase in ("check", "update"):
+        own = [one for one in step if one.phase == phase]
+        yield from _phase(own, phase, record, candidate, (True, 1))
+
+
+def _phase(
+    paces: list[Pace], phase: str, record: Record, candidate: Candidate, when: tuple[bool, int]
+) -> Iterator[Part]:
+    groups: dict[int | None, list[Pace]] = {None: []}
+    block: int | None = None
+    for one in paces:  # what lies between blocks goes with the one before it
+        block = block if one.block is None else one.block
+        groups.setdefault(block, []).append(one)
+    kept = {number: tuple(group) for number, group in groups.items()}
+    order: list[int | None] = [None]
+    if len(kept) > 1:
+        whole = range(record.blocks)
+        order += reversed(whole) if phase == "backward" else whole
+    every = period(candidate)
+    for number in order:
+        like = None if number is None else _like(number, record, every)
+        if kept.get(like):
+            yield Part(
+                phase=phase,
+                block=number,
+                last_micro_batch=when[0],
+                times=when[1],
+                paces=kept[like],
+            )
+
+
+def _like(block: int, record: Record, every: int) -> int:
+    """Return the traced block that does what this one does: near the ends, or in the middle."""
+    reach = min(2 * every, record.blocks_traced // 2)
+    if record.blocks_traced == record.blocks or block < reach:
+        return block
+    if block >= record.blocks - reach:
+        return block - record.blocks + record.blocks_traced
+    return every + block % every if record.blocks_traced >= 2 * every else block % reach
+
+
+def gradient_bytes(record: Record) -> dict[int | None, int]:
+    """Return the bytes of the gradients that each traced block's backward gives; None: what comes before all.
+
+    What computes before the first block goes with it, as its gradients come last.
+    """
+    first = next((n for n, shape in enumerate(record.parameters) if shape.block is not None), 0)
+    found: dict[int | None, int] = {}
+    for number, shape in enumerate(record.parameters):
+        if shape.trained:
+            owner = 0 if shape.block is None and number < first else shape.block
+            size = math.prod(shape.shape) * _SIZES.get(shape.dtype, 4)
+            found[owner] = found.get(owner, 0) + size
+    return found
+
+
+def traced_like(block: int | None, record: Record) -> int | None:
+    """Return the traced block whose parameters are those of a block of the whole model."""
+    return None if block is None else _like(block, record, 1)

@@ -1,0 +1,139 @@
+"""Records of traces on disk, by everything that they depend on."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+import torchmuster
+from torchmuster.plan.job import Work
+from torchmuster.plan.record import Record, Request
+from torchmuster.runfolder import write_atomically
+from torchmuster.units import GiB
+
+# What decides, beside the request, which operations a training is made of.
+_PACKAGES = ("torch", "transformers", "peft", "torchmuster")
+_MOST_FILES = 2000  # of a package: a folder with more is no model's
+MOST_BYTES = 2 * GiB  # of records and logs that are kept
+
+
+class TraceCache:
+    """Keeps records and their logs in a folder; what is damaged or of other versions is as if it were not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "traces"
+        self._contents: dict[Work, bytes] = {}
+
+    def get(self, request: Request) -> Record | None:
+        """Return what was found for this request before, with its log or without; None if nothing was."""
+        try:
+            record = msgspec.json.decode(self._path(request).read_bytes(), type=Record)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        if with_log(record.request) != with_log(request):
+            return None
+        if request.keep_log and (record.log is None or not Path(record.log).is_file()):
+            return None
+        return as_asked(request, record)
+
+    def put(self, record: Record) -> Record:
+        """Keep a record with its log, whole or not at all; return it with the log where that is now.
+
+        A disk that does not take it is no reason to fail.
+        """
+        path = self._path(record.request)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if record.log is not None:
+                # Named like its record: the same request may be of another model tomorrow.
+                log = path.with_suffix(".jsonl")
+                Path(record.log).replace(log)
+                record = replace(record, log=str(log))
+            write_atomically(path, msgspec.json.encode(record).decode(), durable=False)
+        except OSError:
+            pass
+        return record
+
+    def forget_oldest(self) -> None:
+        """Delete what was written first, as far as all together is too much."""
+        found = [(path, path.stat()) for path in self.folder.glob("*")]
+        found.sort(key=lambda one: one[1].st_mtime_ns)
+        too_much = sum(status.st_size for _, status in found) - MOST_BYTES
+        for path, status in found:
+            if too_much <= 0:
+                return
+            path.unlink(missing_ok=True)
+            too_much -= status.st_size
+
+    def _path(self, request: Request) -> Path:
+        if request.work not in self._contents:
+            self._contents[request.work] = contents_of(request.work)
+        digest = hashlib.blake2b(msgspec.json.encode(with_log(request)), digest_size=16)
+        digest.update(versions())
+        digest.update(self._contents[request.work])
+        return self.folder / f"{digest.hexdigest()}.json"
+
+
+def with_log(request: Request) -> Request:
+    """Return the same request with the log of allocations, which changes nothing else of a trace."""
+    return request if request.keep_log else replace(request, keep_log=True)
+
+
+def as_asked(request: Request, record: Record) -> Record:
+    """Return a record that was made with its log as the answer to a request, which may not want it."""
+    return record if request.keep_log else replace(record, request=request, log=None)
+
+
+@cache
+def versions() -> bytes:
+    """Return the versions of what takes part, and the code that traces, which may be younger than its version."""
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    own = Path(torchmuster.__file__).parent
+    files = [*(own / "plan").rglob("*.py"), *(own / "train").rglob("*.py")]
+    times = sorted(f"{path}{path.stat().st_mtime_ns}" for path in files)
+    return "\n".join([*found, *times]).encode()
+
+
+def contents_of(work: Work) -> bytes:
+    """Return a digest of the files that say what the model is: its config.json, or its Python code."""
+    digest = hashlib.blake2b(digest_size=16)
+    folder = Path(work.folder)
+    if work.model_name_or_path is not None:
+        config = folder / Path(work.model_name_or_path).expanduser() / "config.json"
+        with suppress(OSError):  # a name on the hub: the name is what there is
+            digest.update(config.read_bytes())
+    for name in (work.build, work.dataset, work.loss):
+        if name is not None and ":" in name:
+            for path in _code_of(name.partition(":")[0], folder):
+                with suppress(OSError):
+                    digest.update(str(path).encode())
+                    digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _code_of(module: str, folder: Path) -> Iterator[Path]:
+    """Yield the Python files of the package that a module is in, or those beside a single file."""
+    top = module.partition(".")[0]
+    package, single = folder / top, folder / f"{top}.py"
+    if package.is_dir():
+        yield from sorted(package.rglob("*.py"))[:_MOST_FILES]
+    elif single.is_file():
+        yield from sorted(folder.glob("*.py"))[:_MOST_FILES]
+    else:
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(top)
+            if spec is not None and spec.origin is not None:
+                origin = Path(spec.origin)
+                files = origin.parent.rglob("*.py") if origin.stem == "__init__" else [origin]
+                yield from sorted(files)[:_MOST_FILES]

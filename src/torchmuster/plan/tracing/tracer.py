@@ -1,0 +1,265 @@
+"""Traces in processes of their own, so that a plan needs no torch where it is made, and from a cache where it can.
+
+::
+
+    with Tracer(cache=folder, say=print) as tracer:
+        for found in tracer.records(requests):
+            ...                                      # a Record, or Refused with the reason
+"""
+
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import msgspec
+
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.tracing.cache import TraceCache, as_asked, with_log
+from torchmuster.redaction import redact_text
+
+PROGRAM = "torchmuster.plan.probes.trace"
+_SAY_EVERY_S = 10.0
+_LINES_SHOWN = 15
+_NOISE = re.compile(r"(VERBOSE|INFO|STAGE|USDT):\d")  # what torch's profiler tells of itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Why there is no record: the model does what cannot be followed, or cannot be built."""
+
+    what: str
+    why: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    record: Record | None = None
+    refused: Refused | None = None
+
+
+Found: TypeAlias = Record | Refused
+
+
+class Tracer:
+    """Answers requests for traces. Its processes start when they are needed and end with it."""
+
+    def __init__(
+        self,
+        *,
+        cache: Path | None,
+        workers: int = 2,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        ``cache`` keeps records and their logs from one plan to the next; without one, logs are gone with the tracer.
+        ``say`` hears of the progress, every ten seconds at least.
+        """
+        self._cache = None if cache is None else TraceCache(cache)
+        self._made: dict[Request, Record] = {}  # with their logs
+        self._begun = time.monotonic()
+        self._own_logs: tempfile.TemporaryDirectory[str] | None = None
+        self._workers = workers
+        self._say = say
+        self._idle: dict[str, list[_Worker]] = {}  # by the folder that modules come from
+        self._busy: set[_Worker] = set()
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for workers in self._idle.values():
+            for one in workers:
+                one.end()
+        self._idle.clear()
+        if self._own_logs is not None:
+            self._own_logs.cleanup()
+        if self._cache is not None and self._made:
+            with suppress(OSError):  # another plan may be forgetting the same
+                self._cache.forget_oldest()
+
+    def give_up(self) -> None:
+        """Refuse all that is not traced yet; may be called by another thread, such as a timer's."""
+        with self._lock:
+            self._given_up = True
+            for one in self._busy:
+                one.kill()
+
+    def records(self, requests: Sequence[Request]) -> list[Found]:
+        """Return what each request found, in their order.
+
+        All are traced with their logs: it is hardly more work, and what is chosen later needs them.
+        """
+        found = {one: self._known(one) for one in requests}
+        missing = dict.fromkeys(with_log(one) for one, known in found.items() if known is None)
+        traced = self._trace(list(missing)) if missing else {}
+        self._made |= {key: one for key, one in traced.items() if isinstance(one, Record)}
+        return [found[one] or _as_asked(one, traced[with_log(one)]) for one in requests]
+
+    def _known(self, request: Request) -> Record | None:
+        made = self._made.get(with_log(request))
+        if made is not None:
+            return as_asked(request, made)
+        return None if self._cache is None else self._cache.get(request)
+
+    def _trace(self, requests: list[Request]) -> dict[Request, Found]:
+        waiting = deque(requests)
+        done: queue.Queue[tuple[Request, Found]] = queue.Queue()
+        stopped = threading.Event()
+        threads = [
+            threading.Thread(target=self._answer_all, args=(waiting, done, stopped))
+            for _ in range(min(self._workers, len(requests)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            return self._collected(len(requests), done)
+        finally:
+            stopped.set()
+            waiting.clear()
+            for thread in threads:
+                thread.join()
+
+    def _collected(
+        self, wanted: int, done: "queue.Queue[tuple[Request, Found]]"
+    ) -> dict[Request, Found]:
+        found: dict[Request, Found] = {}
+        while len(found) < wanted:
+            try:
+                request, answer = done.get(timeout=_SAY_EVERY_S)
+            except queue.Empty:
+                took, traced = time.monotonic() - self._begun, len(self._made) + len(found)
+                left = wanted - len(found)
+                self._say(f"tracing: {traced} done after {took:.0f} s, {left} asked for now")
+                continue
+            if self._cache is not None and isinstance(answer, Record):
+                answer = self._cache.put(answer)
+            found[request] = answer
+        return found
+
+    def _answer_all(
+        self,
+        waiting: "deque[Request]",
+        done: "queue.Queue[tuple[Request, Found]]",
+        stopped: threading.Event,
+    ) -> None:
+        while not stopped.is_set():
+            try:
+                request = waiting.popleft()
+            except IndexError:
+                return
+            done.put((request, self._answer(request)))
+
+    def _answer(self, request: Request) -> Found:
+        folder = request.work.folder
+        with self._lock:
+            if self._given_up:
+                return _TOO_LATE
+            idle = self._idle.setdefault(folder, [])
+            try:
+                worker = idle.pop() if idle else _Worker(folder, self._log_folder())
+            except OSError as error:
+                return Refused(
+                    what=f"no process can be started to trace in {folder!r}", why=str(error)
+                )
+            self._busy.add(worker)
+        answer = worker.ask(request)
+        with self._lock:
+            self._busy.remove(worker)
+            if isinstance(answer, str):
+                return _TOO_LATE if self._given_up else _died(answer)
+            self._idle[folder].append(worker)
+        found = answer.record or answer.refused
+        assert found is not None, "an answer is one of the two"
+        return found
+
+    def _log_folder(self) -> Path:
+        if self._cache is not None:
+            return self._cache.folder
+        if self._own_logs is None:
+            self._own_logs = tempfile.TemporaryDirectory(prefix="torchmuster-plan-")
+        return Path(self._own_logs.name)
+
+
+_TOO_LATE = Refused(
+    what="tracing took too long and was given up",
+    fix="muster plan --config …  # traces without a limit, and keeps what it finds for the next time",
+)
+
+
+def _as_asked(request: Request, found: Found) -> Found:
+    return as_asked(request, found) if isinstance(found, Record) else found
+
+
+class _Worker:
+    """A process that traces one request after the other."""
+
+    def __init__(self, folder: str, logs: Path) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in end()
+        command = [sys.executable, "-m", PROGRAM, str(logs.resolve())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=folder,
+            )
+        except OSError:
+            self._errors.close()
+            raise
+
+    def ask(self, request: Request) -> "_Answer | str":
+        """Return the answer; the last lines of what it wrote if the process ended instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line.endswith(b"\n"):
+            return msgspec.json.decode(line, type=_Answer)
+        return self._last_words()
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self.end()
+        lines = [line for line in lines if not _NOISE.match(line)]
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return "\n".join([f"it ended with {ended}", *lines[-_LINES_SHOWN:]])
+
+    def kill(self) -> None:
+        """End the process; who waits for its answer is told."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """End the process, whatever it is doing: nothing of it is needed any more."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+def _died(last_words: str) -> Refused:
+    return Refused(
+        what="the process that traces this model ended before it had an answer",
+        why=redact_text(last_words),
+        fix="see whether the model can be built in a process with as much memory; exit by signal 9 is mostly "
+        "the kernel's, for want of memory",
+    )

@@ -1,0 +1,1 @@
+"""What kinds of parallelism that are not trained here would take."""

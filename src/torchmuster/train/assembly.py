@@ -1,0 +1,89 @@
+"""What :class:`torchmuster.train.trainer.Trainer` was given, completed: a model, a strategy, a precision."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train import precision as precisions
+from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.step import Loader
+from torchmuster.train.models.deferred import deferred
+from torchmuster.train.precision import Precision
+from torchmuster.train.strategies import choose as strategies
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.world import World
+
+
+def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return a model as it is; a function is called without memory for the parameters it makes."""
+    if not isinstance(model, nn.Module):
+        with deferred():
+            model = model()
+    if not any(one.requires_grad for one in model.parameters()):
+        raise Impossible(
+            f"{type(model).__name__} has nothing to train",
+            why="none of its parameters requires a gradient",
+            fix="model.requires_grad_(True), for all of it or for the part that is to be trained",
+        )
+    return model
+
+
+def chosen_precision(
+    asked: Decision[Precision] | Precision | Literal["auto"], world: World
+) -> Decision[Precision]:
+    """Return a precision with its reason; ``auto`` asks all ranks for their cards."""
+    if asked == "auto":
+        return precisions.choose("auto", precisions.cards(world))
+    if isinstance(asked, Precision):
+        return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+    return asked
+
+
+def chosen_strategy(
+    asked: Decision[Strategy] | Strategy | Literal["auto"],
+    precision: Precision,
+    model: nn.Module,
+    world: World,
+    *,
+    seed: int,
+) -> Decision[Strategy]:
+    """Return a strategy with its reason; ``auto`` looks at the model's size and the devices' memory."""
+    if asked == "auto":
+        choice = strategies.choose(
+            "auto",
+            ranks=world.world_size,
+            sizes=strategies.sizes_of(model),
+            memory_bytes=strategies.memory_of_each_rank(world),
+        )
+        strategy = strategies.build(choice.value, world, precision=precision, seed=seed)
+        return Decision(value=strategy, reason=choice.reason)
+    if isinstance(asked, Decision):
+        return asked
+    return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+
+
+def portions_of(loader: Loader) -> Portions | None:
+    """Return how a loader cuts its batches; None for one that cannot tell before it reads."""
+    return getattr(loader, "portions", None)
+
+
+def micro_batch_size(loader: Loader, world: World) -> int | None:
+    """Return how many samples this rank computes at once, if the loader can tell."""
+    portions = portions_of(loader)
+    return None if portions is None else portions.micro_batch_sizes[world.global_rank]
+
+
+def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:
+    """Raise if a training had a schedule and has none now, or the other way round."""
+    if (schedule is None) == (saved is None):
+        return
+    had, has = ("no schedule", "has one") if saved is None else ("a schedule", "has none")
+    raise Impossible(
+        f"what is to go on was trained with {had}, and this training {has}",
+        why="its learning rates would be others from here on",
+        fix="train with the schedule that it had, or begin a new run",
+    )

@@ -1,0 +1,210 @@
+"""NaN or Inf: every rank leaves the same step out, and all say whose it was, in which batch and layer.
+
+That a step is bad costs nothing to know: the strategies agree on it before weights change, see
+:class:`torchmuster.train.update.Update`. Only then the ranks look for the cause, all together: they compute the
+step's micro-batches again and watch every layer::
+
+    outcome = update.apply()
+    if not outcome.applied and not outcome.overflowed:
+        finding = bad_numbers.examine(number, update.micro_batches, loss_fn)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchmuster.errors import MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.buffers import untrained
+from torchmuster.train.data.step import MicroBatch
+from torchmuster.train.names import own_name
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.watched import WatchedBackward, WatchedForward, bad_rows, worst
+from torchmuster.train.world import World
+
+_SKIPPED = "all ranks skipped this step"
+_SHOWN = 8  # indices of samples, at most
+
+# A rank's own view of what went wrong. The first of these that any rank has seen is the verdict: what
+# comes later follows from it.
+_CAUSES = ("weights", "input", "layer", "loss", "gradient")
+
+_FIXES = {
+    "weights": "go back to a checkpoint from before; then a lower learning rate or clipping",
+    "input": "clean these samples, or leave them out",
+    "layer": "look for a division, logarithm, root or exponential there; lower the learning rate, clip "
+    "gradients, or compute this layer in fp32",
+    "loss": "look for a logarithm of 0 or a division by a count of 0 in the loss function",
+    "gradient": "look for a root or norm at 0, or a division, at this point of the forward or just after it; "
+    "add a small number there",
+}
+_NOT_AGAIN = (
+    "lower the learning rate or clip gradients if it comes back; if it is always the same rank, "
+    "test its device: muster doctor"
+)
+
+
+class BadNumbers:
+    """Looks for the cause of a bad step, and says when there have been too many in a row."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        precision: Precision = FP32,
+        when: Literal["skip", "stop"] = "skip",
+        most_in_a_row: int = 10,
+    ) -> None:
+        self._model = model
+        self._world = world
+        self._precision = precision
+        self._most_in_a_row = 1 if when == "stop" else most_in_a_row
+        self._in_a_row = 0
+        self._last_bad: int | None = None
+
+    def examine(
+        self,
+        step_number: int,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Callable[[nn.Module, Any], Any],
+        *,
+        epoch: int | None = None,
+    ) -> Finding:
+        """Find the cause of a step that was not applied; the same finding on every rank.
+
+        It is raised as an error, on all ranks, when the run is to stop. Weights, buffers and torch's random
+        state are left as they were, and no gradients.
+        """
+        follows = self._last_bad is not None and step_number == self._last_bad + 1
+        self._in_a_row = self._in_a_row + 1 if follows else 1
+        self._last_bad = step_number
+        seen = self._look(micro_batches, loss_fn)
+        of_ranks = tell_all(seen, self._world)
+        where = f"step {step_number}" if epoch is None else f"step {step_number} of epoch {epoch}"
+        stops = self._in_a_row >= self._most_in_a_row
+        found = self._verdict(where, of_ranks, "all ranks stop" if stops else _SKIPPED)
+        if stops:
+            raise MusterError(found.what, why=found.why, fix=found.fix)
+        return found
+
+    def _look(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: Callable[[nn.Module, Any], Any]
+    ) -> dict[str, Any]:
+        """Return what this rank sees, as plain JSON types. Ranks compute together, step for step."""
+        seen: dict[str, Any] = {"buffers": _bad_names(self._model.named_buffers())}
+        if bad := _bad_names(self._model.named_parameters()):
+            seen["weights"] = {"what": bad[0], "more": len(bad) - 1}
+        with _as_it_was(self._model, self._world.device):
+            for micro in micro_batches:
+                with torch.no_grad(), WatchedForward(self._model) as forward:
+                    loss = self._total(loss_fn, micro)
+                if "loss" in seen or (kind := worst(loss)) is None:
+                    continue
+                seen["loss"] = {"kind": kind, "samples": _samples(micro)}
+                if forward.culprit is not None:
+                    seen["layer"] = {**forward.culprit, "samples": _samples(micro)}
+                _look_at_input(micro, seen)
+            # Only if all ranks' losses are finite: a backward is one that all ranks take part in.
+            if not any("loss" in one for one in tell_all(seen, self._world)):
+                for micro in micro_batches:
+                    with WatchedBackward(self._model) as backward:
+                        self._total(loss_fn, micro).backward()  # type: ignore[no-untyped-call]
+                    if "gradient" not in seen and backward.culprit is not None:
+                        seen["gradient"] = {**backward.culprit, "samples": _samples(micro)}
+                        _look_at_input(micro, seen)
+        return seen
+
+    def _total(self, loss_fn: Callable[[nn.Module, Any], Any], micro: MicroBatch) -> torch.Tensor:
+        with self._precision.autocast(self._world.device):
+            loss = loss_fn(self._model, micro.batch)
+        total: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
+        return total
+
+    def _verdict(self, where: str, of_ranks: list[dict[str, Any]], end: str) -> Finding:
+        cause = next((one for one in _CAUSES if any(one in seen for seen in of_ranks)), None)
+        ranks = [rank for rank, seen in enumerate(of_ranks) if cause in seen]
+        if cause is None:
+            what = f"{where}: a gradient was not finite, but all is when computed again; {end}"
+            why = "random numbers (dropout) fell otherwise, numbers are at the edge, or a device erred"
+        else:
+            seen = of_ranks[ranks[0]][cause]
+            what = f"{where}: {_told(cause, ranks[0], seen)}; {end}"
+            why = _where_from(ranks, seen)
+        also = [why] if why else []
+        if self._in_a_row > 1:
+            also.append(f"{self._in_a_row} bad steps in a row")
+        if buffers := next((seen["buffers"] for seen in of_ranks if seen["buffers"]), None):
+            also.append(
+                f"the buffer {buffers[0]} is not finite either: it keeps what it took in "
+                "until it is set anew"
+            )
+        return Finding(
+            name="bad-numbers",
+            status=Status.WARNING,
+            what=what,
+            why="; ".join(also),
+            fix=_NOT_AGAIN if cause is None else _FIXES[cause],
+        )
+
+
+def _told(cause: str, rank: int, seen: dict[str, Any]) -> str:
+    kind, what = seen.get("kind", ""), seen.get("what", "")
+    return {
+        "weights": f"the weights are not finite already: {what} on rank {rank}"
+        + (f" and {seen.get('more')} more" if seen.get("more") else ""),
+        "input": f"rank {rank}'s input batch has {kind} ({what})",
+        "layer": f"rank {rank}'s layer {what} gave {kind} from finite inputs",
+        "loss": f"rank {rank}'s loss function gave {kind} from finite outputs of all layers",
+        "gradient": f"rank {rank}'s backward gave {kind}, first in the gradient of {what}",
+    }[cause]
+
+
+def _where_from(ranks: list[int], seen: dict[str, Any]) -> str:
+    parts = []
+    if samples := seen.get("samples"):
+        more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+        word = "sample" if len(samples) == 1 else "samples"
+        parts.append(f"{word} {', '.join(map(str, samples[:_SHOWN]))}{more} of the dataset")
+    if len(ranks) > 1:
+        parts.append(f"the same on ranks {', '.join(map(str, ranks[1:]))}")
+    return "; ".join(parts)
+
+
+def _look_at_input(micro: MicroBatch, seen: dict[str, Any]) -> None:
+    """Look at a batch that led to bad numbers; in others they may be meant, as masks are."""
+    if (rows := bad_rows(micro.batch)) is not None:
+        seen["input"] = {**rows, "samples": _samples(micro, rows["rows"])}
+
+
+def _samples(micro: MicroBatch, rows: Sequence[int] | None = None) -> list[int]:
+    """Return the dataset's indices of a batch's rows; nothing where they are not known."""
+    indices = list(micro.indices)
+    if rows is None:
+        return indices
+    return [indices[row] for row in rows if row < len(indices)]
+
+
+def _bad_names(named: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    return [own_name(name) for name, tensor in named if worst(tensor) is not None]
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put what is not trained and torch's random state back, and leave no gradients."""
+    kept = [(one, one.detach().clone()) for one in untrained(model)]
+    accelerators = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(
+            accelerators, device_type="cuda" if device.type == "cpu" else device.type
+        ):
+            yield
+    finally:
+        with torch.no_grad():
+            for one, before in kept:
+                one.copy_(before)
+        model.zero_grad(set_to_none=True)

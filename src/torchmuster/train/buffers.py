@@ -1,0 +1,49 @@
+"""What a model has but no optimiser trains, such as BatchNorm's running means: rank 0's are the run's."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchmuster.train.models.lora import peft_config
+from torchmuster.train.world import World
+
+
+def untrained(model: nn.Module) -> list[torch.Tensor]:
+    """Return what a forward or a loss may change: buffers, and frozen parameters such as a teacher's.
+
+    Those of a model that LoRA was added to are all of its weights, and nothing changes them.
+    """
+    if peft_config(model) is not None:
+        return list(model.buffers())
+    return [*model.buffers(), *(one for one in model.parameters() if not one.requires_grad)]
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give rank 0's buffers to all (a collective), as DDP does before each forward.
+
+    Else each rank would evaluate with what it has seen itself, and with other numbers than are saved.
+    """
+    share(model.buffers(), world)
+
+
+def share(buffers: Iterable[torch.Tensor], world: World) -> None:
+    """Give rank 0's values of some buffers to all, in one message."""
+    filled = [one for one in buffers if one.numel()]
+    if world.world_size == 1 or not filled:
+        return
+    with torch.no_grad():
+        values = [one.detach().to(world.device).contiguous() for one in filled]
+        as_bytes = [one.view(-1).view(torch.uint8) for one in values]  # gloo lacks some types
+        together = torch.cat(as_bytes)
+        dist.broadcast(together, src=0)
+        for buffer, value, own, heard in zip(
+            filled,
+            values,
+            as_bytes,
+            torch.split(together, [len(one) for one in as_bytes]),
+            strict=True,
+        ):
+            own.copy_(heard)
+            buffer.copy_(value)

@@ -1,0 +1,1 @@
+"""What each rank reads, in which order, and where it is in it."""

@@ -1,0 +1,229 @@
+"""Steps from a dataset whose samples have numbers: each sample once an epoch, on any number of ranks."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from torchmuster.errors import Impossible
+from torchmuster.train.data.nested import placed
+from torchmuster.train.data.order import Order
+from torchmuster.train.data.portions import Portions, choose_portions
+from torchmuster.train.data.reading import Portion, Reader
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.data.workers import Workers
+from torchmuster.train.world import World
+
+# Computing the order costs a few hundred microseconds however few places are asked for.
+_PLACES_AT_ONCE = 16384
+
+
+class BatchLoader:
+    """Gives each rank its part of each global batch of a map-style dataset.
+
+    What a step contains depends on the seed, the epoch and the global batch size; never on the number of
+    ranks, workers or micro-batches. At the end of an epoch what is left is a smaller step (with
+    ``drop_tail`` it is left out); a rank that gets nothing of it computes a sample that counts nothing.
+
+    ``workers`` are processes that read ahead; they get random numbers of their own for each micro-batch, by
+    the seed, the epoch and its first sample. With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the
+    seed, the epoch and the sample alone. With 0 workers it otherwise draws from this process's numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        world: World,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        micro_batch_sizes: Sequence[int] | None = None,
+        accumulation: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_tail: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        random_per_sample: bool = False,
+    ) -> None:
+        self.portions: Portions = choose_portions(
+            world.world_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            micro_batch_sizes=micro_batch_sizes,
+            accumulation=accumulation,
+        )
+        self.workers = workers
+        self._world = world
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_tail = drop_tail
+        self._size = _size(dataset)
+        if not self.steps_in_epoch():
+            raise Impossible(
+                f"an epoch of {self._size} samples has no step",
+                why=f"a global batch has {self.portions.global_batch_size}, and drop_tail leaves out "
+                "what does not fill one",
+                fix="give a smaller global_batch_size, or drop_tail=False",
+            )
+        self._reader = Reader(
+            dataset,
+            collate=collate,
+            seed=seed,
+            random_per_sample=random_per_sample,
+        )
+        self._pin_memory = world.device.type == "cuda" if pin_memory is None else pin_memory
+        self._elsewhere = world.device.type != "cpu"
+        self._workers_at_work: Workers | None = None
+        self._position = (0, 0)  # epoch, and how many of its samples were given out
+        self._resume: tuple[int, int] | None = None
+
+    def steps_in_epoch(self) -> int:
+        """Return how many steps an epoch has, the same on every rank."""
+        whole, left = divmod(self._size, self.portions.global_batch_size)
+        return whole + (left > 0 and not self._drop_tail)
+
+    def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
+        """Yield the steps of an epoch, from step ``begin`` on; what comes before is not read.
+
+        After :meth:`restore`, the restored epoch goes on from its position where no ``begin`` is given.
+        """
+        start = begin * self.portions.global_batch_size
+        if self._resume is not None and not begin and self._resume[0] == epoch:
+            start = self._resume[1]
+        self._resume = None
+        self._position = (epoch, start)
+        return self._steps(epoch, start)
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Step]:
+        whole = self.portions.global_batch_size
+        end = self._end(start)
+        micro_batches = self._micro_batches(epoch, start, end)
+        number = start // whole
+        while start < end:
+            samples = min(whole, end - start)
+            rounds = self.portions.rounds if samples == whole else self.portions.rounds_for(samples)
+            its_own = islice(micro_batches, rounds)
+            start += samples
+            self._position = (epoch, start)
+            yield Step(
+                epoch=epoch,
+                number=number,
+                rounds=rounds,
+                samples=samples,
+                nominal_samples=whole,
+                micro_batches=its_own,
+            )
+            deque(its_own, maxlen=0)  # what was not read of it does not belong to the next
+            number += 1
+
+    def _micro_batches(self, epoch: int, start: int, end: int) -> Iterator[MicroBatch]:
+        portions = self._portions(epoch, start, end)
+        device = self._world.device
+        for portion, batch in self._read(portions):
+            yield MicroBatch(
+                batch=placed(batch, device) if self._elsewhere else batch,
+                samples=portion.samples,
+                indices=portion.indices,
+            )
+
+    def _read(self, portions: Iterator[Portion]) -> Iterator[tuple[Portion, Any]]:
+        if not self.workers:
+            read = self._reader.read
+            return ((portion, read(portion)) for portion in portions)
+        if self._workers_at_work is None:
+            self._workers_at_work = Workers(
+                self._reader,
+                self.workers,
+                seed=self._seed,
+                local_ranks=self._world.local_world_size,
+                pin_memory=self._pin_memory,
+            )
+        return self._workers_at_work.read(portions)
+
+    def _portions(self, epoch: int, start: int, end: int) -> Iterator[Portion]:
+        """Yield what this rank reads, micro-batch by micro-batch: whole steps many at a time, then the tail."""
+        order = Order(size=self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        whole = self.portions.global_batch_size
+        offsets, cuts = self._own(whole)
+        tail = start + (end - start) // whole * whole
+        stride = whole * max(1, _PLACES_AT_ONCE // len(offsets))
+        for first in range(start, tail, stride):
+            steps = torch.arange(first, min(first + stride, tail), whole)
+            places = (steps[:, None] + offsets).flatten()
+            yield from _cut(epoch, order.samples_at(places).tolist(), cuts)
+        if tail < end:
+            offsets, cuts = self._own(end - tail)
+            yield from _cut(epoch, order.samples_at(tail + offsets).tolist(), cuts)
+
+    def _own(self, samples: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Return this rank's places within a step, and how to cut them: (places, how many of them count)."""
+        offsets: list[int] = []
+        cuts = []
+        for part in self.portions.slices(samples, self._world.global_rank):
+            counted = part.stop - part.start
+            offsets += range(part.start, part.stop) if counted else [0]  # idle: any sample will do
+            cuts.append((max(counted, 1), counted))
+        return torch.tensor(offsets), cuts
+
+    def _end(self, start: int) -> int:
+        left = self._size - start
+        return start + left - (left % self.portions.global_batch_size if self._drop_tail else 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position after the last step that was given out; no number of ranks is in it."""
+        epoch, sample = self._position
+        return {"epoch": epoch, "sample": sample, **self._identity()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the last step that was given out, also with other ranks or batch sizes."""
+        identity = self._identity()
+        saved = {name: state.get(name) for name in identity}
+        if saved != identity:
+            raise Impossible(
+                f"the position was saved with {_told(saved)}; this loader has {_told(identity)}",
+                why="its samples would come in another order: some twice, some never",
+                fix="restore with the same dataset, seed and shuffle, or begin the epoch anew",
+            )
+        self._position = self._resume = (int(state["epoch"]), int(state["sample"]))
+
+    def close(self) -> None:
+        """End the workers; they start again with the next epoch."""
+        if self._workers_at_work is not None:
+            self._workers_at_work.close()
+        self._workers_at_work = None
+
+    def _identity(self) -> dict[str, Any]:
+        return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle}
+
+
+def _cut(epoch: int, indices: list[int], cuts: list[tuple[int, int]]) -> Iterator[Portion]:
+    at = 0
+    while at < len(indices):
+        for length, counted in cuts:
+            yield Portion(epoch, indices[at : at + length], counted)
+            at += length
+
+
+def _size(dataset: Any) -> int:
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise Impossible(
+            f"BatchLoader cannot read {type(dataset).__name__}",
+            why="it needs a dataset whose samples have numbers: len(dataset) and dataset[index]",
+            fix="give a map-style dataset, or read this one with StreamLoader",
+        )
+    size = len(dataset)
+    if not size:
+        raise Impossible("the dataset is empty", fix="look where its samples should come from")
+    return size
+
+
+def _told(identity: dict[str, Any]) -> str:
+    order = {True: "shuffled", False: "in order"}.get(identity["shuffle"], "in an unknown order")
+    return f"{identity['size']} samples, {order}, seed {identity['seed']}"

@@ -1,0 +1,78 @@
+"""How much of its time a rank waits for data, and what would mend it."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.finding import Finding, Status
+from torchmuster.train.data.step import Step
+
+T = TypeVar("T")
+
+_MUCH = 0.1  # of the time; less is not worth anybody's attention
+_FIRST_TRY = 4
+
+
+class Starvation:
+    """Measures in a loop of one's own how long it waits.
+
+    ::
+
+        starvation = Starvation()
+        for step in starvation.watch(loader.epoch(0)):
+            …
+        print(render([starvation.verdict(workers=0, ranks=world.local_world_size)]))
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._began: float | None = None
+
+    def watch(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Yield the steps, and measure what each step and each of its micro-batches takes to come."""
+        if self._began is None:
+            self._began = time.perf_counter()
+        for step in self._timed(steps):
+            yield replace(step, micro_batches=self._timed(step.micro_batches))
+
+    def _timed(self, items: Iterable[T]) -> Iterator[T]:
+        before = time.perf_counter()
+        for item in items:
+            self.waited_s += time.perf_counter() - before
+            yield item
+            before = time.perf_counter()
+        self.waited_s += time.perf_counter() - before
+
+    def verdict(self, *, workers: int, ranks: int) -> Finding:
+        """Judge the time so far; ``ranks`` are those of this machine, which share its cores."""
+        total_s = 0.0 if self._began is None else time.perf_counter() - self._began
+        share = self.waited_s / total_s if total_s else 0.0
+        return judge(share, workers=workers, cores=usable_cores().value, ranks=ranks)
+
+
+def judge(share: float, *, workers: int, cores: int, ranks: int) -> Finding:
+    """Say whether a rank waits for data for too much of its time, and what to try."""
+    what = f"{share * 100:.0f} % of the time the device waits for data"
+    if share < _MUCH:
+        return Finding(name="data-in-time", status=Status.OK, what=what)
+    return Finding(
+        name="data-starvation",
+        status=Status.WARNING,
+        what=what,
+        why="reading is slower than computing: a faster device would change nothing",
+        fix=advice(workers=workers, cores=cores, ranks=ranks),
+    )
+
+
+def advice(*, workers: int, cores: int, ranks: int) -> str:
+    """Say how many workers to try, as far as there are cores for them."""
+    each = max(1, cores // ranks)
+    shared = f"{cores} core{'s' if cores > 1 else ''} / {ranks} rank{'s' if ranks > 1 else ''}"
+    if workers < each:
+        return f"workers {workers} -> try {min(each, max(2 * workers, _FIRST_TRY))} ({shared})"
+    return (
+        f"{workers} worker{'s' if workers > 1 else ''} have no more cores to use ({shared}): make a "
+        "sample cheaper to read (decode, resize and tokenise once, beforehand), or read from a faster disk"
+    )

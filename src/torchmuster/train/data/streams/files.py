@@ -1,0 +1,260 @@
+"""Files of lines as a source: text, or a JSON object on each line; also compressed, also remote.
+
+The files of an epoch, in its order, are thought of as one long row of bytes, and each lane is an equal
+part of it. A sample belongs to the lane in which its line begins. A compressed file cannot be entered
+in its middle: all its samples belong to the lane in which the file begins.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import fsspec
+
+from torchmuster.errors import MusterError
+from torchmuster.redaction import redact_text
+from torchmuster.train.data.streams.file_places import File, digest, find_files
+from torchmuster.train.data.streams.iterable import LANES
+from torchmuster.train.data.streams.source import Cursor
+from torchmuster.train.seeds import derive
+
+_CHUNK_BYTES = 1 << 20  # read at once from object storage, for each lane
+_TRIES = 5
+_FIRST_PAUSE_S = 0.5  # twice as long after each failure
+# What is wrong with the file or the rights, and stays wrong however often it is tried.
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError)
+_BROKEN_ARCHIVE = (EOFError, zlib.error, lzma.LZMAError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The lines of a file that begin from ``begin`` up to ``end`` (bytes); all of a compressed file."""
+
+    file: File
+    begin: int
+    end: int
+
+
+def parts_of_lane(files: Sequence[File], lane: int, lanes: int) -> list[Part]:
+    """Return the parts of files that make up a lane."""
+    total = sum(file.size_bytes for file in files)
+    begin, end = total * lane // lanes, total * (lane + 1) // lanes
+    parts = []
+    start = 0  # of the file, in the row of all
+    for file in files:
+        if file.compression is not None:
+            if begin <= start < end:
+                parts.append(Part(file=file, begin=0, end=file.size_bytes))
+        elif start < end and begin < start + file.size_bytes:
+            parts.append(
+                Part(
+                    file=file,
+                    begin=max(begin - start, 0),
+                    end=min(end - start, file.size_bytes),
+                )
+            )
+        start += file.size_bytes
+    return parts
+
+
+class Files:
+    """Lines of files: ``.txt`` gives their text, ``.jsonl`` what the JSON says. Empty lines are left out.
+
+    ``places`` are paths, patterns, folders, or addresses such as ``s3://bucket/part-*.jsonl.gz``, with
+    ``storage_options`` for fsspec. ``shuffle`` gives the files another order in each epoch.
+    """
+
+    def __init__(
+        self,
+        places: str | Sequence[str],
+        *,
+        lanes: int = LANES,
+        seed: int = 0,
+        shuffle: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = dict(storage_options or {})
+        self._files = find_files(places, self._options)
+        self._lanes = lanes
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def lanes(self) -> int:
+        """Return the number of lanes."""
+        return self._lanes
+
+    def identity(self) -> str:
+        """Return how many files there are and a digest of their names and sizes."""
+        order = f"shuffled by {self._seed}" if self._shuffle else "sorted"
+        return f"{len(self._files)} files, {order}, digest {digest(self._files)}"
+
+    def open(
+        self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
+    ) -> dict[int, "_FileLane"]:
+        """Begin to read lanes; a file is opened when its turn comes."""
+        files = list(self._files)
+        if self._shuffle:
+            random.Random(derive(self._seed, "files", epoch)).shuffle(files)
+        return {
+            lane: _FileLane(
+                parts_of_lane(files, lane, self._lanes), self._options, cursors.get(lane)
+            )
+            for lane in lanes
+        }
+
+
+class _FileLane:
+    def __init__(
+        self, parts: list[Part], options: Mapping[str, Any], cursor: Sequence[int] | None
+    ) -> None:
+        self._parts = parts
+        self._options = options
+        self._place, at = cursor or (0, None)
+        self._at: int | None = at  # within the part; None at its beginning
+        self._lines: _Lines | None = None
+
+    def read(self, count: int) -> list[Any]:
+        samples: list[Any] = []
+        while len(samples) < count and self._place < len(self._parts):
+            if self._lines is None:
+                self._lines = _Lines(self._parts[self._place], self._options, self._at)
+            line = self._lines.read()
+            if line is None:
+                self.close()
+                self._place, self._at = self._place + 1, None
+            elif line.strip():
+                samples.append(self._lines.sample(line))
+        if self._lines is not None:
+            self._at = self._lines.at
+        return samples
+
+    def cursor(self) -> Cursor:
+        return [self._place, self._at]
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+class _Lines:
+    """The lines of a part, with retries where the file is remote.
+
+    ``at`` is the byte at which the next line begins, of the text as it is read: in a compressed file,
+    of what it holds.
+    """
+
+    def __init__(self, part: Part, options: Mapping[str, Any], at: int | None) -> None:
+        self._part = part
+        self._options = options
+        self._file: BinaryIO | None = None
+        self._stack = contextlib.ExitStack()
+        self.at = part.begin if at is None else at
+        if at is None and part.begin > 0:
+            self.at -= 1  # the line that begins before this part, unless one ends right here
+            self.read(beyond=True)
+
+    def read(self, *, beyond: bool = False) -> bytes | None:
+        """Return the next line; None at the end of the part."""
+        if not beyond and self._part.file.compression is None and self.at >= self._part.end:
+            return None
+        line = self._retried(self._next_line)
+        self.at += len(line)
+        return line or None
+
+    def _next_line(self) -> bytes:
+        if self._file is None:
+            self._file = self._stack.enter_context(_opened(self._part.file, self._options))
+            if self.at:
+                self._file.seek(self.at)
+        return self._file.readline()
+
+    def _retried(self, act: Callable[[], bytes]) -> bytes:
+        pause_s = _FIRST_PAUSE_S
+        for tried in range(1, _TRIES + 1):
+            try:
+                return act()
+            except Exception as error:  # each kind of storage has errors of its own
+                self.close()
+                if _is_of_archive(error):
+                    raise self._broken(error) from None
+                if isinstance(error, _LASTING) or tried == _TRIES:
+                    raise self._unreadable(error, tried) from None
+            time.sleep(pause_s)
+            pause_s *= 2
+        raise AssertionError("unreachable")
+
+    def sample(self, line: bytes) -> Any:
+        """Return what a line that was just read says."""
+        try:
+            text = line.decode()
+            return text.rstrip("\r\n") if self._part.file.is_text else json.loads(text)
+        except ValueError as error:
+            kind = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            number = self._line_number(self.at - len(line))
+            cut = ", and it is the last line: the file may be cut off" if line[-1:] != b"\n" else ""
+            raise MusterError(
+                f"{self._part.file.shown}: line {number} is not {kind}",
+                why=f"{error}{cut}",
+                fix="mend or remove that line; each line holds one whole JSON value"
+                if kind == "JSON"
+                else "mend or remove that line, or write the file anew as UTF-8",
+            ) from None
+
+    def _line_number(self, at: int) -> int:
+        """Count lines from the beginning of the file: only done when there is something to tell."""
+        number, left = 1, at
+        with _opened(self._part.file, self._options) as file:
+            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                number += chunk.count(b"\n")
+                left -= len(chunk)
+        return number
+
+    def _broken(self, error: Exception) -> MusterError:
+        return MusterError(
+            f"{self._part.file.shown}: the compressed file is damaged after its byte {self.at}",
+            why=f"{type(error).__name__}: {error}",
+            fix="copy or download the file again; it is probably cut off",
+        )
+
+    def _unreadable(self, error: Exception, tried: int) -> MusterError:
+        times = "" if tried == 1 else f" (tried {tried} times)"
+        return MusterError(
+            f"{self._part.file.shown} cannot be read{times}",
+            why=redact_text(f"{type(error).__name__}: {error}"),
+            fix="check that the file is still there and that this machine may read it",
+        )
+
+    def close(self) -> None:
+        self._file = None
+        self._stack.close()
+
+
+def _is_of_archive(error: Exception) -> bool:
+    """Damaged gzip and bzip2 files are also told by OSErrors that have no number."""
+    if isinstance(error, OSError):
+        return error.errno is None and type(error) in (OSError, gzip.BadGzipFile)
+    return isinstance(error, _BROKEN_ARCHIVE)
+
+
+@contextlib.contextmanager
+def _opened(file: File, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressed by its name."""
+    with contextlib.ExitStack() as stack:
+        storage, path = fsspec.core.url_to_fs(file.place, **options)
+        local = "file" in storage.protocol
+        raw = stack.enter_context(storage.open(path, "rb", block_size=_CHUNK_BYTES))
+        if file.compression is not None:
+            from fsspec.compression import compr
+
+            raw = stack.enter_context(compr[file.compression](raw, mode="rb"))
+        # readline() of a remote file is written in Python; a buffer has a quick one.
+        yield raw if local and file.compression is None else io.BufferedReader(raw)

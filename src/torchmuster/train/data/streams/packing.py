@@ -1,0 +1,141 @@
+"""Documents of any length as rows of one length, for language models. No token is lost or repeated.
+
+What a row holds is told in :mod:`torchmuster.train.data.streams.rows`. A document that does not fit goes on in the next row.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torchmuster.train.data.streams.rows import Row, row_of
+from torchmuster.train.data.streams.source import Cursor, Lane, Source
+
+_DOCUMENTS_AT_ONCE = 16
+
+
+class PackedRows:
+    """Documents one after another; a row holds parts of several. Only a lane's last row has padding."""
+
+    packed = True
+
+    def __init__(self, documents: Source, *, sequence_length: int, end: int) -> None:
+        self._documents = documents
+        self._length = sequence_length
+        self._end = end
+
+    def lanes(self) -> int:
+        """Return the number of lanes."""
+        return self._documents.lanes()
+
+    def identity(self) -> str:
+        """Return what is read, and how it is laid out."""
+        how = "packed" if self.packed else "padded"
+        return f"{self._documents.identity()}, {how} to {self._length}"
+
+    def open(
+        self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
+    ) -> dict[int, "_RowLane"]:
+        """Begin to read lanes."""
+        at = {lane: cursor["at"] if (cursor := cursors.get(lane)) else None for lane in lanes}
+        opened = self._documents.open(lanes, epoch=epoch, cursors=at)
+        return {
+            lane: _RowLane(
+                _Documents(one, self._end, cursors.get(lane)), self._length, packed=self.packed
+            )
+            for lane, one in opened.items()
+        }
+
+
+class PaddedRows(PackedRows):
+    """One document to a row, or part of one; the rest of the row is padding."""
+
+    packed = False
+
+
+class _RowLane:
+    def __init__(self, documents: "_Documents", length: int, *, packed: bool) -> None:
+        self._documents = documents
+        self._length = length
+        self._packed = packed
+
+    def read(self, count: int) -> list[Row]:
+        rows: list[Row] = []
+        while len(rows) < count and (row := self._row()) is not None:
+            rows.append(row)
+        return rows
+
+    def _row(self) -> Row | None:
+        tokens = array(
+            "q"
+        )  # torch takes its memory as it is; a list it would read number by number
+        begins = []
+        while len(tokens) < self._length and (
+            piece := self._documents.take(self._length - len(tokens))
+        ):
+            is_begin, more = piece
+            if is_begin:
+                begins.append(len(tokens))
+            tokens.extend(more)
+            if not self._packed:
+                break
+        if not tokens:
+            return None
+        ids = torch.frombuffer(tokens, dtype=torch.int64)
+        return row_of(ids, begins, self._length, masked=not self._packed)
+
+    def cursor(self) -> Cursor:
+        return self._documents.cursor()
+
+    def close(self) -> None:
+        self._documents.close()
+
+
+class _Documents:
+    """Tokens of document after document, each with its end; knows the place of the next token."""
+
+    def __init__(self, lane: Lane, end: int, cursor: Cursor | None) -> None:
+        self._lane = lane
+        self._end = end
+        self._used = 0  # tokens of the first waiting document
+        self._waiting: deque[list[int]] = deque()
+        # The last documents were read together: where that began, and how many of them are used up.
+        self._at: Cursor = None
+        self._gone = 0
+        if cursor:
+            self._read(cursor["documents"])
+            self._drop(cursor["documents"])
+            self._used = cursor["tokens"]
+
+    def _read(self, least: int = 0) -> bool:
+        """Read more documents, once those read before are used up."""
+        self._at, self._gone = self._lane.cursor(), 0
+        documents = self._lane.read(max(_DOCUMENTS_AT_ONCE, least + 1))
+        self._waiting.extend([*one, self._end] for one in documents)
+        return bool(documents)
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._waiting.popleft()
+        self._gone += count
+
+    def take(self, most: int) -> tuple[bool, list[int]] | None:
+        """Return the next tokens of one document, and whether it begins with them; None at the end."""
+        if not self._waiting and not self._read():
+            return None
+        document, begin = self._waiting[0], self._used
+        tokens = document[begin : begin + most]
+        self._used = begin + len(tokens)
+        if self._used == len(document):
+            self._drop(1)
+            self._used = 0
+        return begin == 0, tokens
+
+    def cursor(self) -> Cursor:
+        if not self._waiting:
+            return {"at": self._lane.cursor(), "documents": 0, "tokens": 0}
+        return {"at": self._at, "documents": self._gone, "tokens": self._used}
+
+    def close(self) -> None:
+        self._lane.close()

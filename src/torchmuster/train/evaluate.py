@@ -1,0 +1,140 @@
+"""Evaluation over all ranks that gives what one process would give: every sample counts once.
+
+A measure says for one batch what it adds up to, and over how many; idle micro-batches (``samples=0``) take
+part in the forward, since all ranks communicate there, and count nothing::
+
+    def measure(model, batch):
+        inputs, labels = batch
+        right = model(inputs).argmax(-1) == labels
+        return {"accuracy": right}           # one value for each sample, or (sum, count)
+
+    print(evaluate(model, loader, measure, world))
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchmuster.errors import MusterError
+from torchmuster.train.agreement import gather_rows, most_exact, tell_all
+from torchmuster.train.buffers import share_buffers
+from torchmuster.train.data.step import Loader, MicroBatch, Step
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.world import World
+
+# (sum, count), or a tensor with one value for each sample.
+Value: TypeAlias = tuple[float | torch.Tensor, float | torch.Tensor] | torch.Tensor
+Measure: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Value]]
+
+
+def evaluate(
+    model: nn.Module,
+    steps: Loader | Iterable[Step],
+    measure: Measure,
+    world: World,
+    precision: Precision = FP32,
+) -> dict[str, float]:
+    """Return the mean of each measured value over all samples (or items) of all ranks.
+
+    The same on every rank. A value that nothing was counted for is NaN. All ranks take over the buffers
+    of rank 0, such as BatchNorm's running means.
+    """
+    share_buffers(model, world)
+    sums: dict[str, tuple[Any, Any]] = {}  # what was added up, and how many
+    with _evaluating(model):
+        for micro in _micro_batches(steps):
+            with precision.autocast(world.device):
+                measured = measure(model, micro.batch)
+            for name, value in measured.items():
+                total, count = _counted(name, value, micro)
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + total, before[1] + count)
+    said = tell_all({name: [float(one) for one in pair] for name, pair in sums.items()}, world)
+    names = dict.fromkeys(name for of_rank in said for name in of_rank)
+    return {name: _mean([one[name] for one in said if name in one]) for name in names}
+
+
+def predict(
+    model: nn.Module,
+    steps: Loader | Iterable[Step],
+    prediction: Callable[[nn.Module, Any], torch.Tensor],
+    world: World,
+    precision: Precision = FP32,
+) -> torch.Tensor:
+    """Return one row for each sample, in the order of the dataset, on every rank.
+
+    For what cannot be added up batch by batch, such as F1 or AUC: compute it from all rows.
+    """
+    share_buffers(model, world)
+    rows: list[torch.Tensor] = []
+    indices: list[int] = []
+    with _evaluating(model):
+        for micro in _micro_batches(steps):
+            with precision.autocast(world.device):
+                batch_rows = prediction(model, micro.batch)
+            if len(micro.indices) < micro.samples:
+                raise MusterError(
+                    "predictions cannot be put in order: these batches do not say which samples "
+                    "they hold",
+                    fix="a loader over a map-style dataset (BatchLoader) says it; a stream does not",
+                )
+            rows.append(batch_rows[: micro.samples])
+            indices.extend(micro.indices[: micro.samples])
+    if not rows:
+        raise MusterError("there is nothing to predict: the loader gave no batch")
+    return gather_samples(torch.cat(rows), indices, world)
+
+
+def gather_samples(rows: torch.Tensor, indices: Iterable[int], world: World) -> torch.Tensor:
+    """Return the rows of all ranks in the order of their samples' indices; all ranks call it."""
+    places = torch.tensor(list(indices), dtype=torch.int64, device=world.device)
+    if len(places) != len(rows):
+        raise MusterError(f"there are {len(rows)} rows for {len(places)} samples")
+    all_places = torch.cat(gather_rows(places, world))
+    all_rows = torch.cat(gather_rows(rows.detach().to(world.device), world))
+    return all_rows[torch.argsort(all_places, stable=True)]
+
+
+def _micro_batches(steps: Loader | Iterable[Step]) -> Iterator[MicroBatch]:
+    for step in steps.epoch(0) if hasattr(steps, "epoch") else steps:
+        yield from step
+
+
+def _counted(name: str, value: Value, micro: MicroBatch) -> tuple[Any, Any]:
+    """Return a batch's sum as exactly as can be, and its count; nothing for an idle micro-batch."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or len(value) < micro.samples:
+            raise MusterError(
+                f"the measure {name!r} gave a tensor of shape {tuple(value.shape)} for a batch of "
+                f"{micro.samples} samples",
+                fix="return (sum, count), or one value for each sample",
+            )
+        own = most_exact(value[: micro.samples])
+        return own.sum(), own.numel()
+    if micro.samples == 0:
+        return 0.0, 0.0
+    total, count = value
+    return most_exact(total) if isinstance(total, torch.Tensor) else total, count
+
+
+def _mean(of_ranks: list[list[float]]) -> float:
+    total = math.fsum(total for total, _ in of_ranks)
+    count = math.fsum(count for _, count in of_ranks)
+    return total / count if count else math.nan
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout and gradients, and afterwards leave every module in the mode it had."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in trained:
+            module.training = True

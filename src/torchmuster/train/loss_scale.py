@@ -1,0 +1,100 @@
+"""fp16's loss scale: large enough that small gradients do not vanish, small enough that none overflows.
+
+torch's ``GradScaler`` does the work. Its finding of overflows is the same on every rank: under DDP because
+all ranks hold the same gradients, and for shards because torch takes the maximum over the ranks when
+``unscale_`` meets DTensors.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchmuster.errors import Impossible
+from torchmuster.train.world import World
+
+_log = logging.getLogger("torchmuster.train")
+_ENOUGH_STEPS = 100  # a run begins with some skipped steps, until the scale is right
+_MANY_SKIPPED = 0.05
+
+
+def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse to train weights of 16 bits with a loss scale; those that are frozen do not matter."""
+    for one in parameters:
+        if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16):
+            raise Impossible(
+                f"precision fp16 with trained weights in {str(one.dtype).removeprefix('torch.')}",
+                why="its loss scale needs gradients in fp32: in 16 bits they cannot be brought back to "
+                "their size",
+                fix="keep the weights in fp32 (model.torch_dtype: float32), or take precision bf16 or "
+                "fp32",
+            )
+
+
+class LossScale:
+    """Scales losses, unscales gradients, adapts, and warns when fp16 does not suffice for this model."""
+
+    def __init__(self, world: World, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._world = world
+        self._scaler = scaler or torch.amp.GradScaler(world.device.type)
+        self._steps = 0
+        self._skipped = 0
+        self._warned: set[str] = set()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it goes into the backward."""
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients back to their size: before they are measured, clipped or applied."""
+        self._scaler.unscale_(optimizer)
+
+    def settle(self, applied: bool) -> bool:
+        """Adapt the scale after a step; say whether it was an overflow that a smaller scale can mend."""
+        before = 0.0 if applied else self._scaler.get_scale()
+        self._scaler.update()
+        self._steps += 1
+        if applied:
+            return False
+        self._skipped += 1
+        if self._world.is_first:
+            self._warn()
+        return before > 1.0
+
+    def _warn(self) -> None:
+        scale = self._scaler.get_scale()
+        if scale < 1.0:
+            self._once(
+                "scale",
+                f"fp16: the loss scale has fallen to {scale:g}: gradients are not finite even "
+                "unscaled, so a smaller scale cannot help; look for the cause in the data or the "
+                "model, lower the learning rate, or use bf16 or fp32",
+            )
+        if self._steps >= _ENOUGH_STEPS and self._skipped > _MANY_SKIPPED * self._steps:
+            self._once(
+                "skipped",
+                f"fp16: {self._skipped} of {self._steps} steps were skipped because gradients "
+                f"overflowed, which is more than {_MANY_SKIPPED:.0%} (the loss scale is {scale:g}); "
+                "lower the learning rate, clip gradients, or use bf16 or fp32",
+            )
+
+    def _once(self, name: str, text: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("%s", text)
+
+    def state(self) -> dict[str, Any]:
+        """Return the scale and what was counted, as plain JSON types."""
+        return {
+            "scaler": self._scaler.state_dict(),
+            "steps": self._steps,
+            "skipped": self._skipped,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._scaler.load_state_dict(state["scaler"])
+        self._steps, self._skipped = state["steps"], state["skipped"]

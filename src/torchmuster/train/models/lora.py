@@ -1,0 +1,112 @@
+"""LoRA through peft: small matrices are trained beside weights that stay as they are."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train.weights import whole_tensor
+from torchmuster.train.world import World
+
+INSTALL = "pip install 'torchmuster[lora]'"
+_ADAPTER = "default"  # peft's own name for the only one
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] | None = None,
+) -> Decision[nn.Module]:
+    """Freeze a model and put matrices of this rank beside the targets; only those are trained."""
+    peft = _peft()
+    chosen = _targets(model, targets)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules=chosen.value,
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+    )
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise Impossible(
+            f"LoRA finds none of its targets in the model: {', '.join(targets or ['any'])}",
+            why=f"its layers are called {', '.join(_names_of_layers(model)) or 'nothing it knows'}",
+            fix="give lora_targets with some of these",
+        ) from error
+    return Decision(value=adapted, reason=chosen.reason)
+
+
+def name_before(name: str) -> str | None:
+    """Return the name that a weight had before LoRA was added; None for LoRA's own."""
+    if ".lora_" in name:
+        return None
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def save_adapters(model: nn.Module, state: Mapping[str, Any], folder: Path, world: World) -> None:
+    """Write what was trained as peft reads it: ``PeftModel.from_pretrained(model, folder)``.
+
+    ``state`` is the model's, whole or sharded, and is gathered one matrix at a time. All ranks call this;
+    rank 0 writes.
+    """
+    from safetensors.torch import save_file
+
+    adapters: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if f".{_ADAPTER}." not in name:
+            continue
+        whole = whole_tensor(value)
+        if world.is_first:
+            adapters[name.replace(f".{_ADAPTER}", "")] = whole.detach().cpu().contiguous()
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        peft_config(model).save_pretrained(folder)
+
+
+def peft_config(model: nn.Module) -> Any:
+    """Return how peft has adapted a model, whatever it was wrapped in since; None if it has not."""
+    for module in model.modules():
+        adapters: Any = getattr(module, "peft_config", None)
+        if adapters is not None:
+            return adapters[_ADAPTER]
+    return None
+
+
+def _targets(model: nn.Module, asked: Sequence[str] | None) -> Decision[list[str] | str]:
+    if asked is not None:
+        return Decision(value=list(asked), reason=f"LoRA beside {', '.join(asked)}, as asked")
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in KNOWN:
+        names = list(KNOWN[kind])
+        return Decision(
+            value=names, reason=f"LoRA beside {', '.join(names)}: what peft has for {kind} models"
+        )
+    return Decision(
+        value="all-linear",
+        reason="LoRA beside every linear layer: peft has no targets for this kind of model",
+    )
+
+
+def _names_of_layers(model: nn.Module) -> list[str]:
+    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise Impossible(
+            "LoRA needs peft, which is not installed", why=str(error), fix=INSTALL
+        ) from error
+    return peft

@@ -1,0 +1,11 @@
+"""The names people gave to parts of their model, without what wrappers add to them."""
+
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}  # recomputation, torch.compile
+
+
+def own_name(name: str) -> str:
+    """Return a parameter's or module's name as it is in the model that was written."""
+    parts = name.split(".")
+    if parts[0] == "module":  # DDP's
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPERS)

@@ -1,0 +1,142 @@
+"""The number types of a training run, as a value that is passed in."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.world import World
+
+Name = Literal["fp32", "bf16", "fp16"]
+
+_TENSOR_CORES = (7, 0)  # older NVIDIA cards compute fp16 no faster than fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What is computed in which number type; weights and their updates stay as the model has them."""
+
+    name: Name
+    compute: torch.dtype
+    needs_scaler: bool
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Compute in this precision what can be, inside the ``with``."""
+        if self.compute is torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute)
+
+
+FP32 = Precision(name="fp32", compute=torch.float32, needs_scaler=False)
+BF16 = Precision(name="bf16", compute=torch.bfloat16, needs_scaler=False)
+FP16 = Precision(name="fp16", compute=torch.float16, needs_scaler=True)
+PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, BF16, FP16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a rank computes on, as far as number types go."""
+
+    kind: str  # torch's device type: cpu, cuda, xpu …
+    name: str
+    has_bf16: bool
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's cards only
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.name
+        major, minor = self.compute_capability
+        return f"{self.name} (Compute {major}.{minor})"
+
+
+def cards(world: World) -> list[Card]:
+    """Return what each rank computes on; all ranks call it."""
+    return [
+        Card(
+            kind=said["kind"],
+            name=said["name"],
+            has_bf16=said["has_bf16"],
+            compute_capability=said["capability"] and tuple(said["capability"]),
+        )
+        for said in tell_all(_look(world.device), world)
+    ]
+
+
+def _look(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"kind": "cpu", "name": "CPU", "has_bf16": True, "capability": None}
+    if device.type == "cuda":
+        nvidia = torch.version.hip is None
+        return {
+            "kind": "cuda",
+            "name": torch.cuda.get_device_name(device),
+            # Emulated bf16 is slower than fp32.
+            "has_bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+            "capability": torch.cuda.get_device_capability(device) if nvidia else None,
+        }
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
+    return {
+        "kind": device.type,
+        "name": device.type,
+        "has_bf16": bool(supported()),
+        "capability": None,
+    }
+
+
+def choose(asked: str, of_ranks: Sequence[Card]) -> Decision[Precision]:
+    """Choose one precision for all ranks: the weakest card decides, and is named."""
+    if asked == "auto":
+        return _automatic(of_ranks)
+    if asked not in PRECISIONS:
+        raise Impossible(
+            f"precision {asked!r} is not known", fix=f"use auto, {', '.join(PRECISIONS)}"
+        )
+    without = _first_without_bf16(of_ranks)
+    if asked == "bf16" and without is not None:
+        raise Impossible(
+            f"precision bf16 was asked for, but {_named(without, of_ranks)} has no bf16",
+            why="all ranks use one type",
+            fix="precision auto or fp16, or leave that card out",
+        )
+    return Decision(value=PRECISIONS[asked], reason=f"{asked}: it was asked for")
+
+
+def _automatic(of_ranks: Sequence[Card]) -> Decision[Precision]:
+    for rank, card in enumerate(of_ranks):
+        if card.kind == "cpu":
+            return Decision(
+                value=FP32,
+                reason="fp32: the ranks compute on CPUs, which seldom gain from bf16"
+                if all(one.kind == "cpu" for one in of_ranks)
+                else f"fp32: rank {rank} computes on a CPU; all ranks use one type",
+            )
+    without = _first_without_bf16(of_ranks)
+    if without is None:
+        every = sorted({str(card) for card in of_ranks})
+        return Decision(
+            value=BF16, reason=f"bf16: every card has it ({', '.join(every)}); no loss scale needed"
+        )
+    for rank, card in enumerate(of_ranks):
+        if card.compute_capability is not None and card.compute_capability < _TENSOR_CORES:
+            return Decision(
+                value=FP32,
+                reason=f"fp32: {_named(rank, of_ranks)} has no bf16 and no fast fp16; "
+                "all ranks use one type",
+            )
+    return Decision(
+        value=FP16,
+        reason=f"fp16: {_named(without, of_ranks)} has no bf16; all ranks use one type",
+    )
+
+
+def _first_without_bf16(of_ranks: Sequence[Card]) -> int | None:
+    return next((rank for rank, card in enumerate(of_ranks) if not card.has_bf16), None)
+
+
+def _named(rank: int, of_ranks: Sequence[Card]) -> str:
+    return f"rank {rank}'s {of_ranks[rank]}"

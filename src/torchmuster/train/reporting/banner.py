@@ -1,0 +1,127 @@
+"""What a run says before its first step: one screen on what will be computed, where and why so."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from torchmuster.train.assembly import portions_of
+from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.step import Loader
+from torchmuster.train.world import World
+
+_LONGEST_WARM_UP = 100_000  # a curve that rises for longer is not called one
+
+
+def banner(
+    world: World,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    strategy: str,
+    precision: str,
+    schedule: LRScheduler | None = None,
+    seed: int | None = None,
+) -> str:
+    """Return the lines; ``strategy`` and ``precision`` are names with the reason for them.
+
+    ``seed`` is that of the first weights, where they are drawn here.
+    """
+    portions = portions_of(loader)
+    drawn = "" if seed is None else f", drawn with seed {seed}"
+    rows = [
+        ("model", _model(model) + drawn),
+        ("ranks", _ranks(world)),
+        ("batch", f"{batch_line(portions, world)}; {_rate(optimizer, schedule)}"),
+        ("data", _data(loader, portions)),
+        ("strategy", strategy),
+        ("precision", precision),
+    ]
+    return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _model(model: nn.Module) -> str:
+    module = getattr(model, "module", model)  # DDP holds the model itself there
+    name = type(module).__name__.removeprefix("FSDP")
+    parameters = list(model.parameters())
+    types = {str(one.dtype).removeprefix("torch."): None for one in parameters}
+    total = sum(one.numel() for one in parameters)
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    text = f"{name}, {total:,} parameters in {' and '.join(types)}"
+    if trained == total:
+        return f"{text}, all of them trained"
+    return f"{text}, {trained:,} of them trained ({trained / total:.1%})"
+
+
+def _ranks(world: World) -> str:
+    nodes = -(-world.world_size // world.local_world_size)
+    machines = "" if nodes == 1 else f" on {nodes} machines"
+    if world.world_size == 1:
+        return f"1 rank, on {_device(world.device)}"
+    count = f"{world.world_size} ranks"
+    return f"{count}{machines}, each on {_device(world.device)}, talking over {world.backend}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
+    if device.type == "cuda":
+        return f"a GPU ({torch.cuda.get_device_name(device)})"
+    return f"a device of type {device.type}"
+
+
+def batch_line(portions: Portions | None, world: World) -> str:
+    """Say how a step's samples come together."""
+    if portions is None:
+        return "as large as the loader gives it"
+    each, several = ("rank", "ranks") if world.device.type == "cpu" else ("GPU", "GPUs")
+    return _product(portions.micro_batch_sizes, portions, each, several)
+
+
+def _product(sizes: Sequence[int], portions: Portions, each: str, several: str) -> str:
+    rounds, whole = portions.rounds, portions.global_batch_size
+    if len(set(sizes)) == 1:
+        text = f"{sizes[0]} per {each} x {len(sizes)} {each if len(sizes) == 1 else several}"
+    else:
+        text = f"{' + '.join(map(str, sizes))} per round"
+    text += f" x {rounds} accumulation"
+    if sum(sizes) * rounds == whole:
+        return f"{text} = {whole} per step"
+    return f"at most {text}: {whole} per step"
+
+
+def _rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> str:
+    # A schedule keeps what was given, and has already changed the rate to that of its first step.
+    given = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+    text = f"LR {' and '.join(f'{rate:g}' for rate in sorted(given))} unchanged"
+    steps = _warm_up(schedule)
+    return f"{text} by the batch, warm-up over {steps} steps" if steps else text
+
+
+def _warm_up(schedule: LRScheduler | None) -> int:
+    """Return for how many steps a schedule's rate rises at first; 0 where it does not, or cannot tell."""
+    if not isinstance(schedule, LambdaLR):
+        return 0
+    factor = schedule.lr_lambdas[0]
+    last = next((n for n in range(_LONGEST_WARM_UP) if factor(n + 1) <= factor(n)), 0)
+    return last + 1 if last else 0
+
+
+def _data(loader: Loader, portions: Portions | None) -> str:
+    steps = loader.steps_in_epoch()
+    told: dict[str, Any] = loader.state()
+    text = f"{type(loader).__name__}, "
+    if steps is None:
+        text += "as many steps as there are"
+    else:
+        text += f"{steps:,} step{'' if steps == 1 else 's'} an epoch"
+    if "seed" in told:
+        text += f", seed {told['seed']}"
+    if portions is not None and told.get("size", math.inf) < portions.global_batch_size:
+        text += f"; there are {told['size']} samples, so a step has no more"
+    return text

@@ -1,0 +1,150 @@
+"""How long a step waits for communication that no computing hides.
+
+Communication that runs while the backward still computes costs nothing; only the rest counts here. It
+includes waiting for slower ranks. Where it cannot be told cheaply and truly, the answer is None.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchmuster.train.world import World
+
+
+class Communication(Protocol):
+    """Measures communication of one model."""
+
+    def exposed_s(self, steps: int) -> float | None:
+        """Return the seconds that the last so many steps waited, since the previous call."""
+        ...
+
+
+def communication_of(model: nn.Module, world: World) -> Communication:
+    """Return what can measure this model's communication."""
+    if world.world_size == 1:
+        return _Nobody()
+    if isinstance(model, DistributedDataParallel):
+        return _DdpTimes(model)
+    if _can_time_fsdp(model, world):
+        return _FsdpTimes(model)
+    return _Unknown()
+
+
+class _Nobody:
+    def exposed_s(self, steps: int) -> float | None:
+        return 0.0
+
+
+class _Unknown:
+    """On accelerators FSDP waits in streams, which only a profiler sees."""
+
+    def exposed_s(self, steps: int) -> float | None:
+        return None
+
+
+class _DdpTimes:
+    """Takes what DDP measures by itself, in its first 10 iterations and in every 10th later on.
+
+    There is no public way to it; timing from outside would need a hook on every parameter.
+    """
+
+    _EVERY = 10
+    _ENOUGH = 5  # one iteration alone may have been disturbed, and would be taken for all
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        model._set_ddp_runtime_logging_sample_rate(self._EVERY)  # type: ignore[no-untyped-call]
+        self._model = model
+        self._measured = 0  # iterations that DDP has measured so far
+        self._sum_ns = 0  # of what they waited
+        self._mean_s: float | None = None
+
+    def exposed_s(self, steps: int) -> float | None:
+        said = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        iteration = int(said.get("iteration", 0))
+        measured = iteration if iteration <= 10 else 9 + iteration // self._EVERY
+        if "avg_backward_comm_time" not in said:
+            return None
+        if measured - self._measured >= self._ENOUGH:
+            # DDP tells the average since the start; the sums' difference is that of the steps since.
+            hidden_ns = int(said["avg_backward_compute_comm_overlap_time"])
+            sum_ns = (int(said["avg_backward_comm_time"]) - hidden_ns) * measured
+            self._mean_s = max(0.0, (sum_ns - self._sum_ns) / (measured - self._measured) / 1e9)
+            self._measured, self._sum_ns = measured, sum_ns
+        return None if self._mean_s is None else self._mean_s * steps
+
+
+class _FsdpTimes:
+    """Times FSDP's collectives on the CPU, where each one is waited for in the place that asks for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._gather = _TimedAllGather()
+        self._scatter = _TimedReduceScatter()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(self._gather)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(self._scatter)  # type: ignore[arg-type]
+
+    def exposed_s(self, steps: int) -> float | None:
+        waited_s = self._gather.waited_s + self._scatter.waited_s
+        self._gather.waited_s = self._scatter.waited_s = 0.0
+        return waited_s
+
+
+class _Timed:
+    """What FSDP asks of a collective of one's own: room for its result, and the call."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _TimedAllGather(_Timed):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        begun = time.perf_counter()
+        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        self.waited_s += time.perf_counter() - begun
+        return work
+
+
+class _TimedReduceScatter(_Timed):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        begun = time.perf_counter()
+        work = dist.reduce_scatter_single(
+            output_tensor, input_tensor, group=group, op=op, async_op=async_op
+        )
+        self.waited_s += time.perf_counter() - begun
+        return work
+
+
+def _can_time_fsdp(model: nn.Module, world: World) -> bool:
+    if not isinstance(model, FSDPModule) or world.device.type != "cpu":
+        return False
+    if not hasattr(dist, "all_gather_single"):
+        return False  # an older torch, where FSDP takes no collectives of one's own
+    # With copies of shards gradients are also averaged over these, where no timer reaches.
+    meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
+    return all(mesh.ndim == 1 for mesh in meshes)

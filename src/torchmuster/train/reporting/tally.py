@@ -1,0 +1,298 @@
+"""What is summed between two lines of a run, and how all ranks turn it into one record.
+
+Nothing here talks to another rank or waits for the device until a record is made.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.train.agreement import tell_all, totals
+from torchmuster.train.data.starvation import advice
+from torchmuster.train.reporting.communication import Communication
+from torchmuster.train.reporting.step_line import StepRecord, verdict
+from torchmuster.train.world import World
+
+_FOLD_AT = 1000  # losses are kept as they come; so many at most
+
+
+class Tally:
+    """Sums losses, counts and times of this rank since the last record.
+
+    The clock knows what the process does: it waits for data from :meth:`wait` to :meth:`work`.
+    """
+
+    def __init__(
+        self, world: World, communication: Communication, *, workers: int | None = None
+    ) -> None:
+        """Begin; ``workers`` are those of the loader, if it can tell."""
+        self._world = world
+        if workers is not None:
+            cores, ranks = usable_cores().value, world.local_world_size
+            self._data_fix = advice(workers=workers, cores=cores, ranks=ranks)
+        else:
+            self._data_fix = "more loader workers"
+        self._communication = communication
+        # As they came: a mean over samples, or a total and its count.
+        self._losses: list[tuple[torch.Tensor, int, int | torch.Tensor | None]] = []
+        self._certain = 0  # those of steps that were applied
+        self._counts_items = False
+        self.elapsed_s = 0.0  # by rank 0's clock, up to the last record: the same on all ranks
+        self._clear()
+        self.begin()
+
+    def _clear(self) -> None:
+        self._loss_parts: list[float] = []  # whose sum is exact
+        self._loss_count = 0.0
+        self.samples = 0
+        self.steps = 0
+        # Of a run that this one goes on from: they say nothing of this one's speed.
+        self._steps_before = 0
+        self._samples_before = 0
+        self._items_before = 0.0
+        self.skipped = 0
+        self.data_s = 0.0
+        self.checkpoint_s = 0.0
+        self.evaluation_s = 0.0
+
+    def begin(self) -> None:
+        """Start the clock; what was summed before counts for the losses, not for the speed."""
+        del self._losses[self._certain :]  # of a step that was left in the middle
+        self._fold()
+        self._certain = 0
+        self._steps_before += self.steps
+        self._samples_before += self.samples
+        self._items_before = self._loss_count
+        self.samples = self.steps = 0
+        self.data_s = self.checkpoint_s = self.evaluation_s = 0.0
+        self._is_first = True
+        self._begun = time.perf_counter()
+        self.elapsed_s = 0.0
+
+    @property
+    def unreported(self) -> int:
+        """How many steps came since the last record, in whatever run; the same on all ranks."""
+        return self.steps + self._steps_before
+
+    @property
+    def has_any(self) -> bool:
+        """Whether something was summed since the last record, by whatever run."""
+        return self.unreported > 0
+
+    def wait(self) -> None:
+        """Note that from now on this rank waits for data."""
+        self._waits_since = time.perf_counter()
+
+    def work(self) -> None:
+        """Note that the data is there."""
+        self.data_s += time.perf_counter() - self._waits_since
+
+    def add(self, loss: torch.Tensor, samples: int, count: int | torch.Tensor | None) -> None:
+        """Add a micro-batch: the mean loss of its samples, or with ``count`` the total over items."""
+        if samples:
+            self.samples += samples
+            self._losses.append((loss.detach(), samples, count))
+
+    def end_step(self, *, applied: bool) -> None:
+        """Count a step; losses of one that was skipped are forgotten."""
+        self.steps += 1
+        if not applied:
+            self.skipped += 1
+            del self._losses[self._certain :]
+        elif len(self._losses) >= _FOLD_AT:
+            self._fold()
+        self._certain = len(self._losses)
+
+    def _fold(self) -> None:
+        """Add the losses up, and let go of their tensors.
+
+        Exactly, since saving adds up as well: when that was must not show in the last digit of a mean.
+        """
+        if not self._losses:
+            return
+        losses = torch.stack([loss.reshape(()) for loss, _, _ in self._losses]).tolist()
+        counts = [samples if count is None else count for _, samples, count in self._losses]
+        if self._losses[0][2] is None:
+            samples = [samples for _, samples, _ in self._losses]
+            losses = [loss * number for loss, number in zip(losses, samples, strict=True)]
+        else:
+            self._counts_items = True
+        for loss in losses:
+            _add_exactly(self._loss_parts, loss)
+        self._loss_count += sum(one for one in counts if not isinstance(one, torch.Tensor))
+        on_device = [one for one in counts if isinstance(one, torch.Tensor)]
+        if on_device:  # read at once: each one alone would wait for the device
+            self._loss_count += sum(torch.stack([one.reshape(()) for one in on_device]).tolist())
+        self._losses.clear()
+
+    def record(
+        self, *, step: int, epoch: int, learning_rate: float, norm: float | None
+    ) -> StepRecord:
+        """Make one record of all ranks' sums (a collective), and begin anew."""
+        world = self._world
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize(world.device)
+        self._fold()
+        ended = time.perf_counter()
+        wall_s = ended - self._begun
+        waited_s = self._communication.exposed_s(self.steps)
+        sums = [math.fsum(self._loss_parts), self._loss_count, self.samples]
+        sums += [self._samples_before, self._items_before]
+        # Each rank has a place of its own in these, so that all ranks read the very same numbers.
+        own = [
+            wall_s,
+            self.data_s,
+            float("nan") if waited_s is None else waited_s,
+            _memory_peak(world),
+        ]
+        places = [[0.0] * world.world_size for _ in own]
+        for place, number in zip(places, own, strict=True):
+            place[world.global_rank] = number
+        told = totals(sums + [number for place in places for number in place], world)
+        (loss_sum, loss_count, samples, samples_before, items_before), rest = told[:5], told[5:]
+        size = world.world_size
+        walls, datas, waits, peaks = (rest[i * size : (i + 1) * size] for i in range(len(own)))
+        record = self._as_record(
+            _Together(
+                loss=loss_sum / loss_count if loss_count else None,
+                samples=round(samples + samples_before),
+                new_samples=round(samples),
+                new_items=loss_count - items_before if self._counts_items else None,
+                wall_s=walls[0],
+                data_shares=[_share(one, wall) for one, wall in zip(datas, walls, strict=True)],
+                waits=[_share(one, wall) for one, wall in zip(waits, walls, strict=True)],
+                peak_bytes=round(max(peaks)),
+            ),
+            step=step,
+            epoch=epoch,
+            learning_rate=learning_rate,
+            norm=norm,
+        )
+        self._clear()
+        self._certain = 0
+        self._is_first = False
+        self._begun = ended
+        self.elapsed_s += walls[0]
+        return record
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return each rank's sums since the last record (a collective), as plain JSON types."""
+        self._fold()
+        self._certain = 0
+        own = {
+            "losses": self._loss_parts,
+            "count": self._loss_count,
+            "samples": self.samples + self._samples_before,
+            "steps": self.steps + self._steps_before,
+            "skipped": self.skipped,
+            "counts_items": self._counts_items,
+        }
+        return tell_all(own, self._world)
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on from sums; where there are other ranks now, the first one has them all."""
+        mine = state if self._world.is_first else []
+        if len(state) == self._world.world_size:
+            mine = [state[self._world.global_rank]]
+        self._loss_parts = [part for one in mine for part in one["losses"]]
+        self._loss_count = self._items_before = sum(one["count"] for one in mine)
+        self._samples_before = sum(one["samples"] for one in mine)
+        self._steps_before, self.skipped = state[0]["steps"], state[0]["skipped"]  # all do the same
+        self._counts_items = any(one["counts_items"] for one in state)
+
+    def _as_record(
+        self,
+        together: "_Together",
+        *,
+        step: int,
+        epoch: int,
+        learning_rate: float,
+        norm: float | None,
+    ) -> StepRecord:
+        wall_s = together.wall_s
+        data = _mean(together.data_shares)
+        checkpoint = _share(self.checkpoint_s, wall_s)
+        evaluation = _share(self.evaluation_s, wall_s)
+        rest = max(0.0, 1.0 - data - checkpoint - evaluation)
+        measured = all(one == one for one in together.waits)
+        # DDP measures some steps only, so its figures are held against what is left of the time.
+        communication = min(_mean(together.waits), rest) if measured else None
+        waits = [
+            min(one, max(0.0, 1.0 - its_data - checkpoint - evaluation))
+            for one, its_data in zip(together.waits, together.data_shares, strict=True)
+        ]
+        return StepRecord(
+            step=step,
+            epoch=epoch,
+            loss=together.loss,
+            learning_rate=learning_rate,
+            gradient_norm=norm,
+            samples=together.samples,
+            samples_per_s=together.new_samples / wall_s,
+            tokens_per_s=None if together.new_items is None else together.new_items / wall_s,
+            step_s=wall_s / self.steps if self.steps else wall_s,
+            data_share=data,
+            compute_share=rest - (communication or 0.0),
+            communication_share=communication,
+            checkpoint_share=checkpoint,
+            evaluation_share=evaluation,
+            skipped_steps=self.skipped,
+            memory_peak_bytes=together.peak_bytes,
+            # The first record is of a first step, when processes start and much is made only once.
+            verdict=""
+            if self._is_first
+            else verdict(
+                data_shares=together.data_shares,
+                communication_shares=waits if measured else None,
+                checkpoint_share=checkpoint,
+                data_fix=self._data_fix,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Together:
+    """What all ranks told."""
+
+    loss: float | None
+    samples: int
+    new_samples: int  # those that this run has computed itself
+    new_items: float | None
+    wall_s: float  # of rank 0
+    data_shares: list[float]
+    waits: list[float]
+    peak_bytes: int
+
+
+def _add_exactly(parts: list[float], number: float) -> None:
+    """Add a number to a sum that is kept as parts of different size, none of whose digits is lost."""
+    kept = 0
+    for part in parts:
+        large, small = (number, part) if abs(number) >= abs(part) else (part, number)
+        number = large + small
+        if (rest := small - (number - large)) and math.isfinite(number):
+            parts[kept] = rest
+            kept += 1
+    parts[kept:] = [number]
+
+
+def _memory_peak(world: World) -> int:
+    if world.device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return torch.accelerator.max_memory_allocated(world.device)
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return part_s / whole_s if whole_s > 0 else 0.0
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

@@ -1,0 +1,276 @@
+"""A request to end, made by a signal to any one rank, that all ranks follow after the same step.
+
+::
+
+    with StopRequest(world) as stop:
+        for step in steps:
+            train(step)
+            if stop.due(step):      # the same answer on every rank
+                save()
+                raise StoppedAtRequest(step, stop.words)
+
+No collective is needed, and nothing is exchanged while nobody asks. A thread of each rank waits at the store
+that the group met at. Whoever gets the signal writes a request there; every thread answers with the
+number of steps that its loop has done; the step after the highest of them is where all end. A request that
+not all ranks have answered in time is dropped by all of them, and the next signal asks again.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from torchmuster.errors import ExitCode
+from torchmuster.launch.agent import GRACE_VARIABLE
+from torchmuster.train import neighbours
+from torchmuster.train.signal_reader import SignalReader
+from torchmuster.train.world import World
+
+# Ctrl-C; what schedulers end processes with; what they warn of the end with.
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+_WISHES = ("SIGUSR1",)  # a process that cannot follow these may go on
+# In the place of a request: the training ended by itself, on its last step or by an error.
+_OVER, _FAILED = "over", "failed"
+_NEVER = "never"  # in the place of a step: not all ranks have answered
+_VERY_LONG = timedelta(days=20)  # more milliseconds would not fit where torch puts them
+# Threads answer within milliseconds, unless something keeps Python from running (a C extension). Who was
+# told to end is killed soon after; who was only warned has time.
+_USUAL_GRACE_S, _TO_ANSWER = 30.0, 0.8
+_WISHES_ARE_ANSWERED_WITHIN_S = 6 * 3600.0
+_LOOK_EVERY_S = 0.5
+_LEAVE_WITHIN_S, _LEAVE_ALL_WITHIN_S = 2.0, 7.0
+# One Ctrl-C may arrive twice, from the terminal and from torchrun.
+_SECOND_AFTER_S = 0.5
+
+
+class StoppedAtRequest(SystemExit):
+    """Ends the process with exit code 75, which means: saved, start it again to go on.
+
+    It is no error, and Python prints nothing. Its three parts are for whoever launched the process.
+    """
+
+    def __init__(self, step: int, words: str) -> None:
+        super().__init__(int(ExitCode.SAVED))
+        self.step = step
+        self.what = f"saved at step {step} at a request to end ({words})"
+        self.why = ""
+        self.fix = "start it again to go on from there"
+
+
+class StopRequest:
+    """Hears signals and the other ranks' requests while it is open; all ranks open it equally often.
+
+    Signals are heard only where it is opened by the main thread. SIGTERM and SIGUSR1 may come several times,
+    as schedulers send them to every process; a second Ctrl-C ends the process at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._done = 0
+        self._agreement: _Agreement | None = None  # there is one while a request is followed
+        self._round = 0  # of requests, counted by all ranks alike
+        self._words = ""
+        self._heard: dict[str, float] = {}
+        self._last_word: str | None = None  # of one that leaves
+        self._store: PrefixStore | None = None
+        self._is_gone = False  # the store
+        self._threads: list[threading.Thread] = []
+        self._signals: SignalReader | None = None
+
+    def due(self, step: int) -> bool:
+        """Say whether to save and end now that ``step`` steps are done; call it after each of them."""
+        # In this order: who has not seen a request here has said beforehand how far it is.
+        self._done = step
+        agreement = self._agreement
+        return agreement is not None and agreement.is_due(step)
+
+    @property
+    def words(self) -> str:
+        """Who asked: ``SIGUSR1 to rank 1``; empty while nobody did."""
+        return self._words
+
+    # ---- opening and closing
+
+    def __enter__(self) -> "StopRequest":
+        if self._world.world_size > 1:
+            # There is no public way to the store; a second one would need a port that all know.
+            store = PrefixStore("torchmuster/stop", _get_default_store())
+            visit = store.add(f"visits/{self._world.global_rank}", 1)
+            self._store = PrefixStore(f"{visit}", store)
+            self._store.set(f"address/{self._world.global_rank}", neighbours.address())
+            # A connection of its own: the thread's waiting would keep all others from the store.
+            self._start("stop-request", self._follow, _connected_anew(self._store))
+        if threading.current_thread() is threading.main_thread():
+            self._signals = SignalReader(_SIGNALS)
+            self._start("stop-signals", self._signals.read, self._signalled)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._signals is not None:
+            self._signals.close()
+            if isinstance(error, StoppedAtRequest):
+                _ignore_wishes()  # it is on its way out, and may be warned once more
+        self._last_word = _OVER if error is None else _FAILED
+        # It lets the threads of all ranks end, this one's too.
+        self._put_request(self._last_word)
+        # Who has just asked needs this rank's answer, unless this rank has failed.
+        patience_s = _LEAVE_ALL_WITHIN_S if error is None else _LEAVE_WITHIN_S
+        until = time.monotonic() + patience_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _start(self, name: str, work: Any, argument: Any) -> None:
+        thread = threading.Thread(target=work, args=(argument,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # ---- what the threads do
+
+    def _signalled(self, name: str) -> None:
+        """Turn a signal into a request of all ranks."""
+        now = time.monotonic()
+        first = self._heard.setdefault(name, now)
+        if name == "SIGINT" and now - first > _SECOND_AFTER_S:
+            os._exit(ExitCode.INTERRUPTED)
+        if first != now:
+            return
+        words = f"{name} to rank {self._world.global_rank}"
+        if self._store is None:
+            self._agreement, self._words = _Agreement(), words
+            self._agreement.settle(0)
+        elif self._put_request(words, by_a_thread=True) == _FAILED:
+            self._cannot_follow()
+
+    def _put_request(self, words: str, *, by_a_thread: bool = False) -> str:
+        """Write a request unless there is one; return what is there then."""
+        if self._store is None or self._is_gone:
+            return _FAILED
+        try:
+            # The loop may be waiting for something else at its own connection.
+            store = _connected_anew(self._store) if by_a_thread else self._store
+            return str(store.compare_set(f"{self._round}/request", "", words).decode())
+        except RuntimeError:  # torch's errors of stores
+            return _FAILED
+
+    def _follow(self, store: Store) -> None:
+        """Follow requests until there is one that all ranks have answered, or no more can come."""
+        for self._round in itertools.count():
+            agreement = _Agreement()
+            try:
+                answered = self._answer(PrefixStore(f"{self._round}", store), agreement)
+            except RuntimeError:  # rank 0 has gone, and the store with it
+                self._is_gone, answered = True, _NEVER
+            if answered != _NEVER:
+                return
+            self._agreement, self._words = None, ""
+            agreement.settle(None)
+            if self._last_word is None:
+                self._cannot_follow()
+            self._heard.clear()
+            if self._is_gone:
+                return
+
+    def _answer(self, store: PrefixStore, agreement: "_Agreement") -> str:
+        """Wait for a request, answer it, and find out where all ranks end."""
+        if self._last_word is not None:
+            store.compare_set("request", "", self._last_word)
+        while not store.check(["request"]):
+            with contextlib.suppress(torch.distributed.DistStoreError):  # the time is up
+                store.wait(["request"], _VERY_LONG)
+        words = store.get("request").decode()
+        if words in (_OVER, _FAILED):
+            return words
+        self._agreement = agreement  # before it is said how far this rank is: see due()
+        store.set(f"done/{self._world.global_rank}", str(self._done))
+        if store.add("answers", 1) == self._world.world_size:
+            ranks = range(self._world.world_size)
+            answers = store.multi_get([f"done/{rank}" for rank in ranks])
+            store.compare_set("end", "", str(1 + max(int(answer) for answer in answers)))
+        end = self._end_from(store, words)
+        if end != _NEVER:
+            self._words = words
+            agreement.settle(int(end))
+        return end
+
+    def _end_from(self, store: PrefixStore, words: str) -> str:
+        """Return where all end; that they do not is agreed on as well."""
+        asked_s, pause_s = time.monotonic(), 0.002
+        while not store.check(["end"]):
+            if self._is_in_vain(store) or time.monotonic() > self._answered_until(asked_s, words):
+                store.compare_set("end", "", _NEVER)
+            else:  # torch warns of each waiting at the store that comes to nothing
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+        return store.get("end").decode()
+
+    def _is_in_vain(self, store: PrefixStore) -> bool:
+        """Say whether this rank has failed, or one that has not answered is known to be dead."""
+        if self._last_word == _FAILED:
+            return True
+        first = self._world.global_rank - self._world.local_rank
+        here = range(first, first + self._world.local_world_size)
+        silent = [f"address/{rank}" for rank in here if not store.check([f"done/{rank}"])]
+        visit = store.underlying_store
+        addresses = [visit.get(key).decode() for key in silent if visit.check([key])]
+        return any(neighbours.has_died(address) for address in addresses)
+
+    def _answered_until(self, asked_s: float, words: str) -> float:
+        """Return when it is too late for answers; a demand may follow on a wish."""
+        grace_s = _demands_are_answered_within_s()
+        told = [heard_s + grace_s for name, heard_s in self._heard.items() if name not in _WISHES]
+        is_wish = words.partition(" ")[0] in _WISHES
+        patience_s = _WISHES_ARE_ANSWERED_WITHIN_S if is_wish else grace_s
+        return min([asked_s + patience_s, *told])
+
+    def _cannot_follow(self) -> None:
+        """Do what was asked of this process alone: the others are gone, so nothing can be saved."""
+        demands = [name for name in self._heard if name not in _WISHES]
+        if demands:
+            os._exit(128 + signal.Signals[demands[0]])
+
+
+class _Agreement:
+    """What the ranks agree on at one request: the step after which all end, or that none does."""
+
+    def __init__(self) -> None:
+        self._settled = threading.Event()
+        self._end_at: int | None = None
+
+    def settle(self, end_at: int | None) -> None:
+        self._end_at = end_at
+        self._settled.set()
+
+    def is_due(self, step: int) -> bool:
+        # It depends on threads alone, all of which answer or are given up.
+        self._settled.wait()
+        return self._end_at is not None and step >= self._end_at
+
+
+def _demands_are_answered_within_s() -> float:
+    """Return nearly all of the time until this process is killed; some is left for saving."""
+    with contextlib.suppress(KeyError, ValueError):
+        return _TO_ANSWER * float(os.environ[GRACE_VARIABLE])
+    return _TO_ANSWER * _USUAL_GRACE_S
+
+
+def _connected_anew(store: PrefixStore) -> Store:
+    return cast(Store, cast(Any, store).clone())  # torch's own description does not have it
+
+
+def _ignore_wishes() -> None:
+    for name in _WISHES:
+        if hasattr(signal, name):
+            signal.signal(signal.Signals[name], signal.SIG_IGN)

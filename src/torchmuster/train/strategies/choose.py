@@ -1,0 +1,170 @@
+"""Which strategy a model needs here, with the reason; and making it by its name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from torchmuster.decision import Decision
+from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT, USABLE_SHARE
+from torchmuster.devices.readers import cpu
+from torchmuster.errors import Impossible
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.world import World
+from torchmuster.units import format_bytes
+
+Name = Literal["single", "ddp", "fsdp"]
+_STRATEGIES: Mapping[str, str] = MappingProxyType(
+    {
+        "single": "torchmuster.train.strategies.single:Single",
+        "ddp": "torchmuster.train.strategies.ddp:Ddp",
+        "fsdp": "torchmuster.train.strategies.fsdp:Fsdp",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a model takes in training, beside activations."""
+
+    parameter_bytes: int
+    trained_bytes: int  # of parameters that have a gradient and AdamW's two moments
+
+    @property
+    def states_bytes(self) -> int:
+        """All parameters, and what each trained one brings along."""
+        return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """Measure a model; it may be without memory still."""
+    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
+    return Sizes(
+        parameter_bytes=sum(size for size, _ in sizes),
+        trained_bytes=sum(size for size, trained in sizes if trained),
+    )
+
+
+def memory_of_each_rank(world: World) -> int | None:
+    """Return the memory of the rank that has least; None if one cannot tell. All ranks must ask.
+
+    Ranks on the CPUs of one machine share its memory.
+    """
+    told = tell_all(_memory_bytes(world), world)
+    return None if None in told else min(told)
+
+
+def _memory_bytes(world: World) -> int | None:
+    if world.device.type == "cpu":
+        total = cpu.read().total_bytes
+        return None if total is None else total // world.local_world_size
+    try:
+        _, total = torch.accelerator.get_memory_info(world.device)
+    except (AttributeError, RuntimeError, NotImplementedError):  # an older torch, or another device
+        return None
+    return int(total)
+
+
+def choose(
+    asked: Literal["auto", "single", "ddp", "fsdp"],
+    *,
+    ranks: int,
+    sizes: Sizes,
+    memory_bytes: int | None,
+    sharding: Sharding | None = None,
+) -> Decision[Name]:
+    """Choose how to spread a model: as asked, else the simplest way that has room for it.
+
+    ``memory_bytes`` is what the rank with the least memory has; None if that is not known. ``sharding`` is
+    what was asked for with fsdp, None if nothing was.
+    """
+    if asked == "single" and ranks > 1:
+        raise Impossible(
+            f"asked for strategy single with {ranks} ranks",
+            why="each would train a model of its own",
+            fix="start one process, or take ddp, fsdp or auto",
+        )
+    if sharding is not None and sharding.kind == "no_shard":
+        _refuse_options_of_fsdp("no_shard", sharding.cpu_offload or sharding.shard_size is not None)
+        return Decision(value="ddp", reason="ddp: it is what no_shard means, a copy on each rank")
+    if asked in ("single", "ddp"):
+        _refuse_options_of_fsdp(asked, sharding is not None)
+    if asked != "auto":
+        return Decision(value=asked, reason=f"{asked}: asked for")
+    if sharding is not None and (ranks > 1 or sharding.cpu_offload):
+        return Decision(
+            value="fsdp", reason=f"fsdp: {_asked_of_fsdp(sharding)} is a way of sharding"
+        )
+    if ranks == 1:
+        return Decision(value="single", reason="single: there is one rank")
+    return _by_room(ranks, sizes.states_bytes, memory_bytes)
+
+
+def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decision[Name]:
+    states = f"the model's states take {format_bytes(states_bytes)}"
+    if memory_bytes is None:
+        return Decision(
+            value="ddp",
+            reason=f"ddp: {states}, and how much memory each rank has cannot be read here; take fsdp "
+            "if they do not fit",
+        )
+    of = f"of {format_bytes(memory_bytes)} on each rank"
+    if states_bytes <= memory_bytes * USABLE_SHARE:
+        return Decision(value="ddp", reason=f"ddp: {states} {of}, so every rank can hold a copy")
+    each = states_bytes // ranks
+    reason = (
+        f"fsdp: {states}, too much for the {format_bytes(memory_bytes)} of each rank; sharded over "
+        f"{ranks} ranks they take {format_bytes(each)}"
+    )
+    if each > memory_bytes * USABLE_SHARE:
+        reason += (
+            ", which is too much still: more ranks, fsdp_cpu_offload, LoRA or a smaller number type"
+        )
+    return Decision(value="fsdp", reason=reason)
+
+
+def _asked_of_fsdp(sharding: Sharding) -> str:
+    return "fsdp_cpu_offload" if sharding.cpu_offload else sharding.kind
+
+
+def _refuse_options_of_fsdp(name: str, given: bool) -> None:
+    if given:
+        raise Impossible(
+            f"asked for {name} together with options of fsdp",
+            why=f"{name} shards nothing",
+            fix="leave them out, or take fsdp",
+        )
+
+
+def build(
+    name: Name,
+    world: World,
+    *,
+    precision: Precision = FP32,
+    sharding: Sharding | None = None,
+    find_unused_parameters: bool = False,
+    seed: int = 0,
+) -> Strategy:
+    """Make a strategy by its name; what it has no use for is refused."""
+    options: dict[str, Any] = {"seed": seed}
+    if find_unused_parameters:
+        if name != "ddp":
+            raise Impossible(
+                f"asked for find_unused_parameters with {name}",
+                why="only ddp waits for the gradient of every parameter",
+                fix="leave it out",
+            )
+        options["find_unused_parameters"] = True
+    if name == "fsdp":
+        options |= {"precision": precision, "sharding": sharding}
+    else:
+        _refuse_options_of_fsdp(name, sharding is not None)
+    module, _, attribute = _STRATEGIES[name].partition(":")
+    return cast(Strategy, getattr(import_module(module), attribute)(world, **options))

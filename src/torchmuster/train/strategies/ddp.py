@@ -1,0 +1,109 @@
+"""DDP: every rank has the whole model; gradients are averaged while the backward still runs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchmuster.train import random_states
+from torchmuster.train.buffers import untrained
+from torchmuster.train.strategies import gradients, states, unused_parameters
+from torchmuster.train.strategies.placing import place
+from torchmuster.train.world import World
+
+
+class Ddp:
+    """Wraps the model in torch's DistributedDataParallel.
+
+    ``find_unused_parameters`` looks through the graph after every forward for parameters that will have no
+    gradient, so that the ranks do not wait for them. ``seed`` is for models that get their values only
+    here (``deferred.py``).
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self, world: World, *, find_unused_parameters: bool = False, seed: int = 0
+    ) -> None:
+        self._world = world
+        self._find_unused_parameters = find_unused_parameters
+        self._seed = seed
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device and wrap it; DDP sends the values of rank 0 to all."""
+        device = self._world.device
+        return DistributedDataParallel(
+            place(model, device, self._seed),
+            device_ids=None if device.type == "cpu" else [device],
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+
+    def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
+        """Compute a backward that leaves nothing behind but DDP's order of gradients.
+
+        DDP puts gradients into buckets anew after its first backward, in the order in which they came. Where a
+        gradient lies in a bucket decides in which order the ranks' numbers are added up, and so its last
+        digit: a run that goes on must begin with the second order, as the one that never stopped has it.
+        Where it looks for unused parameters, DDP keeps its first order.
+        """
+        if self._find_unused_parameters:
+            return
+        kept = [(one, one.detach().clone()) for one in untrained(model)]
+        states = random_states.keep(self._world)
+        compute()
+        random_states.put_back(states, self._world)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for one, value in kept:
+                one.copy_(value)
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Do nothing: DDP shares rank 0's buffers by itself."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep this backward's gradients here."""
+        return cast(DistributedDataParallel, model).no_sync()
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep this backward's gradients here: every rank has room for them anyway."""
+        return self.no_sync(model)
+
+    def check_gradients(self, model: nn.Module) -> None:
+        """Raise with the names of parameters that the ranks would wait for in vain."""
+        if not self._find_unused_parameters:
+            wrapped = cast(DistributedDataParallel, model)
+            unused_parameters.refuse(wrapped.module, self._world)
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm; all ranks have the same gradients.
+
+        Parameter by parameter: over DDP's buckets it would be sooner, but they are cut differently in a run's
+        first step, so a resumed run would differ in the last digit.
+        """
+        return gradients.norm(gradients.of(parameters))
+
+    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether all gradients are finite; all ranks have the same."""
+        found = gradients.of(parameters)
+        if not found or gradients.sum_is_finite(found):
+            return True
+        return gradients.are_finite(found)
+
+    def state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Return the state under the model's own names."""
+        return states.state_dict(model, optimizer)
+
+    def load_state_dict(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take a state back."""
+        states.load_state_dict(model, state, optimizer, self._world)

@@ -1,0 +1,219 @@
+"""FSDP2: parameters, gradients and optimiser states are sharded; a block is whole only while it computes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.buffers import share
+from torchmuster.train.models.blocks import repeated_blocks
+from torchmuster.train.models.deferred import is_deferred, materialise, move_all_but_parameters
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.strategies import gradients, states, unused_parameters
+from torchmuster.train.strategies.placing import take_values_of_rank_0
+from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
+from torchmuster.train.world import World
+
+
+class Fsdp:
+    """Shards the model over the ranks with torch's ``fully_shard``: each repeated block, then the rest.
+
+    ``precision`` is what blocks are gathered and computed in; shards, sums of gradients and the optimiser
+    keep the model's own number type. It goes together with the loop's ``autocast``, which then finds most
+    things in the right type already. ``seed`` is for models that get their values only here (``deferred.py``).
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        sharding: Sharding | None = None,
+        precision: Precision = FP32,
+        seed: int = 0,
+    ) -> None:
+        self._world = world
+        self._sharding = sharding or Sharding()
+        self._precision = precision
+        self._seed = seed
+        # With the names of buffers that are shared before each step.
+        self._prepared: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+        self.layout: Decision[Layout] | None = None  # known once a model is prepared
+        if self._sharding.kind == "no_shard":
+            raise Impossible(
+                "asked for fsdp with no_shard",
+                why="a whole copy on every rank is what ddp does, with less communication",
+                fix="take ddp",
+            )
+        if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
+            raise Impossible(
+                f"asked for fsdp_cpu_offload with precision {precision.name}",
+                why="its loss scale looks for overflows where the gradients are, in the host's memory, "
+                f"and the ranks cannot tell each other from there: they talk over {world.backend}",
+                fix="precision bf16 or fp32, or leave fsdp_cpu_offload out",
+            )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Shard the model block by block."""
+        if not is_deferred(model):
+            take_values_of_rank_0(model, self._world)
+        self.layout = self._lay_out()
+        mesh = _mesh(self.layout.value, self._world)
+        keep_whole = self._sharding.kind == "shard_grad_op"
+        for block in _blocks_of_their_own(model):
+            self._shard(block, mesh, reshard_after_forward=not keep_whole)
+        # The rest of the model is needed first and last, so torch keeps it whole in between.
+        self._shard(model, mesh, reshard_after_forward=False)
+        if is_deferred(model):
+            home = torch.device("cpu") if self._sharding.cpu_offload else self._world.device
+            materialise(model, device=home, seed=self._seed)
+            if self._sharding.cpu_offload:  # of parameters only: FSDP brings nothing else along
+                move_all_but_parameters(model, self._world.device)
+        self._prepared[model] = _running(model)
+        return model
+
+    def _lay_out(self) -> Decision[Layout]:
+        told = Counter(tell_all(self._world.local_world_size, self._world))
+        sizes = [size for size, ranks in told.items() for _ in range(ranks // size)]
+        # Without a launcher that says how many ranks a machine has, all are taken to be on one.
+        if sum(sizes) != self._world.world_size:
+            sizes = [self._world.world_size]
+        return lay_out(self._sharding, ranks_of_machines=sizes)
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+        on_host = self._world.device.type == "cpu"
+        reduced = self._precision.compute is not torch.float32
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=self._precision.compute if reduced else None,
+                reduce_dtype=torch.float32 if reduced else None,
+            ),
+            offload_policy=CPUOffloadPolicy(pin_memory=not on_host)
+            if self._sharding.cpu_offload
+            else OffloadPolicy(),
+        )
+
+    def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
+        """Do nothing: shards lie where they lay in every step."""
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Give rank 0's running means and the like to all ranks, as DDP does."""
+        share([model.get_buffer(name) for name in self._prepared.get(model, ())], self._world)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep this backward's gradients here, whole."""
+        sharded = cast(FSDPModule, model)
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def accumulating(self, model: nn.Module) -> Iterator[None]:
+        """Shard gradients after every backward, for want of room; copies add theirs up only at the end."""
+        sharded = cast(FSDPModule, model)
+        sharded.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_all_reduce(True)
+
+    def check_gradients(self, model: nn.Module) -> None:
+        """Do nothing: FSDP waits for no gradient that does not come on any rank.
+
+        Those that come on some ranks only are looked for in every step, with what is finite or the norm.
+        """
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm over all shards."""
+        norm, alike = gradients.norm_of_shards(parameters, self._world.device)
+        if not alike:
+            raise self._used_here_and_there(parameters)
+        return norm
+
+    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether the shards of all ranks are finite."""
+        finite, alike = gradients.are_finite_in_all_shards(parameters, self._world.device)
+        if not alike:
+            raise self._used_here_and_there(parameters)
+        return finite
+
+    def _used_here_and_there(self, parameters: Sequence[nn.Parameter]) -> MusterError:
+        missing = {id(one) for one in parameters if one.grad is None}
+        names = [
+            name
+            for model in self._prepared
+            for name, one in model.named_parameters()
+            if id(one) in missing and one.requires_grad
+        ]
+        return unused_parameters.used_on_some_ranks_only(names, self._world)
+
+    def state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Return the state under the model's own names; tensors are sharded as the model is."""
+        return states.state_dict(model, optimizer)
+
+    def load_state_dict(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take a state back."""
+        states.load_state_dict(model, state, optimizer, self._world)
+
+
+def _running(model: nn.Module) -> list[str]:
+    """Return the buffers that may enter a forward and are saved; counts do not, and tables are made anew."""
+    saved = model.state_dict().keys()
+    return [
+        name for name, one in model.named_buffers() if name in saved and one.is_floating_point()
+    ]
+
+
+def _mesh(layout: Layout, world: World) -> DeviceMesh:
+    kind = world.device.type
+    if layout.copies == 1:
+        return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))
+    shape = (layout.copies, layout.shards)
+    return init_device_mesh(kind, shape, mesh_dim_names=("copy", "shard"))
+
+
+def _blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that share no parameter with the rest of the model.
+
+    What is tied must be sharded together, so blocks that share one stay with the rest.
+    """
+    uses = Counter(
+        id(one) for module in model.modules() for one in module.parameters(recurse=False)
+    )
+    blocks = []
+    for block in repeated_blocks(model):
+        own = Counter(
+            id(one) for module in block.modules() for one in module.parameters(recurse=False)
+        )
+        if all(uses[key] == count for key, count in own.items()):
+            blocks.append(block)
+    return blocks

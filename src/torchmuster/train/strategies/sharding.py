@@ -1,0 +1,91 @@
+"""What FSDP shards and over which ranks, as a value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+
+Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What is sharded, by the names that FSDP's users know.
+
+    ``full_shard``: parameters, gradients and optimiser states. ``shard_grad_op``: parameters stay whole between
+    forward and backward, which saves communication and costs memory. ``hybrid_shard``: as full_shard
+    among ``shard_size`` ranks, by default those of one machine, and copies of that elsewhere.
+    ``no_shard`` is ddp.
+    """
+
+    kind: Kind = "full_shard"
+    shard_size: int | None = None
+    cpu_offload: bool = False  # shards live in the host's memory, and the optimiser works there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """So many copies of the model, each sharded over so many ranks."""
+
+    copies: int
+    shards: int
+
+    @property
+    def ranks(self) -> int:
+        """All ranks together."""
+        return self.copies * self.shards
+
+
+def lay_out(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision[Layout]:
+    """Return how ranks share the model, given how many of them each machine has."""
+    ranks = sum(ranks_of_machines)
+    if sharding.kind != "hybrid_shard":
+        if sharding.shard_size is not None:
+            raise Impossible(
+                f"asked for shards over {sharding.shard_size} ranks with {sharding.kind}",
+                why=f"{sharding.kind} shards over all {ranks} ranks",
+                fix="leave the shard size out, or take hybrid_shard",
+            )
+        return Decision(
+            value=Layout(copies=1, shards=ranks),
+            reason=f"{sharding.kind}: one copy of the model, sharded over all {ranks} ranks",
+        )
+    shards = sharding.shard_size
+    if shards is None:
+        shards = _ranks_of_each(ranks_of_machines)
+    if shards < 1 or ranks % shards:
+        raise Impossible(
+            f"asked for copies that are sharded over {shards} ranks each",
+            why=f"there are {ranks} ranks, which is no multiple of {shards}",
+            fix=f"take a shard size that divides {ranks}, or full_shard",
+        )
+    layout = Layout(copies=ranks // shards, shards=shards)
+    return Decision(value=layout, reason=f"hybrid_shard: {_words(layout)}")
+
+
+def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
+    sizes = sorted(set(ranks_of_machines))
+    if len(sizes) > 1:
+        raise Impossible(
+            "asked for hybrid_shard, which shards within each machine",
+            why=f"the machines have different numbers of ranks: {', '.join(map(str, sizes))}",
+            fix="give each machine as many ranks, set a shard size that divides their sum, or take "
+            "full_shard",
+        )
+    return sizes[0]
+
+
+def _words(layout: Layout) -> str:
+    if layout.copies == 1:
+        return (
+            f"all {layout.shards} ranks hold one copy, so there is nothing to replicate: the same as "
+            "full_shard"
+        )
+    if layout.shards == 1:
+        return (
+            f"each of {layout.copies} ranks holds a whole copy, so nothing is sharded: ddp does the "
+            "same with less communication"
+        )
+    return f"{layout.copies} copies, each sharded over {layout.shards} ranks"

@@ -1,0 +1,69 @@
+"""One process, one device: nothing is spread."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchmuster.train.strategies import gradients, states
+from torchmuster.train.strategies.placing import place
+from torchmuster.train.world import World
+
+
+class Single:
+    """Puts the model on the rank's device, and nothing else.
+
+    ``seed`` is for models that get their values only here (``deferred.py``).
+    """
+
+    name = "single"
+
+    def __init__(self, world: World, *, seed: int = 0) -> None:
+        self._world = world
+        self._seed = seed
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device."""
+        return place(model, self._world.device, self._seed)
+
+    def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
+        """Do nothing: a model is the same in every step."""
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Do nothing: what this rank has is the run's."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: there is nobody to communicate with."""
+        return nullcontext()
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: there is nobody to communicate with."""
+        return nullcontext()
+
+    def check_gradients(self, model: nn.Module) -> None:
+        """Do nothing: what has no gradient is left as it is, and nobody waits for it."""
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm of all gradients."""
+        return gradients.norm(gradients.of(parameters))
+
+    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether all gradients are finite."""
+        return gradients.are_finite(gradients.of(parameters))
+
+    def state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Return the state under the model's own names."""
+        return states.state_dict(model, optimizer)
+
+    def load_state_dict(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take a state back."""
+        states.load_state_dict(model, state, optimizer, self._world)

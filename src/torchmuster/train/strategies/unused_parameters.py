@@ -1,0 +1,111 @@
+"""Parameters that are to be trained but get no gradient, on all ranks or on some.
+
+The ranks of DDP would wait for them for ever; those of FSDP would add gradients of different parameters up.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from torch import nn
+
+# The store of the default group has no public name. Collectives will not do: a rank that does use these
+# parameters is still waiting for the others in its backward.
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from torchmuster.errors import MusterError
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.names import own_name
+from torchmuster.train.world import World
+
+_NAMES_SHOWN = 10
+_WAIT_FOR_OTHERS = timedelta(seconds=3)
+
+
+def refuse(model: nn.Module, world: World) -> None:
+    """Raise with the names of parameters that have no gradient, and the ranks on which that is so."""
+    names = [
+        name for name, one in model.named_parameters() if one.requires_grad and one.grad is None
+    ]
+    if names:
+        raise _unused(names, _ranks_that_say_so(names, world), world)
+
+
+def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
+    """Tell the other ranks what is missing here, and return those that miss the same.
+
+    The others come here at about the same time, or never, if they wait in their backward.
+    """
+    if world.world_size == 1:
+        return [0]
+    store = PrefixStore("torchmuster-unused-parameters", _get_default_store())
+    text = json.dumps(names)
+    store.set(str(world.global_rank), text)
+    keys = [str(rank) for rank in range(world.world_size)]
+    with suppress(RuntimeError):  # some never come
+        store.wait(keys, _WAIT_FOR_OTHERS)
+    return [
+        rank
+        for rank, key in enumerate(keys)
+        if store.check([key]) and store.get(key).decode() == text
+    ]
+
+
+def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> MusterError:
+    """Return the error that names the parameters with a gradient on some ranks only; all ranks call it.
+
+    Each says which trained parameters got none.
+    """
+    ranks_without: dict[str, list[int]] = {}
+    for rank, names in enumerate(tell_all(list(without_gradient), world)):
+        for name in names:
+            ranks_without.setdefault(own_name(name), []).append(rank)
+    differing = [
+        f"{name} (none on {_ranks(ranks)})"
+        for name, ranks in ranks_without.items()
+        if len(ranks) < world.world_size
+    ]
+    return MusterError(
+        f"{_count(differing)} got a gradient on some ranks only: {_shown(differing)}",
+        why="fsdp adds up over the ranks whatever has a gradient, one after the other: it would add those of "
+        "different parameters up",
+        fix="let every rank use them in every step, if only with the weight 0; or take ddp with "
+        "find_unused_parameters=True, if there is room for a copy on each rank",
+    )
+
+
+def _count(names: Sequence[str]) -> str:
+    return "a trained parameter" if len(names) == 1 else f"{len(names)} trained parameters"
+
+
+def _shown(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterError:
+    finding = (
+        "find_unused_parameters=True lets ddp look for them after every forward, at the cost of a "
+        "walk through the whole graph in each step"
+    )
+    if len(ranks) == world.world_size:
+        where = "" if len(ranks) == 1 else " on any rank"
+        fix = (
+            "remove them from the model or freeze them with requires_grad_(False), which costs "
+            f"nothing; or {finding}"
+        )
+    else:
+        where = f" on {_ranks(ranks)} only"
+        fix = f"let every rank use them in every step, if only with the weight 0; or {finding}"
+    return MusterError(
+        f"{_count(names)} got no gradient in the first step{where}: {_shown(names)}",
+        why="ddp averages the gradient of every trained parameter, and ranks that wait for one that never "
+        "comes wait for ever",
+        fix=fix,
+    )

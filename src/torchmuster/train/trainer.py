@@ -1,0 +1,365 @@
+"""``Trainer``: the parts of this folder in order.
+
+Everything it does can be done by hand with the same parts; what it adds is their order, and the lines that
+it prints::
+
+    with join_world() as world:
+        trainer = Trainer(
+            world,
+            model=build_model,
+            loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            loader=BatchLoader(dataset, world, global_batch_size=64),
+        )
+        trainer.fit(epochs=3)
+
+With ``saving`` its state is kept as it goes, and :meth:`Trainer.resume` goes on from what was kept.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.finding import render
+from torchmuster.train import assembly
+from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.data.step import Loader, Step
+from torchmuster.train.evaluate import Measure, evaluate
+from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.precision import Precision
+from torchmuster.train.progress import progress as now
+from torchmuster.train.reporting.banner import banner
+from torchmuster.train.reporting.communication import communication_of
+from torchmuster.train.reporting.reports import Reports
+from torchmuster.train.reporting.step_line import StepRecord
+from torchmuster.train.reporting.step_lines import StepLines
+from torchmuster.train.reporting.tally import Tally
+from torchmuster.train.saving import of_trainer
+from torchmuster.train.saving.checkpointer import Loaded
+from torchmuster.train.saving.in_training import Saves, Saving
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.update import Update
+from torchmuster.train.world import World
+
+# Gives the mean over a batch's samples, or a total over items (tokens) and how many they are.
+Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is measured on which data: every so many steps, or after every epoch."""
+
+    loader: Loader
+    measure: Measure
+    every: int | None = None
+
+
+class Trainer:
+    """Trains a model: reads, computes, updates, and says how it goes."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Loss,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        loader: Loader,
+        strategy: Decision[Strategy] | Strategy | Literal["auto"] = "auto",
+        precision: Decision[Precision] | Precision | Literal["auto"] = "auto",
+        clip_norm: float | None = None,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        evaluation: Evaluation | None = None,
+        saving: Saving | None = None,
+        on_bad_numbers: Literal["skip", "stop"] = "skip",
+        reports: Reports | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Put the parts together.
+
+        A function as ``model`` is called without memory for its parameters; they get their values when the
+        model is spread over the ranks, drawn by ``seed``; a strategy that is given has a seed of its own.
+        ``optimizer`` is called with the parameters that are trained.
+        """
+        if evaluation is not None and evaluation.loader is loader:
+            raise Impossible(
+                "the training's loader was also given for the evaluation",
+                why="a loader has one position: an evaluation would move that of the training",
+                fix="give Evaluation a loader of its own, which may read the same dataset",
+            )
+        self.world = world
+        self.loader = loader
+        self.loss = loss
+        self._evaluation = evaluation
+        self._every = evaluation.every if evaluation is not None else None
+        self._saving = saving
+        is_made_here = not isinstance(model, nn.Module) and strategy == "auto"
+        self.seed = seed
+        self._weights_seed = seed if is_made_here else None
+        model = assembly.built(model)
+        self.precision = assembly.chosen_precision(precision, world)
+        self.strategy = assembly.chosen_strategy(
+            strategy, self.precision.value, model, world, seed=seed
+        )
+        with naming_memory(world, model):
+            self.model = self.strategy.value.prepare(model)
+        self.optimizer = optimizer([one for one in self.model.parameters() if one.requires_grad])
+        self.schedule = schedule(self.optimizer) if schedule is not None else None
+        self._update = Update(
+            self.model,
+            self.optimizer,
+            self.strategy.value,
+            world,
+            precision=self.precision.value,
+            clip_norm=clip_norm,
+            schedule=self.schedule,
+        )
+        self._bad_numbers = BadNumbers(
+            self.model, world, precision=self.precision.value, when=on_bad_numbers
+        )
+        self.reports = reports or Reports(world)
+        self.epoch = 0
+        self.step = 0  # optimiser steps so far, over all epochs
+        self._position: dict[str, Any] | None = None  # of the loader, in an epoch that was left
+        self.evaluated = 0  # the step after which that was done last
+        self._goes_on = False  # from what another process has saved
+        self._tally = Tally(
+            world,
+            communication_of(self.model, world),
+            workers=getattr(loader, "workers", None),  # not every loader has some
+        )
+        self._lines = StepLines(self.reports, self._tally)
+        self._saves: Saves | None = None
+        self._last_step: int | None = None
+        self._introduced = False
+
+    def fit(self, *, epochs: int | None = None, steps: int | None = None) -> StepRecord | None:
+        """Train until so many epochs or steps are done in all; return the last record."""
+        if epochs is None and steps is None:
+            raise Impossible("fit() was not told when to end", fix="give epochs=… or steps=…")
+        self._last_step = steps
+        self._lines.last_record = None
+        self.model.train()
+        with self._reporting(epochs), self._naming_memory(), self._saving_states():
+            empty = 0
+            while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
+                empty = 0 if self._train_epoch() else empty + 1
+                if empty > 1:  # one is what a run finds that was stopped at an epoch's end
+                    raise Impossible(
+                        f"the loader gave no step in epoch {self.epoch - 1}",
+                        fix="look at what loader.epoch(…) yields",
+                    )
+            self._lines.finish(self.step)
+        return self._lines.last_record
+
+    def _train_epoch(self) -> int:
+        """Train to the end of an epoch or of the run; return how many steps that were."""
+        tally, move = self._tally, self.reports.screen.move
+        if self._position is not None:
+            self.loader.restore(self._position)
+            self._position = None
+        done = 0
+        # Closed at once when it is left early: a loader may have processes at work.
+        with closing(cast(Any, self.loader.epoch(self.epoch))) as epoch:
+            tally.wait()
+            for step in epoch:
+                self._train_step(step)
+                done += 1
+                self.step += 1
+                self._lines.after_step(self.step)
+                if self._every and self.step % self._every == 0:
+                    self._evaluate()
+                if self._saves is not None:
+                    self._save_if_due(self._saves)
+                move(self.step)
+                if self.step == self._last_step:
+                    position = self.loader.state()
+                    # Not every loader knows beforehand which step is the last one of its epoch.
+                    if next(epoch, None) is not None:
+                        self._position = position
+                        return done
+                    break
+                tally.wait()
+        if self._evaluation is not None and self._every is None and self.evaluated < self.step:
+            self._evaluate()
+        self.epoch += 1
+        return done
+
+    def _train_step(self, step: Step) -> None:
+        """Compute one step: wait for each micro-batch, forward, backward; then update."""
+        tally, update = self._tally, self._update
+        now.step = self.step + 1
+        if self._goes_on:
+            self._goes_on = False
+            step = self._rehearsed(step)
+        for micro in update.accumulate(step):
+            now.phase = "forward"
+            tally.work()
+            loss, count = self._loss_of(micro.batch)
+            now.phase = "backward"
+            update.backward(loss, count)
+            tally.add(loss, micro.samples, count)
+            now.phase = "loading data"
+            tally.wait()
+        now.phase = "update"
+        rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
+        if self._saves is not None:
+            tally.checkpoint_s += self._saves.before_update()
+        outcome = update.apply()
+        self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm)
+        tally.end_step(applied=outcome.applied)
+        now.phase = "loading data"
+        if not outcome.applied and not outcome.overflowed:
+            found = self._bad_numbers.examine(
+                self.step + 1, update.micro_batches, self.loss, epoch=step.epoch
+            )
+            self.reports.say(render([found]))
+
+    def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
+        with self.precision.value.autocast(self.world.device):
+            result = self.loss(self.model, batch)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def _rehearsed(self, step: Step) -> Step:
+        """Let the strategy compute the first micro-batch once without effect; return the step, whole."""
+        micro_batches = iter(step)
+        first = next(micro_batches)
+
+        def compute() -> None:
+            loss, _ = self._loss_of(first.batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        self.strategy.value.rehearse(self.model, compute)
+        return replace(step, micro_batches=chain([first], micro_batches))
+
+    def _evaluate(self) -> None:
+        assert self._evaluation is not None
+        now.phase = "evaluating"
+        begun = time.perf_counter()
+        numbers = evaluate(
+            self.model,
+            self._evaluation.loader,
+            self._evaluation.measure,
+            self.world,
+            self.precision.value,
+        )
+        self._tally.evaluation_s += time.perf_counter() - begun
+        now.phase = "loading data"
+        self.evaluated = self.step
+        self.reports.evaluation(self.step, self.epoch, numbers)
+
+    def _save_if_due(self, saves: Saves) -> None:
+        begun, elapsed_s = time.perf_counter(), self._tally.elapsed_s
+        if saves.is_due(self.step, elapsed_s):
+            now.phase = "saving"
+            saves.save(self.step, elapsed_s)
+            self._tally.checkpoint_s += time.perf_counter() - begun
+            now.phase = "loading data"
+        saves.end_if_asked(self.step, elapsed_s)
+
+    @contextmanager
+    def _saving_states(self) -> Iterator[None]:
+        if self._saving is None:
+            yield
+            return
+        try:
+            with of_trainer.saving_states(self, self._saving) as self._saves:
+                yield
+        finally:
+            self._saves = None
+
+    @contextmanager
+    def _reporting(self, epochs: int | None) -> Iterator[None]:
+        """Begin with the banner, and end cleanly whatever happens."""
+        in_epoch = self.loader.steps_in_epoch()
+        ends = [self._last_step] if self._last_step is not None else []
+        if epochs is not None and in_epoch is not None:
+            ends.append(epochs * in_epoch)
+        self.reports.open(min(ends, default=None))
+        if not self._introduced:
+            self._introduced = True
+            self._introduce()
+        self._tally.begin()
+        try:
+            yield
+        finally:
+            now.step, now.phase = None, ""
+            self.reports.close()
+
+    def _introduce(self) -> None:
+        self.reports.say(
+            banner(
+                self.world,
+                model=self.model,
+                optimizer=self.optimizer,
+                loader=self.loader,
+                strategy=self.strategy.reason,
+                precision=self.precision.reason,
+                schedule=self.schedule,
+                seed=self._weights_seed,
+            )
+        )
+
+    def _naming_memory(self) -> AbstractContextManager[None]:
+        size = assembly.micro_batch_size(self.loader, self.world)
+        return naming_memory(self.world, self.model, self.optimizer, micro_batch_size=size)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that must be kept to go on later: tensors, and plain JSON types.
+
+        All ranks call it; what is sharded stays sharded.
+        """
+        tensors = self.strategy.value.state_dict(self.model, self.optimizer)
+        return {
+            **tensors,
+            "progress": {
+                "step": self.step,
+                "evaluated": self.evaluated,
+                "lines": self._lines.state(),
+                "loader": self._position or self.loader.state(),
+                "update": self._update.state(),
+                "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` gave, also on another number of ranks."""
+        progress = state["progress"]
+        assembly.refuse_another_schedule(self.schedule, progress["schedule"])
+        self.strategy.value.load_state_dict(self.model, state, self.optimizer)
+        self.step = progress["step"]
+        self.evaluated = progress["evaluated"]
+        self._lines.restore(progress["lines"], self.step)
+        self.loader.restore(progress["loader"])
+        self.epoch = progress["loader"]["epoch"]
+        self._position = progress["loader"]
+        self._update.restore(progress["update"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(progress["schedule"])
+        self._goes_on = self.step > 0
+
+    @property
+    def reported(self) -> int:
+        """The last step of the last line."""
+        return self.step - self._tally.unreported
+
+    def resume(self) -> Loaded | None:
+        """Go on from the newest good checkpoint of ``saving``, also one of another number of ranks.
+
+        Return what was read; None where there is none, and the training begins anew. Metrics that were
+        written about later steps are cut off, as these are made again.
+        """
+        if self._saving is None:
+            raise Impossible(
+                "there is nothing to resume from", fix="give Trainer(saving=Saving(to=…, …))"
+            )
+        return of_trainer.resume(self, self._saving)

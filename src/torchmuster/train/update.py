@@ -1,0 +1,262 @@
+"""One optimiser step over any number of micro-batches and ranks, equal to one process with the whole batch.
+
+Each loss is weighed by what it counts, against what *all* ranks counted in *all* micro-batches of the
+step; a mean of means would be another number wherever counts differ::
+
+    for step in loader.epoch(epoch):
+        for micro in update.accumulate(step):
+            with precision.autocast(device):
+                loss = …                   # the mean over the micro-batch's samples
+            update.backward(loss)          # or backward(total, count): a sum, and of how many
+        outcome = update.apply()
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmuster.errors import MusterError
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.loss_scale import LossScale, refuse_half_weights
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.world import World
+
+_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a step; the same on every rank."""
+
+    applied: bool  # False: a gradient was not finite, and no rank changed its weights
+    norm: float | None  # of the gradient before clipping; None where clipping is off
+    counted: float | None  # samples or items of all ranks; None: means without a known number
+    overflowed: bool = False  # fp16 only: the loss scale was too large, and is smaller now
+
+
+class Update:
+    """Accumulates gradients, weighs them, clips them and applies them; the same on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        world: World,
+        *,
+        precision: Precision = FP32,
+        clip_norm: float | None = None,
+        schedule: LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._world = world
+        self._clip_norm = clip_norm
+        self._schedule = schedule
+        self._parameters: Sequence[nn.Parameter] = [
+            one for group in optimizer.param_groups for one in group["params"]
+        ]
+        if precision.needs_scaler:
+            refuse_half_weights(self._parameters)
+        self._scale = LossScale(world, scaler) if precision.needs_scaler else None
+        self._counts_items: bool | None = None  # unknown until the first loss
+        self._checked = False  # whether every parameter gets a gradient
+        self._step: Step | None = None  # the one that is under way
+        self._micro: MicroBatch | None = None  # the one whose loss is awaited
+        self._counted: int | float | torch.Tensor | None = None  # by this rank, in this step
+        self._asked: dist.Work | None = None  # for what all ranks counted
+        self._last = False
+        self.micro_batches: list[MicroBatch] = []  # of the last step: to look for bad numbers in
+
+    def accumulate(self, step: Step) -> Iterator[MicroBatch]:
+        """Yield the micro-batches; gradients are communicated in the last one's backward only."""
+        if self._step is not None:
+            raise MusterError("a step was begun before the one before it was applied", fix=_LOOP)
+        self._step = step
+        self._strategy.begin_step(self._model)
+        self._counted = self._asked = None
+        self.micro_batches = seen = []
+        rounds = step.rounds
+        for micro in step:
+            seen.append(micro)
+            self._micro = micro
+            self._last = len(seen) == rounds
+            if self._last:
+                yield micro
+            elif len(seen) < rounds:
+                with self._strategy.accumulating(self._model):
+                    yield micro
+            else:
+                raise _wrong_number(step, len(seen))
+            if self._micro is not None:
+                raise MusterError(
+                    f"micro-batch {len(seen)} of {rounds} had no backward",
+                    why="all ranks communicate in the backward, so none may leave one out",
+                    fix=_LOOP,
+                )
+        if len(seen) != rounds:
+            raise _wrong_number(step, len(seen))
+
+    def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
+        """Run the backward of a micro-batch's loss, with its weight.
+
+        Without ``count`` the loss is the mean over the micro-batch's samples; with it, a sum over that many
+        items (tokens), which the ranks then add up.
+        """
+        step, micro = self._step, self._micro
+        if step is None or micro is None:
+            raise MusterError(
+                "backward() was called without a micro-batch that awaits its loss",
+                why="each micro-batch has one backward, inside accumulate(); add several losses up",
+                fix=_LOOP,
+            )
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+            raise _no_loss(loss)
+        if self._counts_items is not (count is not None):
+            self._agree_on_kind(count is not None)
+        self._micro = None
+        samples = micro.samples
+        ranks = self._world.world_size  # the strategies give the mean over the ranks
+        if count is None and step.samples is not None:
+            weight = samples * ranks / step.samples
+        else:
+            if count is None:
+                loss, count = loss * samples, samples
+            elif samples == 0:
+                count = 0
+            # What all counted is known only later; until then gradients keep a reasonable size.
+            weight = (ranks if samples else 0) / step.nominal_samples
+            self._count(count)
+        if weight != 1.0:
+            loss = loss * weight
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _count(self, count: int | torch.Tensor) -> None:
+        """Add to what was counted; with the last micro-batch, ask the others while the backward runs."""
+        counted = count if self._counted is None else self._counted + count
+        if self._last and self._world.world_size > 1:
+            counted = torch.as_tensor(counted, dtype=torch.float64, device=self._world.device)
+            counted = counted.detach().clone()  # the caller's own tensor must keep its value
+            self._asked = dist.all_reduce(counted, async_op=True)
+        self._counted = counted
+
+    def apply(self) -> Outcome:
+        """Weigh, agree that all is finite, clip, step, and clear the gradients."""
+        step = self._step
+        if step is None:
+            raise MusterError("apply() was called without a step", fix=_LOOP)
+        if len(self.micro_batches) != step.rounds or self._micro is not None:
+            raise _wrong_number(step, len(self.micro_batches) - (self._micro is not None))
+        self._step = None
+        if not self._checked:
+            self._strategy.check_gradients(self._model)
+            self._checked = True
+        if self._scale is not None:
+            self._scale.unscale(self._optimizer)
+        counted, factor = self._correction(step)
+        norm: float | None = None
+        if self._clip_norm is None:
+            applied = self._strategy.gradients_are_finite(self._parameters)
+        else:
+            norm = factor * self._strategy.gradient_norm(self._parameters).item()
+            applied = math.isfinite(norm)
+            factor *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+        if applied:
+            if factor != 1.0:
+                scale_gradients(self._parameters, factor)
+            self._optimizer.step()
+            if self._schedule is not None:
+                self._schedule.step()
+        overflowed = self._scale is not None and self._scale.settle(applied)
+        self._optimizer.zero_grad()
+        return Outcome(applied=applied, norm=norm, counted=counted, overflowed=overflowed)
+
+    def _correction(self, step: Step) -> tuple[float | None, float]:
+        """Return what all ranks counted, and what the gradients must still be multiplied with."""
+        if self._counted is None:
+            return step.samples, 1.0
+        if self._asked is not None:
+            self._asked.wait()
+        counted = float(self._counted)
+        return counted, step.nominal_samples / (counted or 1.0)  # nothing counted: gradients are 0
+
+    def _agree_on_kind(self, counts_items: bool) -> None:
+        """Refuse a mixture: ranks would wait for a count that others never send."""
+        kinds = {True: "(total, count)", False: "a mean"}
+        if self._counts_items is not None:
+            raise MusterError(
+                f"the loss came as {kinds[counts_items]} now and as {kinds[not counts_items]} before",
+                why="all losses of an update are weighed in one way, on all ranks",
+                fix="return the mean always, or (total, count) always",
+            )
+        said = tell_all(counts_items, self._world)  # once in a run, before the first backward
+        if len(set(said)) > 1:
+            raise MusterError(
+                "the ranks' losses are of two kinds: "
+                + ", ".join(f"rank {rank}: {kinds[one]}" for rank, one in enumerate(said)),
+                why="all losses of an update are weighed in one way, on all ranks",
+                fix="return the mean on every rank, or (total, count) on every rank",
+            )
+        self._counts_items = counts_items
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be kept besides the optimiser's and the schedule's states: plain JSON types."""
+        return {"loss_scale": None if self._scale is None else self._scale.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state; one that was saved in another precision changes nothing."""
+        if self._scale is not None and state["loss_scale"] is not None:
+            self._scale.restore(state["loss_scale"])
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], by: float) -> None:
+    """Multiply all gradients, whole or sharded, in place."""
+    with torch.no_grad():  # without it to_local() would be recorded
+        gradients = [
+            grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in (one.grad for one in parameters)
+            if grad is not None
+        ]
+        torch._foreach_mul_(gradients, by)
+
+
+def _no_loss(given: Any) -> MusterError:
+    """Say why there can be no backward of what was given as the loss."""
+    if not isinstance(given, torch.Tensor):
+        return MusterError(
+            f"the loss is a {type(given).__name__}, not a tensor",
+            fix="return the tensor itself, not .item()",
+        )
+    if given.numel() != 1:
+        return MusterError(
+            f"the loss has the shape {tuple(given.shape)}, not one number",
+            fix="return the mean, or (total, count)",
+        )
+    return MusterError(
+        "nothing that is trained went into the loss",
+        why="it needs no gradient",
+        fix="compute it from what the model gives, without no_grad() or detach(), and leave some "
+        "parameters unfrozen",
+    )
+
+
+def _wrong_number(step: Step, done: int) -> MusterError:
+    return MusterError(
+        f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
+        f"but {done} were computed on this one",
+        why="all ranks communicate in the last one's backward",
+        fix="compute every micro-batch that accumulate() gives; a loader gives as many as rounds says",
+    )

@@ -1,0 +1,142 @@
+"""The weights of a trained model as files that others read: safetensors, in the way of transformers.
+
+A model of more than 2 GB becomes several files and an index. Shards are put together one tensor at a time, so
+that no device ever holds the whole model; rank 0 keeps one file's worth in the host's memory.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchmuster.errors import MusterError
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.names import own_name
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.world import World
+
+_MOST_IN_A_FILE_BYTES = 2 * 10**9
+
+
+def save_weights(
+    model: nn.Module,
+    strategy: Strategy,
+    folder: Path,
+    world: World,
+    *,
+    most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
+) -> None:
+    """Write a model's weights into a folder, under the model's own names; all ranks call it.
+
+    The folder appears when it is complete, in the place of one that is there already. Of tied parameters
+    the first is written, as transformers does it.
+    """
+    state = strategy.state_dict(model)["model"]
+    names = [one for one in state if one not in _tied_names(model)]
+    tensors = _whole_tensors(state, names)
+    problem = ""
+    if world.is_first:
+        try:
+            _write_folder(folder, tensors, _files(state, names, most_in_a_file_bytes))
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    for _ in tensors:  # every rank takes part in putting each tensor together
+        pass
+    problem = tell_all(problem, world)[0]
+    if problem:
+        raise MusterError(
+            f"the weights could not be written to {folder}",
+            why=problem,
+            fix="make room there, or write them elsewhere",
+        )
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Put the shards of a tensor together, on the device that ranks talk over; all ranks call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    home = tensor.device_mesh.device_type
+    if tensor.device.type != home:  # offloaded to the host, from where nccl cannot send it
+        return cast(DTensor, tensor.to(home)).full_tensor()
+    return tensor.full_tensor()
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are the same as one with another name before."""
+    first: set[int] = set()
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied.add(own_name(name))
+        first.add(id(parameter))
+    return tied
+
+
+def _whole_tensors(
+    state: Mapping[str, torch.Tensor], names: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor whole, in the host's memory."""
+    for name in names:
+        tensor = whole_tensor(state[name].detach())
+        yield name, tensor.to("cpu", copy=True).contiguous()
+
+
+def _files(state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int) -> list[list[str]]:
+    """Divide the names among files, in their order."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name in names:
+        size = state[name].numel() * state[name].element_size()
+        if files[-1] and filled + size > most_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _write_folder(
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[list[str]]
+) -> None:
+    """Write all files beside the folder's place, then put them there at once."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
+    unfinished.mkdir()
+    try:
+        _write_files(unfinished, tensors, files)
+        if folder.exists():
+            before = folder.parent / f".{folder.name}.{os.getpid()}.before"
+            folder.rename(before)
+            unfinished.rename(folder)
+            shutil.rmtree(before)
+        else:
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_files(
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[list[str]]
+) -> None:
+    place_of: dict[str, str] = {}
+    total_bytes = 0
+    for number, names in enumerate(files, start=1):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        content = dict(next(tensors) for _ in names)
+        total_bytes += sum(one.numel() * one.element_size() for one in content.values())
+        save_file(content, folder / file, metadata={"format": "pt"})
+        place_of.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": place_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

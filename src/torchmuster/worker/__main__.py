@@ -1,0 +1,122 @@
+"""What each launched process runs to train from settings.
+
+Also under plain torchrun::
+
+    torchrun --nproc-per-node 2 -m torchmuster.worker --config config.yaml --set train.steps=100
+
+``muster train`` starts it on every rank. Settings are translated here; the parts know nothing of them.
+"""
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
+from torchmuster.config.written import as_yaml
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.alike import refuse_differences
+from torchmuster.train.world import World, join_world
+from torchmuster.worker.speaking import say
+from torchmuster.worker.training import train
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Train from settings; what stands in the way is said in one text, and ends the process."""
+    options = _parser().parse_args(words)
+    try:
+        resolved = with_absolute_folder(
+            resolve(file=options.config, environment=os.environ, flags=options.set)
+        )
+        check_trainable(resolved, file=str(options.config or "the settings"))
+        on_cpu = "cpu" in (options.device, resolved.settings.model.device_map)
+        with join_world("cpu" if on_cpu else "auto") as world:
+            if options.run_folder is None:
+                check_ranks(resolved, world)
+            values = resolved.values()
+            refuse_differences({path: values[path] for path in paths_for_ranks()}, world)
+            _refuse_missing_gpu(resolved, options.device, world)
+            folder = options.run_folder or _new_folder(resolved, world)
+            train(resolved.settings, world, folder)
+    except MusterError as error:
+        # As the text of the exit: launchers show it as the reason, without a traceback.
+        sys.exit(str(error))
+
+
+def _refuse_missing_gpu(resolved: Resolved, device: str, world: World) -> None:
+    if resolved.settings.model.device_map == "cuda" and world.device.type == "cpu":
+        if device == "cpu":
+            return  # a flag wins over the file
+        raise Impossible(
+            f"model.device_map is cuda, but rank {world.global_rank} has no GPU",
+            why="; ".join(world.reasons) or "torch finds none here",
+            fix="muster doctor says why; --device cpu trains without GPUs",
+        )
+
+
+def check_ranks(resolved: Resolved, world: World) -> None:
+    """Compare the settings with the ranks that another launcher has started, which decides how many."""
+    wanted, started = resolved.settings.distributed, world.local_world_size
+    if not wanted.enabled and world.world_size > 1:
+        raise Impossible(
+            f"distributed.enabled is false, but {world.world_size} ranks were started",
+            why=f"by {resolved.sources['distributed.enabled'].where}: false means one process",
+            fix="start one process, or --set distributed.enabled=true",
+        )
+    if wanted.num_gpus not in (None, started):
+        say(
+            world,
+            f"distributed.num_gpus is {wanted.num_gpus}, but {started} ranks were started on this "
+            "machine: the launcher decides, here --nproc-per-node",
+        )
+    if wanted.gpu_ids is not None and world.device.type != "cpu":
+        say(
+            world,
+            "distributed.gpu_ids decides nothing under another launcher: CUDA_VISIBLE_DEVICES does",
+        )
+
+
+def _new_folder(resolved: Resolved, world: World) -> Path:
+    """Make a run's folder with its settings, as nobody has given one; all ranks are told which."""
+    path = ""
+    if world.is_first:
+        run = create(DEFAULT_ROOT, resolved.settings.experiment_name)
+        write_atomically(run.config, as_yaml(resolved))
+        path = str(run.path)
+    return Path(tell_all(path, world)[0])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchmuster.worker",
+        description="Train from settings, as one rank.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="KEY=VALUE")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument(
+        "--run-folder",
+        type=Path,
+        metavar="DIR",
+        help="where checkpoints, metrics and weights go; a run that is there goes on; else runs/…",
+    )
+    return parser
+
+
+def _setting(text: str) -> Flag:
+    path, _, value = text.partition("=")
+    return Flag(flag=f"--set {path}", path=path, text=value)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        gc.freeze()  # looking through all of torch's objects once more takes as long as importing them

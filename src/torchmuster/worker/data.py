@@ -1,0 +1,111 @@
+"""The data that the settings name, and how it becomes batches."""
+
+from typing import Any
+
+from torchmuster.config.settings import Settings
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train.data.hub import open_dataset
+from torchmuster.train.data.kinds import Batches, loader_for
+from torchmuster.train.data.text import TOKEN_FILES, TextRows, tokenizer_named
+from torchmuster.train.first import first
+from torchmuster.train.losses import Loss, measured
+from torchmuster.train.models import named
+from torchmuster.train.trainer import Evaluation
+from torchmuster.train.world import World
+
+_USUAL_MICRO_BATCH_SIZE = 8
+
+
+def rows_of(settings: Settings, world: World) -> TextRows | None:
+    """Return how text becomes rows; None where the data is not text."""
+    data = settings.data
+    if not (data.files or data.hugging_face):
+        return None
+    name = data.tokenizer or settings.model.model_name_or_path
+    has_tokens = data.tokenizer is None and (data.files or "").endswith(TOKEN_FILES)
+    with first(world, per="node"):
+        tokenizer = None if has_tokens or name is None else tokenizer_named(name)
+    return TextRows(
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        pack=data.pack,
+        field=data.text_field,
+        seed=settings.train.seed,
+        shuffle=data.shuffle,
+    )
+
+
+def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
+    """Return what holds the samples."""
+    data = settings.data
+    with first(world, per="node"):  # whatever is fetched or cached is so once on each machine
+        if data.dataset is not None:
+            return named.call(data.dataset, "data.dataset")
+        assert rows is not None
+        if data.files is not None:
+            return rows.of_files(data.files)
+        assert data.hugging_face is not None
+        return rows.of_dataset(open_dataset(data.hugging_face, data.split))
+
+
+def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[Batches]:
+    """Return the sizes of batches; ``kept`` is that of a whole step in the run that goes on.
+
+    A step stays as large as it was, on whatever ranks: the reason says so where it had to be seen to.
+    """
+    wanted = settings.train
+    sizes = (wanted.global_batch_size, wanted.micro_batch_size, wanted.micro_batch_sizes)
+    micro = wanted.micro_batch_size
+    if sizes == (None, None, None):
+        micro = _USUAL_MICRO_BATCH_SIZE
+    whole, reason = wanted.global_batch_size, ""
+    if kept is not None and whole not in (None, kept):
+        raise Impossible(
+            f"train.global_batch_size is {whole}, but this run's steps have {kept} samples",
+            why="a run goes on as it began: with other steps it would be another training",
+            fix=f"train.global_batch_size={kept}, or begin a new run",
+        )
+    if whole is None and kept is not None:
+        at_once = sum(wanted.micro_batch_sizes or (micro or 0,) * world.world_size)
+        whole = kept
+        if at_once != kept:
+            reason = (
+                f"a step keeps its {kept} samples, as this run has had them so far; "
+                f"the ranks compute at most {at_once} at once"
+            )
+    return Decision(
+        value=Batches(
+            global_batch_size=whole,
+            micro_batch_size=micro,
+            micro_batch_sizes=wanted.micro_batch_sizes,
+            seed=wanted.seed,
+            shuffle=settings.data.shuffle,
+            workers=settings.data.workers,
+        ),
+        reason=reason,
+    )
+
+
+def evaluation_of(
+    settings: Settings,
+    rows: TextRows | None,
+    batches: Batches,
+    loss: Loss,
+    world: World,
+) -> Evaluation | None:
+    """Return what is evaluated, and when; None where the settings name nothing."""
+    data = settings.data
+    if data.evaluation_dataset is None and data.evaluation_files is None:
+        return None
+    with first(world, per="node"):
+        if data.evaluation_dataset is not None:
+            samples = named.call(data.evaluation_dataset, "data.evaluation_dataset")
+        else:
+            assert rows is not None
+            assert data.evaluation_files is not None
+            samples = rows.in_order().of_files(data.evaluation_files)
+    loader = loader_for(samples, world, batches.in_order())
+    # Without a number: after each epoch, or once at the end where steps are counted.
+    every = settings.train.evaluate_every or settings.train.steps
+    return Evaluation(loader=loader, measure=measured(loss), every=every)

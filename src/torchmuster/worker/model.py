@@ -1,0 +1,114 @@
+"""The model that the settings name, and how it is spread over the ranks."""
+
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from torchmuster.config.settings import Settings
+from torchmuster.decision import Decision
+from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.text import TextRows
+from torchmuster.train.first import first
+from torchmuster.train.models import hugging_face
+from torchmuster.train.models.compiling import compile_blocks
+from torchmuster.train.models.making import Lora, Recipe, check_tokens, lost_updates
+from torchmuster.train.models.recompute import recompute_blocks
+from torchmuster.train.precision import Precision
+from torchmuster.train.strategies import choose as strategies
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.world import World
+from torchmuster.worker.planned import planned
+from torchmuster.worker.speaking import say
+
+
+def recipe_of(settings: Settings, world: World) -> Recipe:
+    """Return how the model is made; what must be fetched is."""
+    wanted = settings.model
+    files = None
+    if wanted.model_name_or_path is not None:
+        with first(world, per="node"):  # one rank fetches it for all of its machine
+            files = hugging_face.find(wanted.model_name_or_path)
+    adapters = None
+    if wanted.lora_rank is not None:
+        adapters = Lora(rank=wanted.lora_rank, alpha=wanted.lora_alpha, targets=wanted.lora_targets)
+    return Recipe(
+        files=files,
+        build=wanted.build,
+        dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
+        attention=wanted.attention,
+        lora=adapters,
+    )
+
+
+def model_of(
+    settings: Settings,
+    recipe: Recipe,
+    rows: TextRows | None,
+    number_type: Precision,
+    world: World,
+    *,
+    portions: Portions | None,
+    folder: Path,
+) -> tuple[nn.Module, Decision[Strategy]]:
+    """Return the model, still without memory where that is possible, and how it will be spread."""
+    wanted, asked = settings.train, settings.distributed.strategy
+    made = recipe.without_memory(may_be_whole=asked != "fsdp")
+    if rows is not None:
+        check_tokens(
+            made.value,
+            vocabulary=rows.tokenizer.vocabulary if rows.tokenizer else None,
+            sequence_length=rows.sequence_length,
+        )
+    sharding = _sharding(settings)
+    sizes, memory = strategies.sizes_of(made.value), strategies.memory_of_each_rank(world)
+    name = strategies.choose(
+        asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
+    )
+    if asked == "auto" and sharding is None and portions is not None and memory is not None:
+        name = planned(
+            settings,
+            name,
+            states_bytes=sizes.states_bytes,
+            memory_bytes=memory,
+            precision=number_type,
+            portions=portions,
+            world=world,
+            folder=folder,
+        )
+    is_sharded = name.value == "fsdp"
+    model = recipe.with_weights(made.value, may_be_whole=not is_sharded)
+    said = [made.reason, lost_updates(model) if recipe.dtype == "auto" else ""]
+    if wanted.activation_checkpointing != "none":
+        said.append(_recompute(model, wanted.activation_checkpointing).reason)
+    if wanted.compile:
+        said.append(compile_blocks(model, world.device).reason)
+    for reason in filter(None, said):
+        say(world, reason)
+    strategy = strategies.build(
+        name.value,
+        world,
+        precision=number_type,
+        sharding=sharding if is_sharded else None,
+        find_unused_parameters=settings.distributed.find_unused_parameters,
+        seed=wanted.seed,
+    )
+    return model, Decision(value=strategy, reason=name.reason)
+
+
+def _recompute(model: nn.Module, how: Literal["full", "selective"] | int) -> Decision[int]:
+    if isinstance(how, int):
+        return recompute_blocks(model, every=how)
+    return recompute_blocks(model, how)
+
+
+def _sharding(settings: Settings) -> Sharding | None:
+    """Return what was asked of fsdp; nothing if the file only repeats the defaults."""
+    wanted = settings.distributed
+    sharding = Sharding(
+        kind=wanted.fsdp_sharding_strategy,
+        shard_size=wanted.fsdp_shard_size,
+        cpu_offload=wanted.fsdp_cpu_offload,
+    )
+    return None if sharding == Sharding() else sharding

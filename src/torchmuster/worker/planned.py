@@ -1,0 +1,81 @@
+"""``strategy: auto`` where a model's size alone does not say whether a copy fits on each rank: it is traced."""
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchmuster.config.settings import Settings
+from torchmuster.decision import Decision
+from torchmuster.devices.for_model import Strategy, states_decide
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.data.portions import Portions
+from torchmuster.train.precision import Precision
+from torchmuster.train.progress import progress
+from torchmuster.train.world import World
+from torchmuster.worker.speaking import say
+
+if TYPE_CHECKING:  # most trainings need no plan, and should not wait for its modules
+    from torchmuster.plan.strategy import Question, Spread
+
+# A training that is waited for must not wait long for its plan. Ranks that wait for one at work are told of as a hang
+# after a minute.
+TRACED_WITHIN_S = 45.0
+
+
+def planned(
+    settings: Settings,
+    by_states: Decision[Strategy],
+    *,
+    states_bytes: int,
+    memory_bytes: int,
+    precision: Precision,
+    portions: Portions,
+    world: World,
+    folder: Path,
+) -> Decision[Strategy]:
+    """Return how to spread a model, the same on all ranks; the first one traces it where that is needed."""
+    if world.world_size == 1 or states_decide(states_bytes, memory_bytes):
+        return by_states
+    told = None
+    if world.is_first:
+        from torchmuster.plan.asked import work_from
+        from torchmuster.plan.proof import comparison
+        from torchmuster.plan.strategy import Question
+
+        question = Question(
+            work=work_from(settings, folder=str(Path.cwd())),
+            ranks=world.world_size,
+            ranks_per_machine=world.local_world_size,
+            states_bytes=states_bytes,
+            memory_bytes=memory_bytes,
+            device=world.device.type,
+            precision=precision.name,
+            recompute=settings.train.activation_checkpointing,
+            micro_batch_size=max(portions.micro_batch_sizes),
+            accumulation=portions.rounds,
+        )
+        decided = _traced(question, by_states, world)
+        if decided.value.promise is not None:
+            comparison.write(folder, decided.value.promise)
+        told = [decided.value.name, decided.reason]
+    name, reason = tell_all(told, world)[0]
+    return Decision(value=name, reason=reason)
+
+
+def _traced(
+    question: "Question", by_states: Decision[Strategy], world: World
+) -> "Decision[Spread]":
+    from torchmuster.plan.strategy import strategy_for
+    from torchmuster.plan.tracing.cache_folder import cache_folder
+    from torchmuster.plan.tracing.tracer import Tracer
+
+    progress.phase = "planning"  # whoever watches this rank sees it wait for other processes
+    say(world, "tracing a few layers of the model: its size does not say whether copies of it fit")
+    with Tracer(cache=cache_folder(), say=lambda text: say(world, text)) as tracer:
+        limit = threading.Timer(TRACED_WITHIN_S, tracer.give_up)
+        limit.start()
+        try:
+            return strategy_for(question, by_states, tracer.records)
+        finally:
+            progress.phase = ""
+            limit.cancel()

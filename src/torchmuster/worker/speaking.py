@@ -1,0 +1,9 @@
+"""Words that one rank says for all."""
+
+from torchmuster.train.world import World
+
+
+def say(world: World, text: str) -> None:
+    """Print a text, on rank 0."""
+    if world.is_first:
+        print(text, flush=True)

@@ -1,0 +1,171 @@
+"""A training from settings: its parts are put together, it goes on from what was saved, and leaves weights."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from torchmuster.checkpoints.manifest import committed
+from torchmuster.config.settings import Settings
+from torchmuster.config.training import checkpoint_place
+from torchmuster.errors import MusterError
+from torchmuster.train import losses, optimizers, precision, schedules
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.assembly import portions_of
+from torchmuster.train.data.kinds import loader_for
+from torchmuster.train.data.step import Loader
+from torchmuster.train.models import hugging_face, lora, named
+from torchmuster.train.models.making import Recipe, with_weights_of
+from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.saving.in_training import Saving
+from torchmuster.train.seeds import seed_everything
+from torchmuster.train.stop_request import StopRequest
+from torchmuster.train.trainer import Trainer
+from torchmuster.train.weights import save_weights
+from torchmuster.train.world import World
+from torchmuster.units import parse_seconds
+from torchmuster.worker.comparing import reports_of
+from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
+from torchmuster.worker.model import model_of, recipe_of
+from torchmuster.worker.speaking import say
+
+
+def train(settings: Settings, world: World, folder: Path) -> None:
+    """Build everything that the settings name, train, and leave the weights in the folder.
+
+    A folder that has checkpoints already is gone on with. A request to end is followed once all is built:
+    before that there is nothing to save.
+    """
+    stop = StopRequest(world) if settings.checkpoint.enabled else None
+    with naming_memory(world):
+        recipe = recipe_of(settings, world)
+        trainer = _trainer(settings, recipe, world, folder, stop)
+    with stop or nullcontext():
+        if stop is not None:
+            trainer.resume()
+        begun_at = trainer.step
+        last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
+    place = folder / "checkpoints" / "final"
+    _save(trainer, recipe, place)
+    if trainer.step == begun_at:
+        say(world, f"it had finished: nothing is left to train after step {begun_at}")
+    ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
+    say(world, f"trained {trainer.step} steps{ended}; the weights are in {place}")
+
+
+def _trainer(
+    settings: Settings, recipe: Recipe, world: World, folder: Path, stop: StopRequest | None
+) -> Trainer:
+    wanted = settings.train
+    seed_everything(wanted.seed, world)
+    saving = None if stop is None else _saving(settings, folder, stop)
+    rows = rows_of(settings, world)
+    batches = batches_of(
+        settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
+    )
+    if batches.reason:
+        say(world, batches.reason)
+    loader = loader_for(samples_of(settings, rows, world), world, batches.value)
+    number_type = precision.choose(wanted.precision, precision.cards(world))
+    model, strategy = model_of(
+        settings,
+        recipe,
+        rows,
+        number_type.value,
+        world,
+        portions=portions_of(loader),
+        folder=folder,
+    )
+    loss = _loss(settings)
+    reports = reports_of(settings, world, folder)
+    return Trainer(
+        world,
+        model=model,
+        loss=loss,
+        optimizer=optimizers.named(
+            wanted.optimizer,
+            learning_rate=wanted.learning_rate,
+            weight_decay=wanted.weight_decay,
+        ),
+        loader=loader,
+        strategy=strategy,
+        precision=with_weights_of(model, number_type),
+        clip_norm=wanted.clip_norm,
+        schedule=_schedule(settings, loader),
+        evaluation=evaluation_of(settings, rows, batches.value, loss, world),
+        saving=saving,
+        on_bad_numbers=wanted.on_bad_numbers,
+        reports=reports,
+        seed=wanted.seed,
+    )
+
+
+def _saving(settings: Settings, folder: Path, stop: StopRequest) -> Saving:
+    wanted = settings.checkpoint
+    every = wanted.every
+    place = checkpoint_place(wanted, folder.resolve())
+    assert place is not None, "called where checkpoints are on"
+    return Saving(
+        to=place,
+        every=every if isinstance(every, int) else None,
+        every_s=None if isinstance(every, int) else parse_seconds(every),
+        keep=wanted.keep,
+        mode=wanted.mode,
+        stop=stop,
+    )
+
+
+def _kept_batch_size(saving: Saving, world: World) -> int | None:
+    """Return the size of a step in the run that goes on; None if it only begins."""
+    kept: int | None = None
+    problem = ""
+    if world.is_first:
+        try:
+            kept = next((one.global_batch_size for one in committed(saving.store())), None)
+        except (MusterError, OSError) as error:
+            problem = str(error)
+    kept, problem = tell_all([kept, problem], world)[0]
+    if problem:
+        raise MusterError(
+            f"what this run has saved cannot be looked at: {problem}",
+            fix="make the place reachable; a run that does not know of its checkpoints would begin anew",
+        )
+    return kept
+
+
+def _loss(settings: Settings) -> losses.Loss:
+    wanted = settings.model
+    usual = "language_model" if wanted.model_name_or_path else "cross_entropy"
+    name = wanted.loss or usual
+    return losses.named(name) or named.find(name, "model.loss")
+
+
+def _epochs(settings: Settings) -> int | None:
+    wanted = settings.train
+    return wanted.epochs or (1 if wanted.steps is None else None)
+
+
+def _schedule(
+    settings: Settings, loader: Loader
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+    wanted = settings.train
+    in_epoch, epochs = loader.steps_in_epoch(), _epochs(settings)
+    total = wanted.steps
+    if epochs is not None and in_epoch is not None:
+        total = epochs * in_epoch
+    return lambda optimizer: schedules.schedule(
+        optimizer, wanted.schedule, warmup_steps=wanted.warmup_steps, total_steps=total
+    )
+
+
+def _save(trainer: Trainer, recipe: Recipe, place: Path) -> None:
+    """Leave what was trained: LoRA's matrices alone, or the whole model with what belongs to it."""
+    strategy = trainer.strategy.value
+    if recipe.lora is not None:
+        state = strategy.state_dict(trainer.model)["model"]
+        lora.save_adapters(trainer.model, state, place, trainer.world)
+        return
+    save_weights(trainer.model, strategy, place, trainer.world)
+    if recipe.files is not None and trainer.world.is_first:
+        hugging_face.save_beside(recipe.files, place)

@@ -1,0 +1,53 @@
+"""A limit of what tensors may take: kept to, and no matter how late other threads give something back."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torchmuster.plan.probes import limit
+from torchmuster.plan.probes.limit import limited
+from torchmuster.train.out_of_memory import recognise
+from torchmuster.units import MiB
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def held() -> Iterator[list[torch.Tensor]]:
+    """What another thread holds."""
+    held: list[torch.Tensor] = []
+    yield held
+    held.clear()
+
+
+def test_what_is_too_much_is_refused_as_an_accelerator_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limit, "_LET_GO_WITHIN_S", 0.01)
+    with limited(3 * MiB) as followed:
+        one = torch.zeros(2 * MiB, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError) as refused:
+            torch.zeros(2 * MiB, dtype=torch.uint8)
+        assert one.numel() == 2 * MiB
+    assert recognise(refused.value)
+    assert str(refused.value) == (
+        "out of memory. Tried to allocate 2097152 bytes. This rank may use 3.0 MiB, "
+        "of which 2.0 MiB are in use"
+    )
+    assert followed.peak_bytes == 2 * MiB
+
+
+def test_what_a_thread_gives_back_late_is_waited_for(
+    held: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gloo's, which have what they sent in hand for a moment after who waits for them goes on."""
+    monkeypatch.setattr(limit, "_LET_GO_WITHIN_S", 60.0)
+    with limited(3 * MiB) as followed:
+        held.append(torch.zeros(2 * MiB, dtype=torch.uint8))
+        late = threading.Timer(0.05, held.clear)
+        late.start()
+        torch.zeros(2 * MiB, dtype=torch.uint8)
+        late.join()
+    assert followed.peak_bytes == 2 * MiB

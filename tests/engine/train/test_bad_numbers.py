@@ -1,0 +1,44 @@
+"""Bad numbers in one process: what a skipped step cannot undo is said."""
+
+import pytest
+import torch
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.data.step import MicroBatch
+
+pytestmark = pytest.mark.engine
+
+WORLD = made_up_world()
+
+
+def test_statistics_that_took_a_nan_in_are_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    inputs = torch.ones(4, 3)
+    inputs[2] = float("nan")
+    micro = MicroBatch(batch={"pixels": inputs}, samples=4, indices=[9, 8, 7, 6])
+    model(inputs)
+    found = BadNumbers(model, WORLD).examine(
+        3, [micro], lambda model, batch: model(batch["pixels"]).mean()
+    )
+    assert found.what == (
+        "step 3: rank 0's input batch has NaN (batch['pixels']); all ranks skipped this step"
+    )
+    assert found.why == (
+        "sample 7 of the dataset; the buffer 1.running_mean is not finite either: it keeps what it took "
+        "in until it is set anew"
+    )
+
+
+def test_what_a_loss_does_not_use_is_not_blamed() -> None:
+    model = nn.Linear(3, 1)
+    mask = torch.full((2, 2), float("-inf"))
+    masked = MicroBatch(batch=(torch.ones(2, 3), mask), samples=2)
+    spoilt = MicroBatch(batch=(torch.ones(2, 3), torch.ones(2, 2)), samples=2)
+    found = BadNumbers(model, WORLD).examine(
+        0,
+        [masked, spoilt],
+        lambda model, batch: model(batch[0]).mean() / (1 if batch is masked.batch else 0),
+    )
+    assert "rank 0's loss function gave" in found.what

@@ -1,0 +1,105 @@
+"""What a run says before its first step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.portions import choose_portions
+from torchmuster.train.reporting.banner import banner, batch_line
+from torchmuster.train.schedules import schedule
+
+pytestmark = pytest.mark.engine
+
+WORLD = made_up_world(ranks=2)
+ON_GPUS = replace(WORLD, device=torch.device("cuda", 0))
+
+
+def test_a_banner_fits_one_screen_and_says_what_will_be_computed() -> None:
+    model = nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 2))
+    model[0].requires_grad_(False)
+    text = banner(
+        WORLD,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+        loader=BatchLoader(
+            list(range(1000)), WORLD, micro_batch_size=8, global_batch_size=64, seed=5
+        ),
+        strategy="ddp: so that every rank has a copy",
+        precision="fp32: it was asked for",
+    )
+    threads = torch.get_num_threads()
+    assert text.splitlines() == [
+        "model     Sequential, 1,302 parameters in float32, 202 of them trained (15.5%)",
+        f"ranks     2 ranks, each on the CPU with {threads} thread{'s' * (threads > 1)}, "
+        "talking over gloo",
+        "batch     8 per rank x 2 ranks x 4 accumulation = 64 per step; LR 0.0001 unchanged",
+        "data      BatchLoader, 16 steps an epoch, seed 5",
+        "strategy  ddp: so that every rank has a copy",
+        "precision fp32: it was asked for",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (10, "LR 0.001 unchanged by the batch, warm-up over 10 steps"),
+        (0, "LR 0.001 unchanged"),
+    ],
+)
+def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    curve = schedule(optimizer, "cosine", warmup_steps=steps, total_steps=100)
+    text = banner(
+        WORLD,
+        model=model,
+        optimizer=optimizer,
+        loader=BatchLoader([1, 2], WORLD, global_batch_size=2),
+        strategy="",
+        precision="",
+        schedule=curve,
+    )
+    assert text.splitlines()[2].endswith(f"= 2 per step; {said}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "whole", "said"),
+    [
+        ((8, 8), 64, "8 per GPU x 2 GPUs x 4 accumulation = 64 per step"),
+        ((8, 8, 2), 36, "8 + 8 + 2 per round x 2 accumulation = 36 per step"),
+        ((8, 8), 60, "at most 8 per GPU x 2 GPUs x 4 accumulation: 60 per step"),
+        ((32,), 32, "32 per GPU x 1 GPU x 1 accumulation = 32 per step"),
+    ],
+)
+def test_the_batch_is_written_as_the_sum_it_is(
+    sizes: tuple[int, ...], whole: int, said: str
+) -> None:
+    portions = choose_portions(len(sizes), micro_batch_sizes=sizes, global_batch_size=whole)
+    assert batch_line(portions, ON_GPUS) == said
+
+
+def test_a_loader_that_cannot_tell_its_sizes_is_believed() -> None:
+    assert batch_line(None, WORLD) == "as large as the loader gives it"
+
+
+def test_a_step_larger_than_the_data_and_a_rank_alone_are_told_as_they_are() -> None:
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    alone = replace(WORLD, world_size=1, local_world_size=1)
+    lines = banner(
+        alone,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        loader=BatchLoader([1, 2, 3], alone, global_batch_size=8),
+        strategy="",
+        precision="",
+    ).splitlines()
+    assert lines[0] == "model     Linear, 6 parameters in bfloat16, all of them trained"
+    assert lines[1].startswith("ranks     1 rank, on the CPU with ")
+    assert "gloo" not in lines[1]
+    assert lines[3] == (
+        "data      BatchLoader, 1 step an epoch, seed 0; there are 3 samples, so a step has no more"
+    )

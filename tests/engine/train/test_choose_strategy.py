@@ -1,0 +1,233 @@
+"""How a model is spread, and why: a pure choice over sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible
+from torchmuster.train.precision import BF16, FP16
+from torchmuster.train.strategies.choose import Sizes, build, choose, sizes_of
+from torchmuster.train.strategies.fsdp import Fsdp
+from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
+from torchmuster.units import GiB
+
+pytestmark = pytest.mark.engine
+
+SMALL = Sizes(parameter_bytes=GiB // 10, trained_bytes=GiB // 10)
+LARGE = Sizes(parameter_bytes=28 * GiB, trained_bytes=28 * GiB)
+WORLD = made_up_world()
+
+
+def test_fp16_with_shards_in_the_hosts_memory_is_refused_on_accelerators() -> None:
+    offload = Sharding(cpu_offload=True)
+    build("fsdp", WORLD, sharding=offload, precision=FP16)
+    world = replace(WORLD, device=torch.device("cuda", 0), backend="nccl")
+    build("fsdp", world, sharding=offload, precision=BF16)
+    with pytest.raises(Impossible) as refused:
+        build("fsdp", world, sharding=offload, precision=FP16)
+    assert str(refused.value).splitlines() == [
+        "asked for fsdp_cpu_offload with precision fp16",
+        "its loss scale looks for overflows where the gradients are, in the host's memory, and the ranks "
+        "cannot tell each other from there: they talk over nccl",
+        "precision bf16 or fp32, or leave fsdp_cpu_offload out",
+    ]
+
+
+def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
+    model = nn.ModuleList([nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False).bfloat16()])
+    model[0].requires_grad_(False)
+    sizes = sizes_of(model)
+    assert sizes == Sizes(parameter_bytes=600, trained_bytes=200)
+    assert sizes.states_bytes == 600 + 3 * 200
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "memory_bytes", "reason"),
+    [
+        (1, LARGE, 40 * GiB, "single: there is one rank"),
+        (
+            2,
+            SMALL,
+            40 * GiB,
+            "ddp: the model's states take 410 MiB of 40.0 GiB on each rank, so every rank can hold a "
+            "copy",
+        ),
+        (
+            2,
+            SMALL,
+            None,
+            "ddp: the model's states take 410 MiB, and how much memory each rank has cannot be read "
+            "here; take fsdp if they do not fit",
+        ),
+        (
+            8,
+            LARGE,
+            40 * GiB,
+            "fsdp: the model's states take 112 GiB, too much for the 40.0 GiB of each rank; sharded "
+            "over 8 ranks they take 14.0 GiB",
+        ),
+        (
+            2,
+            LARGE,
+            40 * GiB,
+            "fsdp: the model's states take 112 GiB, too much for the 40.0 GiB of each rank; sharded "
+            "over 2 ranks they take 56.0 GiB, which is too much still: more ranks, fsdp_cpu_offload, "
+            "LoRA or a smaller number type",
+        ),
+    ],
+)
+def test_auto_takes_the_simplest_that_has_room(
+    ranks: int, sizes: Sizes, memory_bytes: int | None, reason: str
+) -> None:
+    decision = choose("auto", ranks=ranks, sizes=sizes, memory_bytes=memory_bytes)
+    assert decision.reason == reason
+    assert decision.value == reason.partition(":")[0]
+
+
+def test_a_tenth_of_the_memory_is_left_free() -> None:
+    just = Sizes(parameter_bytes=9 * GiB, trained_bytes=0)
+    over = Sizes(parameter_bytes=9 * GiB + 1, trained_bytes=0)
+    assert choose("auto", ranks=2, sizes=just, memory_bytes=10 * GiB).value == "ddp"
+    assert choose("auto", ranks=2, sizes=over, memory_bytes=10 * GiB).value == "fsdp"
+
+
+def test_frozen_weights_bring_nothing_along() -> None:
+    lora = Sizes(parameter_bytes=28 * GiB, trained_bytes=GiB)
+    assert choose("auto", ranks=2, sizes=lora, memory_bytes=40 * GiB).value == "ddp"
+
+
+@pytest.mark.parametrize("asked", ["ddp", "fsdp"])
+def test_what_is_asked_for_is_taken(asked: str) -> None:
+    decision = choose(asked, ranks=2, sizes=LARGE, memory_bytes=GiB)  # type: ignore[arg-type]
+    assert (decision.value, decision.reason) == (asked, f"{asked}: asked for")
+
+
+def test_options_of_fsdp_ask_for_fsdp() -> None:
+    offload = Sharding(cpu_offload=True)
+    decision = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=offload)
+    assert (decision.value, decision.reason) == (
+        "fsdp",
+        "fsdp: fsdp_cpu_offload is a way of sharding",
+    )
+    hybrid = Sharding(kind="hybrid_shard")
+    decision = choose("auto", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
+    assert (decision.value, decision.reason) == ("fsdp", "fsdp: hybrid_shard is a way of sharding")
+    alone = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
+    assert alone.value == "single"
+
+
+def test_no_shard_is_ddp() -> None:
+    none = Sharding(kind="no_shard")
+    decision = choose("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
+    assert decision.value == "ddp"
+    assert decision.reason == "ddp: it is what no_shard means, a copy on each rank"
+    with pytest.raises(Impossible, match="asked for fsdp with no_shard"):
+        Fsdp(WORLD, sharding=none)
+    with pytest.raises(Impossible, match="asked for no_shard together with options of fsdp"):
+        choose(
+            "fsdp",
+            ranks=4,
+            sizes=LARGE,
+            memory_bytes=GiB,
+            sharding=Sharding(kind="no_shard", cpu_offload=True),
+        )
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(Impossible) as single:
+        choose("single", ranks=4, sizes=SMALL, memory_bytes=GiB)
+    assert str(single.value) == (
+        "asked for strategy single with 4 ranks\neach would train a model of its own\n"
+        "start one process, or take ddp, fsdp or auto"
+    )
+    with pytest.raises(Impossible) as options:
+        choose("ddp", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=Sharding())
+    assert str(options.value) == (
+        "asked for ddp together with options of fsdp\nddp shards nothing\n"
+        "leave them out, or take fsdp"
+    )
+    with pytest.raises(Impossible, match="asked for ddp together with options of fsdp"):
+        build("ddp", WORLD, sharding=Sharding(cpu_offload=True))
+    with pytest.raises(Impossible, match="asked for find_unused_parameters with fsdp\nonly ddp"):
+        build("fsdp", WORLD, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_strategies_are_made_by_their_names(name: str) -> None:
+    assert build(name, WORLD).name == name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "machines", "layout", "reason"),
+    [
+        (Sharding(), [4, 4], (1, 8), "full_shard: one copy of the model, sharded over all 8 ranks"),
+        (
+            Sharding(kind="hybrid_shard"),
+            [4, 4],
+            (2, 4),
+            "hybrid_shard: 2 copies, each sharded over 4 ranks",
+        ),
+        (
+            Sharding(kind="hybrid_shard", shard_size=2),
+            [3, 5],
+            (4, 2),
+            "hybrid_shard: 4 copies, each sharded over 2 ranks",
+        ),
+        (
+            Sharding(kind="hybrid_shard"),
+            [8],
+            (1, 8),
+            "hybrid_shard: all 8 ranks hold one copy, so there is nothing to replicate: the same as "
+            "full_shard",
+        ),
+        (
+            Sharding(kind="hybrid_shard"),
+            [1, 1, 1],
+            (3, 1),
+            "hybrid_shard: each of 3 ranks holds a whole copy, so nothing is sharded: ddp does the "
+            "same with less communication",
+        ),
+    ],
+)
+def test_ranks_share_the_model_as_the_kind_of_sharding_says(
+    sharding: Sharding, machines: list[int], layout: tuple[int, int], reason: str
+) -> None:
+    decision = lay_out(sharding, ranks_of_machines=machines)
+    copies, shards = layout
+    assert decision.value == Layout(copies=copies, shards=shards)
+    assert decision.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("sharding", "machines", "text"),
+    [
+        (
+            Sharding(kind="hybrid_shard"),
+            [4, 2],
+            "asked for hybrid_shard, which shards within each machine\nthe machines have different "
+            "numbers of ranks: 2, 4\ngive each machine as many ranks, set a shard size that divides "
+            "their sum, or take full_shard",
+        ),
+        (
+            Sharding(kind="hybrid_shard", shard_size=4),
+            [6],
+            "asked for copies that are sharded over 4 ranks each\nthere are 6 ranks, which is no "
+            "multiple of 4\ntake a shard size that divides 6, or full_shard",
+        ),
+        (
+            Sharding(shard_size=2),
+            [4],
+            "asked for shards over 2 ranks with full_shard\nfull_shard shards over all 4 ranks\nleave "
+            "the shard size out, or take hybrid_shard",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(
+    sharding: Sharding, machines: list[int], text: str
+) -> None:
+    with pytest.raises(Impossible) as refused:
+        lay_out(sharding, ranks_of_machines=machines)
+    assert str(refused.value) == text

@@ -1,0 +1,135 @@
+"""The classic trainers in one process without a group, and what they refuse."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nvml_stub import scenarios
+from rank_programs.classic import adam, dataset, network, weights
+from torchmuster.distributed import (
+    DDPTrainer,
+    ProductionTrainer,
+    create_distributed_dataloader,
+    reduce_mean,
+    sync_gradients,
+)
+from torchmuster.errors import Impossible
+from torchmuster.train import random_states
+from torchmuster.train.classic import board
+from torchmuster.train.classic.board import Board
+from torchmuster.train.classic.presence import present_world
+
+pytestmark = pytest.mark.engine
+
+
+def loader(samples: int = 8, **options: Any) -> Any:
+    return create_distributed_dataloader(dataset(samples), 4, **options)
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    trainer = DDPTrainer(network(), 0, 1)
+    optimizer = adam(trainer.model)
+    losses = [trainer.train_epoch(loader(), optimizer, nn.CrossEntropyLoss()) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    trainer.save_checkpoint(tmp_path / "a", 19, optimizer)
+    other = DDPTrainer(network(), 0, 1)
+    assert other.load_checkpoint(tmp_path / "a") == 19
+    assert weights(other.model) == weights(trainer.model)
+    assert reduce_mean(2.5) == 2.5
+    assert reduce_mean(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
+    sync_gradients(trainer.model)
+
+
+def test_ranks_without_a_group_are_refused() -> None:
+    with pytest.raises(Impossible) as refused:
+        DDPTrainer(network(), 1, 4)
+    assert refused.value.what == "this is to be rank 1 of 4, but there is no group of ranks"
+    assert "setup_distributed(rank, world_size)" in refused.value.fix
+
+
+def test_a_step_with_bad_numbers_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = DDPTrainer(network(), 0, 1)
+    before = weights(trainer.model)
+
+    def bad(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return output.mean() * float("nan")
+
+    assert trainer.train_epoch(loader(), adam(trainer.model), bad) != 0.0
+    assert "2 of 2 steps were skipped: their gradients were not finite" in caplog.text
+    assert weights(trainer.model) == before
+
+
+def test_the_loss_of_an_epoch_leaves_out_the_step_that_was_left_out() -> None:
+    samples = [(torch.full((4,), float("nan") if n == 5 else 0.0), 0) for n in range(16)]
+    trainer = DDPTrainer(nn.Linear(4, 2), 0, 1)
+    still = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    batches: Any = torch.utils.data.DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+    mean = trainer.train_epoch(batches, still, nn.CrossEntropyLoss())
+    alone = nn.functional.cross_entropy(trainer.model(torch.zeros(1, 4)), torch.tensor([0]))
+    assert mean == pytest.approx(alone.item())
+
+
+def test_settings_of_the_production_trainer_are_checked() -> None:
+    def trainer(**config: Any) -> ProductionTrainer:
+        return ProductionTrainer(network(), loader(), None, config)
+
+    with pytest.raises(
+        Impossible, match="has no setting 'acumulation'\ndid you mean 'accumulation'"
+    ):
+        trainer(epochs=1, acumulation=2)
+    with pytest.raises(Impossible, match="the setting 'epochs' is missing"):
+        trainer(learning_rate=0.1)
+    with pytest.raises(Impossible, match="there is nothing to validate with"):
+        trainer(epochs=1).validate()
+    made = trainer(epochs=3, accumulation=2, optimizer=lambda them: torch.optim.SGD(them, lr=0.5))
+    assert isinstance(made.optimizer, torch.optim.SGD)
+    assert made.precision.reason.startswith("fp32")
+
+
+def test_curves_without_tensorboard_are_refused_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(Impossible) as refused:
+        Board(tmp_path, present_world())
+    assert "pip install 'torchmuster[tensorboard]'" in refused.value.fix
+    Board(None, present_world()).write({"loss": 1.0}, 0)  # not asked for: not needed
+
+
+def test_curves_hold_what_the_gpus_say(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(scenarios.eight_a100_idle())
+    written: dict[str, float] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, number: float, step: int) -> None:
+            assert step == 5
+            written[name] = number
+
+    monkeypatch.setattr(board, "_writer", lambda folder: Writer())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    Board(Path("unused"), present_world()).write_gpus(5)
+    names = {name.partition("/")[0] for name in written}
+    assert names == {"gpu 0", "gpu 3"}
+    assert written["gpu 3/temperature_c"] > 0
+    assert {"gpu 0/utilisation_percent", "gpu 0/used_memory_mb"} <= written.keys()
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    import random
+
+    import numpy
+
+    world = present_world()
+    kept = random_states.keep(world)
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(), torch.rand(()).item(), float(numpy.random.rand())]
+
+    first = draw()
+    assert draw() != first
+    random_states.put_back(kept, world)
+    assert draw() == first

@@ -1,0 +1,134 @@
+"""What a loader needs around it: room in shared memory, cores to read with, batches on the device."""
+
+import dataclasses
+import time
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible
+from torchmuster.finding import Status
+from torchmuster.train.data import starvation, workers
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.nested import placed, tensors_in
+from torchmuster.train.data.shared_memory import Room, free_bytes
+from torchmuster.train.data.starvation import Starvation, advice, judge
+
+pytestmark = pytest.mark.engine
+MiB = 1024**2
+
+
+def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "free_bytes", lambda: 64 * MiB)
+    dataset = TensorDataset(torch.zeros(64, MiB // 4))
+    loader = BatchLoader(dataset, made_up_world(0, 2), global_batch_size=64, workers=2)
+    with pytest.raises(Impossible) as refused:
+        list(next(loader.epoch(0)))
+    loader.close()
+    assert str(refused.value).splitlines() == [
+        "/dev/shm is too small for 2 loader workers: 256 MiB are needed, 64.0 MiB are free",
+        "workers hand batches over through it: 32.0 MiB a batch x 4 on their way x 2 ranks on this "
+        "machine; without room they die with “Bus error”",
+        "docker run --shm-size=8g …  # or --ipc=host",
+        "volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at "
+        "/dev/shm",
+        "fewer workers, smaller micro-batches, or workers=0, which needs no shared memory",
+    ]
+
+
+def test_with_room_enough_nothing_is_said() -> None:
+    room = Room(free_bytes=64 * MiB, workers=1, batches=2, ranks=1)
+    assert room.refusal(32 * MiB) is None
+    assert room.refusal(32 * MiB + 1) is not None
+    assert Room(free_bytes=None, workers=1, batches=2, ranks=1).refusal(2**60) is None
+    assert free_bytes("/no/such/folder") is None
+    assert isinstance(free_bytes(), int)
+
+
+def test_waiting_for_data_is_measured_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(starvation, "usable_cores", lambda: SimpleNamespace(value=8))
+
+    class Slow(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            clock.now += 1.0
+            return index
+
+    loader = BatchLoader(Slow([0] * 8), made_up_world(), global_batch_size=4, micro_batch_size=2)
+    watching = Starvation()
+    for step in watching.watch(loader.epoch(0)):
+        for micro in step:
+            assert micro.samples == 2
+            clock.now += 2.0  # computed
+        clock.now += 4.0  # applied
+    assert watching.waited_s == 8.0
+    found = watching.verdict(workers=0, ranks=2)
+    assert (found.name, found.status) == ("data-starvation", Status.WARNING)
+    assert found.what == "33 % of the time the device waits for data"
+    assert found.fix == "workers 0 -> try 4 (8 cores / 2 ranks)"
+
+
+def test_advice_goes_no_further_than_the_cores() -> None:
+    assert advice(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
+    assert advice(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
+    assert advice(workers=12, cores=64, ranks=4) == "workers 12 -> try 16 (64 cores / 4 ranks)"
+    assert advice(workers=4, cores=8, ranks=2).startswith(
+        "4 workers have no more cores to use (8 cores / 2 ranks): make a sample cheaper to read"
+    )
+    assert judge(0.09, workers=0, cores=8, ranks=1).status is Status.OK
+    assert judge(0.52, workers=0, cores=8, ranks=2).what == (
+        "52 % of the time the device waits for data"
+    )
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    image: torch.Tensor
+    name: str
+
+
+class Knowing:
+    """Moves itself, as BatchEncoding and graphs do."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def to(self, device: torch.device) -> "Knowing":
+        return Knowing(str(device))
+
+
+def test_whatever_a_batch_is_made_of_arrives_on_the_device() -> None:
+    """The meta device stands in for an accelerator: tensors there have no values."""
+    meta = torch.device("meta")
+    one = torch.zeros(2)
+    batch = {
+        "list": [one, "text"],
+        "pair": Pair(one, 3),
+        "example": Example(image=one, name="cat"),
+        "tuple": (one, None, OrderedDict(deep=one)),
+        "packed": torch.nn.utils.rnn.pack_sequence([one, one]),
+    }
+    moved = placed(batch, meta)
+    assert moved.pop("packed").data.device == meta
+    assert [tensor.device for tensor in tensors_in(moved)] == [meta] * 5
+    assert len(list(tensors_in(batch))) == 7  # two of them in what was packed
+    assert moved["list"][1] == "text"
+    assert (type(moved["pair"]), moved["pair"].second) == (Pair, 3)
+    assert (type(moved["example"]), moved["example"].name) == (Example, "cat")
+    assert moved["tuple"][1] is None
+    assert placed([Knowing()], meta)[0].device == meta
+    device_world = dataclasses.replace(made_up_world(), device=meta)
+    loader = BatchLoader(TensorDataset(torch.zeros(4, 2)), device_world, global_batch_size=4)
+    (micro,) = next(loader.epoch(0))
+    assert micro.batch[0].device == meta

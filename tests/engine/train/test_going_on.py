@@ -1,0 +1,242 @@
+"""The parts of going on with a training: when it saves, what it says, and what is cut off and kept."""
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from made_up_worlds import made_up_world
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.train.reporting.communication import communication_of
+from torchmuster.train.reporting.metrics_file import MetricsFile
+from torchmuster.train.reporting.tally import Tally, _add_exactly
+from torchmuster.train.saving.checkpointer import SaveReport
+from torchmuster.train.saving.in_training import Saves, Saving, words_for
+from torchmuster.train.stop_request import StoppedAtRequest
+from torchmuster.worker.data import batches_of
+
+pytestmark = pytest.mark.engine
+
+WORLD = made_up_world()
+
+
+def report(step: int, problem: str = "") -> SaveReport:
+    size = 0 if problem else 3 * 2**30 // 2
+    return SaveReport(
+        step=step, name="", size_bytes=size, stall_s=0.021, waited_s=0.0, took_s=3.14,
+        problem=problem,
+    )  # fmt: skip
+
+
+class Noting:
+    """Stands for a Checkpointer; saves of some steps fail."""
+
+    def __init__(self, failing: tuple[int, ...] = (), found: tuple[Finding, ...] = ()) -> None:
+        self.saved: list[int] = []
+        self._failing = list(failing)
+        self._found = list(found)
+
+    def check_room(self, state: Any) -> list[Finding]:
+        return self._found
+
+    def save(self, state: Any, *, step: int, own: Any) -> None:
+        assert (state, own) == ({"a": 1}, {"b": 2})
+        self.saved.append(step)
+
+    def wait(self) -> SaveReport | None:
+        if not self.saved:
+            return None
+        step = self.saved[-1]
+        if step in self._failing:
+            self._failing.remove(step)
+            return report(step, "the disk is full")
+        return report(step)
+
+
+class Asked:
+    """Stands for a StopRequest."""
+
+    words = "SIGTERM to rank 3"
+
+    def due(self, step: int) -> bool:
+        return step == 5
+
+
+def saves(checkpointer: Noting, **how: Any) -> Saves:
+    saving = Saving(to="x", **how)
+    return Saves(saving, checkpointer, take=lambda: ({"a": 1}, {"b": 2}))  # type: ignore[arg-type]
+
+
+def test_saves_are_due_by_steps_or_by_the_clock_of_all() -> None:
+    by_steps = saves(Noting(), every=3)
+    assert [step for step in range(1, 8) if by_steps.is_due(step, 0.0)] == [3, 6]
+    by_time = saves(Noting(), every_s=10.0)
+    due = []
+    for step in range(1, 30):
+        elapsed_s = 2.0 * (step - step % 3)  # what all ranks know grows with each line
+        if by_time.is_due(step, elapsed_s):
+            by_time.save(step, elapsed_s)
+            due.append(step)
+    assert due == [6, 12, 18, 24]
+    at_the_end = saves(Noting())
+    assert not any(at_the_end.is_due(step, 1e6) for step in range(1, 50))
+    with pytest.raises(Impossible, match="every_s is 0"):
+        Saving(to="x", every_s=0.0)
+
+
+def test_the_end_is_saved_once_and_again_if_it_failed() -> None:
+    once, again = Noting(), Noting(failing=(8,))
+    for checkpointer in (once, again):
+        saving = saves(checkpointer)
+        saving.save(8, 0.0)
+        saving.end(8)
+        assert saving.is_last is (checkpointer is again)  # what fails then is told as the end's
+    assert (once.saved, again.saved) == ([8], [8, 8])
+
+
+def test_a_request_to_end_is_followed_with_a_save() -> None:
+    checkpointer = Noting()
+    saving = saves(checkpointer, stop=Asked())
+    saving.end_if_asked(4, 0.0)
+    with pytest.raises(StoppedAtRequest) as stopped:
+        saving.end_if_asked(5, 0.0)
+    assert checkpointer.saved == [5]
+    assert stopped.value.what == "saved at step 5 at a request to end (SIGTERM to rank 3)"
+    with pytest.raises(MusterError) as failed:
+        saves(Noting(failing=(5, 5)), stop=Asked()).end_if_asked(5, 0.0)
+    assert str(failed.value).startswith(
+        "asked to end (SIGTERM to rank 3), but step 5 could not be saved\nthe disk is full\n"
+    )
+
+
+def test_too_little_room_ends_a_training_before_it_begins() -> None:
+    little = Finding(name="room", status=Status.WARNING, what="the disk is small", fix="clear it")
+    none = Finding(name="room", status=Status.FAILURE, what="no room", why="why", fix="fix")
+    assert saves(Noting(found=(little,))).check_room({}) == (
+        "warning  the disk is small\n         fix  clear it"
+    )
+    with pytest.raises(Impossible) as refusal:
+        saves(Noting(found=(little, none))).check_room({})
+    assert str(refusal.value) == "no room\nwhy\nfix"
+
+
+def test_a_save_is_told_in_one_line_and_a_failure_with_what_follows() -> None:
+    assert words_for(report(120)) == "saved step 120: 1.5 GiB in 3.1 s, stalled 0.02 s"
+    first, why, *_ = words_for(report(120, "the disk is full")).splitlines()
+    assert first == "warning  step 120 could not be saved; the training goes on"
+    assert why == "         why  the disk is full"
+    at_the_end = words_for(report(120, "the disk is full"), is_last=True)
+    assert at_the_end.splitlines() == [
+        "warning  the end of the training, step 120, could not be saved",
+        "         why  the disk is full",
+        "         fix  mend what failed and start it again: it goes on from the newest checkpoint",
+    ]
+
+
+def test_metrics_of_steps_that_are_made_again_are_cut_off(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
+    (folder / "steps.jsonl").write_text(lines + '{"step": 2, "lo')
+    (folder / "evaluations.jsonl").write_text(lines)
+    MetricsFile(tmp_path).cut_off_after(3, evaluated=2)
+    assert (folder / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert (folder / "evaluations.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    MetricsFile(tmp_path).cut_off_after(0, evaluated=0)
+    assert (folder / "steps.jsonl").read_text() == ""
+
+
+@given(st.lists(st.floats(-1e30, 1e30, allow_nan=False), max_size=40))
+def test_sums_of_losses_do_not_depend_on_when_they_are_added_up(numbers: list[float]) -> None:
+    parts: list[float] = []
+    for number in numbers:
+        _add_exactly(parts, number)
+    assert sum(map(Fraction, parts)) == sum(map(Fraction, numbers))
+    assert math.fsum(parts) == math.fsum(numbers)
+
+
+def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
+    def tally() -> Tally:
+        return Tally(WORLD, communication_of(torch.nn.Linear(1, 1), WORLD))
+
+    def add(to: Tally, loss: float) -> None:
+        to.add(torch.tensor(loss), 4, None)
+        to.end_step(applied=True)
+
+    before, after, whole = tally(), tally(), tally()
+    for loss in (0.1, 0.7):
+        add(before, loss)
+    state = before.state()
+    after.restore(json.loads(json.dumps(state)))
+    assert after.has_any
+    add(after, 0.3)
+    for loss in (0.1, 0.7, 0.3):
+        add(whole, loss)
+    after.begin()
+    add(after, 0.5)
+    add(whole, 0.5)
+    said = after.record(step=4, epoch=0, learning_rate=0.1, norm=None)
+    wanted = whole.record(step=4, epoch=0, learning_rate=0.1, norm=None)
+    assert (said.loss, said.samples) == (wanted.loss, wanted.samples)
+    assert said.samples_per_s * said.step_s == pytest.approx(4)  # one step of its own
+    assert not after.has_any
+
+
+class Busy:
+    """Stands for DDP's own measurement, of steps that waited longer than the others."""
+
+    def exposed_s(self, steps: int) -> float | None:
+        return 1e6
+
+
+def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
+    tally = Tally(WORLD, Busy())
+    for step in (1, 2):
+        tally.add(torch.tensor(0.1), 4, None)
+        tally.end_step(applied=True)
+        record = tally.record(step=step, epoch=0, learning_rate=0.1, norm=None)
+    assert record.verdict.startswith("waits for communication 100 % of the time: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "whole", "reason"),
+    [
+        ({}, None, None, ""),
+        ({"micro_batch_size": "4"}, 8, 8, ""),
+        (
+            {"micro_batch_size": "4"},
+            32,
+            32,
+            "a step keeps its 32 samples, as this run has had them so far; the ranks compute at "
+            "most 8 at once",
+        ),
+        ({"global_batch_size": "32"}, 32, 32, ""),
+    ],
+)
+def test_a_step_stays_as_large_as_it_was(
+    given: dict[str, str], kept: int | None, whole: int | None, reason: str
+) -> None:
+    flags = [Flag(flag="", path=f"train.{name}", text=text) for name, text in given.items()]
+    settings = resolve(flags=flags).settings
+    chosen = batches_of(settings, made_up_world(ranks=2), kept=kept)
+    assert (chosen.value.global_batch_size, chosen.reason) == (whole, reason)
+
+
+def test_another_size_of_a_step_is_refused() -> None:
+    settings = resolve(flags=[Flag(flag="", path="train.global_batch_size", text="64")]).settings
+    with pytest.raises(Impossible) as refusal:
+        batches_of(settings, WORLD, kept=32)
+    assert str(refusal.value) == (
+        "train.global_batch_size is 64, but this run's steps have 32 samples\n"
+        "a run goes on as it began: with other steps it would be another training\n"
+        "train.global_batch_size=32, or begin a new run"
+    )

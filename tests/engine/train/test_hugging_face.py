@@ -1,0 +1,151 @@
+"""Models by folder or name, without a network: built from config.json, loaded from safetensors, or refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchmuster.errors import Impossible
+from torchmuster.train.models import hugging_face
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+
+TINY = {
+    "vocab_size": 33,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def folder(path: Path, **config: object) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY | config))
+    return str(path)
+
+
+def test_a_folder_with_only_a_config_is_built(tmp_path: Path) -> None:
+    for kind, name in (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM")):
+        files = hugging_face.find(folder(tmp_path / kind, model_type=kind))
+        assert files.weights == ()
+        model: Any = hugging_face.build(files)
+        assert type(model).__name__ == name
+        assert model.training
+        assert model.config._attn_implementation == "sdpa"
+        assert model.config.use_cache is False
+        assert {one.dtype for one in model.parameters()} == {torch.float32}
+
+
+def test_attention_and_number_type_are_those_asked_for(tmp_path: Path) -> None:
+    files = hugging_face.find(folder(tmp_path / "m", model_type="llama", dtype="bfloat16"))
+    model: Any = hugging_face.build(files)
+    assert model.dtype is torch.bfloat16  # the model's own
+    model = hugging_face.build(files, dtype="float16", attention="eager")
+    assert model.dtype is torch.float16
+    assert model.config._attn_implementation == "eager"
+
+
+def test_weights_come_back(tmp_path: Path) -> None:
+    built: Any = hugging_face.build(hugging_face.find(folder(tmp_path / "m", model_type="qwen2")))
+    built.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
+    files = hugging_face.find(str(tmp_path / "saved"))
+    assert len(files.weights) > 1
+    loaded = hugging_face.load(files)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(built.parameters(), loaded.parameters(), strict=True)
+    )
+    files.weights[0].unlink()
+    with pytest.raises(Impossible, match=f"weights are missing in .*: {files.weights[0].name}"):
+        hugging_face.find(str(tmp_path / "saved"))
+
+
+def test_what_belongs_to_a_model_is_put_beside_its_weights(tmp_path: Path) -> None:
+    files = hugging_face.find(folder(tmp_path / "m", model_type="llama"))
+    for name in ("tokenizer.json", "README.md"):
+        (tmp_path / "m" / name).write_text("{}")
+    (tmp_path / "out").mkdir()
+    hugging_face.save_beside(files, tmp_path / "out")
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "tokenizer.json",
+    ]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Impossible) as error:
+        hugging_face.find("./nowhere")
+    assert error.value.what == "there is no folder './nowhere' with a model"
+    assert error.value.why == f"looked for it in {tmp_path}"
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
+    with pytest.raises(Impossible, match=r"notes has no config.json, so it is not a model"):
+        hugging_face.find("notes")
+
+
+def test_a_name_that_was_not_fetched_before_and_no_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(Impossible) as error:
+        hugging_face.find("owner/name")
+    assert error.value.what == (
+        "'owner/name' is not a folder here, and the hub cannot be reached to fetch it"
+    )
+    assert "hf download owner/name --local-dir FOLDER" in error.value.fix
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path / "m", model_type="llama")
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(Impossible, match=r"are pickles \(pytorch_model.bin\), which can run code"):
+        hugging_face.find(str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "nonesuch"}, "'nonesuch'"),
+        ({}, "'unknown'"),
+        ({"model_type": "vit"}, "'vit'"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "code.py"}}, "'own'"),
+    ],
+)
+def test_a_config_that_transformers_cannot_build(
+    config: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    files = hugging_face.find(folder(tmp_path / "m", **config))
+    with pytest.raises(Impossible) as error:
+        hugging_face.build(files)
+    assert error.value.what.startswith("transformers cannot build a language model from ")
+    assert f"its model_type is {kind}; " in error.value.why
+    assert "module:function" in error.value.fix
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = hugging_face.find(folder(tmp_path / "m", model_type="llama"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for attempt in (lambda: hugging_face.build(files), lambda: hugging_face.find("owner/name")):
+        with pytest.raises(Impossible) as error:
+            attempt()
+        assert error.value.what == (
+            "models by name or folder need transformers, which is not installed"
+        )
+        assert error.value.fix == "pip install 'torchmuster[transformers]'"

@@ -1,0 +1,105 @@
+"""LoRA: only small matrices are trained, the targets are chosen with a reason, peft reads what is saved."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible
+from torchmuster.train.models.lora import add_lora, peft_config, save_adapters
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+
+ALONE = made_up_world()
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.second(self.first(inputs))
+        return logits
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {
+        name.partition(".lora_")[0].rpartition(".")[2]
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    }
+
+
+def test_the_targets_of_a_known_kind_are_chosen_with_a_reason() -> None:
+    adapted = add_lora(llama(), rank=4)
+    assert adapted.reason == "LoRA beside q_proj, v_proj: what peft has for llama models"
+    assert trained(adapted.value) == {"q_proj", "v_proj"}
+    config = peft_config(nn.Sequential(adapted.value))
+    assert (config.r, config.lora_alpha) == (4, 8)
+
+
+def test_targets_of_an_unknown_kind_and_as_asked() -> None:
+    adapted = add_lora(Two(), rank=2)
+    assert adapted.reason.startswith("LoRA beside every linear layer: ")
+    assert trained(adapted.value) == {"first", "second"}
+    adapted = add_lora(Two(), rank=2, alpha=3, targets=["second"])
+    assert adapted.reason == "LoRA beside second, as asked"
+    assert trained(adapted.value) == {"second"}
+    assert peft_config(adapted.value).lora_alpha == 3
+
+
+def test_targets_that_are_not_there_are_told_with_those_that_are() -> None:
+    with pytest.raises(Impossible) as error:
+        add_lora(Two(), rank=2, targets=["q_proj"])
+    assert error.value.what == "LoRA finds none of its targets in the model: q_proj"
+    assert error.value.why == "its layers are called first, second"
+
+
+def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
+    import peft
+    import safetensors.torch
+
+    model = add_lora(llama(), rank=2).value
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_" in name:
+                one.add_(torch.randn_like(one))
+    save_adapters(model, model.state_dict(), tmp_path / "adapters", ALONE)
+    assert sorted(one.name for one in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    saved = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert set(saved) == set(peft.get_peft_model_state_dict(model))
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Impossible) as error:
+        add_lora(Two(), rank=2)
+    assert error.value.what == "LoRA needs peft, which is not installed"
+    assert error.value.fix == "pip install 'torchmuster[lora]'"

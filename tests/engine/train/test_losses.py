@@ -1,0 +1,185 @@
+"""The usual losses: equal to torch's and transformers' own, counted over tokens, and plain about wrong batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from torchmuster.errors import Impossible
+from torchmuster.train import losses
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+
+
+class Embedded(nn.Module):
+    """A language model of one layer that looks at nothing but its own token."""
+
+    def __init__(self, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(input_ids))
+        return logits
+
+
+@pytest.fixture
+def model() -> Embedded:
+    torch.manual_seed(0)
+    return Embedded()
+
+
+def test_cross_entropy_is_the_mean_over_the_samples() -> None:
+    torch.manual_seed(0)
+    model, inputs, targets = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])
+    each = [F.cross_entropy(model(inputs[i]), targets[i]) for i in range(5)]
+    assert torch.allclose(losses.cross_entropy(model, (inputs, targets)), torch.stack(each).mean())
+
+
+@pytest.mark.parametrize(
+    ("targets", "what"),
+    [
+        (
+            torch.tensor([0, 3]),
+            "the labels of a batch go from 0 to 3 (int64), but the model has 3 classes, 0 to 2",
+        ),
+        (
+            torch.tensor([-1, 2]),
+            "the labels of a batch go from -1 to 2 (int64), but the model has 3 classes, 0 to 2",
+        ),
+        (
+            torch.tensor([0.0, 1.0]),
+            "the labels of a batch are float32, and the loss cross_entropy takes int64",
+        ),
+    ],
+)
+def test_labels_that_are_no_classes_are_told(targets: torch.Tensor, what: str) -> None:
+    with pytest.raises(Impossible) as error:
+        losses.cross_entropy(nn.Linear(4, 3), (torch.randn(2, 4), targets))
+    assert error.value.what == what
+    with pytest.raises(
+        ValueError, match="batch_size"
+    ):  # no fault of a label, and torch says it well
+        losses.cross_entropy(nn.Linear(4, 3), (torch.randn(2, 4), torch.zeros(3).long()))
+
+
+def test_each_token_is_predicted_from_those_before_it(model: Embedded) -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    labels = ids.clone()
+    labels[0, 2] = -100
+    total, count = losses.language_model(model, {"input_ids": ids, "labels": labels})
+    logits = model(ids)
+    pairs = [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)]  # the token after (0, 1) is not learnt
+    each = [F.cross_entropy(logits[r, c], ids[r, c + 1]) for r, c in pairs]
+    assert count == 5
+    assert torch.allclose(total, torch.stack(each).sum())
+
+
+def test_padding_is_not_learnt_where_labels_are_left_out(model: Embedded) -> None:
+    ids = torch.tensor([[1, 2, 3, 0], [5, 6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    _, count = losses.language_model(model, {"input_ids": ids, "attention_mask": mask})
+    assert count == 3
+    _, count = losses.language_model(model, {"input_ids": ids})
+    assert count == 6
+
+
+def test_a_batch_without_any_label_gives_zero_and_no_nan(model: Embedded) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    total, count = losses.language_model(
+        model, {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    )
+    torch.autograd.backward(total)
+    assert (total.item(), count.item()) == (0.0, 0)
+    assert all(torch.all(one.grad == 0) for one in model.parameters() if one.grad is not None)
+
+
+def test_it_equals_the_loss_that_transformers_computes() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    ids = torch.randint(0, 32, (3, 7))
+    labels = ids.masked_fill(torch.rand(3, 7) < 0.3, -100)
+    total, count = losses.language_model(model, {"input_ids": ids, "labels": labels})
+    theirs = model(input_ids=ids, labels=labels).loss
+    assert torch.allclose(total / count, theirs, atol=1e-6)
+
+
+def test_many_logits_are_computed_in_parts_with_the_same_result(
+    model: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(0, 11, (4, 9))
+    results = []
+    for elements in (2**24, 5 * 11):
+        monkeypatch.setattr(losses, "_WHOLE_ELEMENTS", elements)
+        model.zero_grad()
+        total, count = losses.language_model(model, {"input_ids": ids})
+        torch.autograd.backward(total)
+        assert model.head.weight.grad is not None
+        results.append((total.item(), int(count), model.head.weight.grad.clone()))
+    (whole, counted, gradient), (parts, counted_in_parts, gradient_of_parts) = results
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert counted_in_parts == counted == 32
+    assert torch.allclose(gradient, gradient_of_parts, atol=1e-6)
+
+
+def test_reduced_precision_is_summed_in_float32(model: Embedded) -> None:
+    total, _ = losses.language_model(model.bfloat16(), {"input_ids": torch.tensor([[1, 2, 3]])})
+    assert total.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "told"),
+    [
+        (
+            losses.cross_entropy,
+            {"input_ids": torch.ones(1)},
+            "the loss cross_entropy takes batches of (inputs, targets); this one is a dict with input_ids",
+        ),
+        (
+            losses.language_model,
+            (torch.ones(1), torch.ones(1)),
+            "the loss language_model takes batches with input_ids; this one is a tuple of 2",
+        ),
+        (
+            losses.language_model,
+            {"text": ["a"]},
+            "the loss language_model takes batches with input_ids; this one is a dict with text",
+        ),
+    ],
+)
+def test_a_batch_of_another_kind_is_named(
+    loss: losses.Loss, batch: object, told: str, model: Embedded
+) -> None:
+    with pytest.raises(Impossible) as error:
+        loss(model, batch)
+    assert error.value.what == told
+    assert "module:function" in error.value.fix
+
+
+def test_a_model_without_logits_is_named() -> None:
+    class Pair(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return inputs, inputs
+
+    with pytest.raises(
+        Impossible, match="the model returned a tuple of 2, and the loss needs logits"
+    ):
+        losses.cross_entropy(Pair(), (torch.ones(1, 2), torch.zeros(1).long()))
+
+
+def test_names() -> None:
+    assert losses.named("cross_entropy") is losses.cross_entropy
+    assert losses.named("language_model") is losses.language_model
+    assert losses.named("my.module:loss") is None

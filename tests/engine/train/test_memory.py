@@ -1,0 +1,207 @@
+"""The memory table, and what is said when memory runs out."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchmuster.errors import OutOfMemory
+from torchmuster.train.memory import MemoryTable, memory_table
+from torchmuster.train.out_of_memory import explained, naming_memory, recognise
+from torchmuster.train.world import World
+from torchmuster.units import GiB, MiB
+
+pytestmark = pytest.mark.engine
+CPU = torch.device("cpu")
+HUGE = 2**60
+
+
+def world(size: int = 1) -> World:
+    return World(
+        global_rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=size,
+        local_world_size=size,
+        device=CPU,
+        backend="gloo",
+    )
+
+
+def table(**values: int | None) -> MemoryTable:
+    settings: dict[str, int | None] = {
+        "parameters_bytes": 4 * GiB,
+        "gradients_bytes": 4 * GiB,
+        "optimizer_bytes": 8 * GiB,
+        "buffers_bytes": 0,
+        "used_bytes": 20 * GiB,
+        "peak_bytes": 22 * GiB,
+        "reserved_bytes": 23 * GiB,
+        "limit_bytes": 24 * GiB,
+        **values,
+    }
+    return MemoryTable(device=torch.device("cuda", 1), **settings)  # type: ignore[arg-type]
+
+
+def test_the_table_counts_what_a_step_leaves() -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
+    tied = nn.Linear(100, 100, bias=False)
+    tied.weight = model[0].weight  # type: ignore[assignment]
+    model.append(tied)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 100)).sum().backward()
+    optimizer.step()
+    found = memory_table(model, optimizer, CPU)
+    parameters = 4 * (100 * 100 + 100 + 100 + 100)
+    assert found.parameters_bytes == parameters
+    assert found.gradients_bytes == parameters
+    assert found.optimizer_bytes == 2 * parameters + 4 * 4  # and a step count for each
+    assert found.buffers_bytes == 4 * 200 + 8
+    assert found.used_bytes is not None
+    assert found.peak_bytes is not None
+    assert found.limit_bytes is not None
+    assert 20 * MiB < found.used_bytes <= found.peak_bytes + MiB
+    assert found.used_bytes < found.limit_bytes
+
+
+def test_the_table_is_a_few_aligned_lines() -> None:
+    assert table().lines() == [
+        "parameters                    4.0 GiB",
+        "gradients                     4.0 GiB",
+        "optimiser states              8.0 GiB",
+        "buffers                           0 B",
+        "activations and others        4.0 GiB",
+        "in use by tensors            20.0 GiB",
+        "peak                         22.0 GiB",
+        "reserved                     23.0 GiB",
+        "limit                        24.0 GiB",
+    ]
+    with_copies = table(gathered_bytes=GiB).lines()
+    assert with_copies[4:6] == [
+        "gathered blocks               1.0 GiB",
+        "activations and others        3.0 GiB",
+    ]
+    assert len(table(peak_bytes=None, reserved_bytes=None, limit_bytes=None).lines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator:"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (ValueError("out of memory is only in my text"), False),
+    ],
+)
+def test_errors_of_memory_are_recognised(error: Exception, is_it: bool) -> None:
+    assert recognise(error) is is_it
+
+
+class Asks(nn.Module):
+    """Asks for far too much in a phase."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.phase == "forward":
+            torch.empty(HUGE, dtype=torch.uint8)
+        result = x * self.weight
+        if self.phase == "backward":
+            result.register_hook(lambda gradient: torch.empty(HUGE, dtype=torch.uint8))  # type: ignore[no-untyped-call]
+        return result
+
+
+class AsksInStep(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        torch.empty(HUGE, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("forward", "in the forward"),
+        ("backward", "in the backward"),
+        ("step", "in the optimiser's step"),
+        ("none", "outside of the model"),
+    ],
+)
+def test_who_what_and_how_much_is_said(phase: str, words: str) -> None:
+    model = Asks(phase)
+    kind = AsksInStep if phase == "step" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    @naming_memory(world(), model, optimizer)
+    def step() -> None:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        torch.empty(HUGE, dtype=torch.uint8)
+
+    with pytest.raises(OutOfMemory) as caught:
+        step()
+    assert caught.value.what == (
+        f"rank 0 on {platform.node()} (cpu) ran out of memory {words}, asked for 1048576 TiB"
+    )
+    assert caught.value.why.splitlines()[0] == "parameters                        4 B"
+    assert "in use by this process" in caught.value.why
+    assert recognise(caught.value.__cause__)  # type: ignore[arg-type]
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(ValueError, match="mine"), naming_memory(world()):
+        raise ValueError("mine")
+
+
+def test_what_to_change_begins_with_what_takes_most() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has …")
+    told = explained(error, table(), world(4), micro_batch_size=8)
+    assert told.what.endswith(", asked for 1.5 GiB")
+    assert told.fix.splitlines() == [
+        "fsdp: of the 16.0 GiB that stay between steps, each of 4 ranks keeps 4.0 GiB "
+        "(distributed.strategy: fsdp)",
+        "a micro-batch of 4 instead of 8, with twice the accumulation: the same step with half the activations "
+        "(train.micro_batch_size: 4)",
+        "recompute activations (train.activation_checkpointing: full, or selective)",
+        "bf16 instead of fp32: half the activations (train.precision: bf16)",
+    ]
+    small = table(parameters_bytes=GiB, gradients_bytes=GiB, optimizer_bytes=2 * GiB)
+    fixes = explained(error, small, world(4), sharded=True).fix.splitlines()
+    assert fixes[0].startswith("a smaller micro-batch with more accumulation")
+    assert fixes[-2:] == [
+        "more ranks: each keeps a share of the 4.0 GiB that stay between steps",
+        "shards in the host's memory (distributed.fsdp_cpu_offload: true)",
+    ]
+    in_pieces = explained(error, table(used_bytes=12 * GiB), world(1)).fix.splitlines()
+    assert in_pieces[0].startswith("fsdp on several ranks")
+    assert in_pieces[-1] == (
+        "11.0 GiB are reserved in pieces that do not fit: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])
+def test_a_limit_of_this_process_is_the_limit_of_the_table(tmp_path: Path, kind: str) -> None:
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import psutil, resource, torch\n"
+        "from torchmuster.train.memory import memory_table\n"
+        "limit = psutil.Process().memory_info().vms + 2**30\n"
+        f"resource.setrlimit(resource.{kind}, (limit, limit))\n"
+        "table = memory_table(None, None, torch.device('cpu'))\n"
+        "assert table.limit_bytes == limit, table\n"
+        "space = table.address_space_bytes\n"
+        "assert space is None or limit - 2**30 <= space < limit, table\n"
+        "print(*(one.partition('  ')[0] for one in table.lines()[-2:]), sep=', ')\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    # Where address space is limited, it is what stands beside the limit.
+    beside = "address space in use" if kind == "RLIMIT_AS" else "peak"
+    assert done.stdout == f"{beside}, limit\n"

@@ -1,0 +1,70 @@
+"""Which number type all ranks use, decided on cards that are made up."""
+
+import pytest
+import torch
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible
+from torchmuster.train.precision import Card, cards, choose
+
+pytestmark = pytest.mark.engine
+
+A100 = Card(kind="cuda", name="NVIDIA A100", has_bf16=True, compute_capability=(8, 0))
+H100 = Card(kind="cuda", name="NVIDIA H100", has_bf16=True, compute_capability=(9, 0))
+T4 = Card(kind="cuda", name="Tesla T4", has_bf16=False, compute_capability=(7, 5))
+P40 = Card(kind="cuda", name="Tesla P40", has_bf16=False, compute_capability=(6, 1))
+MI250 = Card(kind="cuda", name="AMD Instinct MI250", has_bf16=True)
+CPU = Card(kind="cpu", name="CPU", has_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "reason"),
+    [
+        (
+            [A100, A100, H100],
+            "bf16: every card has it (NVIDIA A100 (Compute 8.0), NVIDIA H100 (Compute 9.0)); "
+            "no loss scale needed",
+        ),
+        ([MI250], "bf16: every card has it (AMD Instinct MI250); no loss scale needed"),
+        (
+            [A100, A100, A100, T4],
+            "fp16: rank 3's Tesla T4 (Compute 7.5) has no bf16; all ranks use one type",
+        ),
+        (
+            [T4, A100, P40],
+            "fp32: rank 2's Tesla P40 (Compute 6.1) has no bf16 and no fast fp16; "
+            "all ranks use one type",
+        ),
+        ([CPU, CPU], "fp32: the ranks compute on CPUs, which seldom gain from bf16"),
+        ([A100, CPU], "fp32: rank 1 computes on a CPU; all ranks use one type"),
+    ],
+)
+def test_the_weakest_card_decides_and_is_named(of_ranks: list[Card], reason: str) -> None:
+    choice = choose("auto", of_ranks)
+    assert choice.reason == reason
+    assert choice.value.name == reason[:4]
+    assert choice.value.needs_scaler == (choice.value.name == "fp16")
+
+
+def test_what_was_asked_for_is_used_where_it_can_be() -> None:
+    assert choose("bf16", [CPU]).value.compute is torch.bfloat16
+    assert choose("fp32", [A100]).reason == "fp32: it was asked for"
+    with pytest.raises(Impossible) as refusal:
+        choose("bf16", [A100, T4])
+    assert str(refusal.value) == (
+        "precision bf16 was asked for, but rank 1's Tesla T4 (Compute 7.5) has no bf16\n"
+        "all ranks use one type\n"
+        "precision auto or fp16, or leave that card out"
+    )
+    with pytest.raises(
+        Impossible, match="precision 'half' is not known\nuse auto, fp32, bf16, fp16"
+    ):
+        choose("half", [CPU])
+
+
+def test_a_cpu_is_seen_as_one_and_autocast_computes_in_the_type() -> None:
+    world = made_up_world()
+    assert cards(world) == [CPU]
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with choose(name, [CPU]).value.autocast(world.device):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype

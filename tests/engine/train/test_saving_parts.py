@@ -1,0 +1,142 @@
+"""Saving, part by part: what a state becomes on its way to a file and back."""
+
+import json
+import math
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmuster.errors import Impossible
+from torchmuster.train.saving.checkpointer import Checkpointer, _changing
+from torchmuster.train.saving.fitting import never_stepped
+from torchmuster.train.saving.host_bytes import DTYPES, pieces
+from torchmuster.train.saving.pace import Pace
+from torchmuster.train.saving.staging import Staging
+from torchmuster.train.saving.tree import put_together, same_memory, taken_apart
+
+pytestmark = pytest.mark.engine
+
+_PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+_KEYS = st.text(max_size=4) | st.sampled_from(["__tuple__", "__tensor__", "__pairs__", "__float__"])
+_TREES = st.recursive(
+    _PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(_KEYS, inner, max_size=3)
+        | st.dictionaries(st.integers() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(_KEYS, _TREES, max_size=3))
+def test_whatever_has_no_tensors_comes_back_as_it_was_through_json(state: dict[str, Any]) -> None:
+    rest, tensors = taken_apart(state)
+    assert tensors == {}
+    assert repr(put_together(json.loads(json.dumps(rest, allow_nan=False)), {})) == repr(state)
+
+
+def test_tensors_are_named_by_the_way_to_them() -> None:
+    weight = torch.ones(2)
+    state = {
+        "model": {"layers.0.weight": weight},
+        "optimizer": {"param_groups": [{"lr": torch.tensor(0.1), "betas": (0.9, 0.999)}]},
+        "progress": {"loss": math.nan, "milestones": Counter({3: 1})},
+    }
+    rest, tensors = taken_apart(state)
+    assert list(tensors) == ["model.layers.0.weight", "optimizer.param_groups.0.lr"]
+    again = put_together(json.loads(json.dumps(rest)), tensors)
+    assert again["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert again["progress"]["milestones"] == {3: 1}
+    assert math.isnan(again["progress"]["loss"])
+    assert again["model"]["layers.0.weight"].data_ptr() == weight.data_ptr()
+
+
+def test_two_ways_with_one_name_are_refused() -> None:
+    state = {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}}
+    with pytest.raises(
+        Impossible, match=r"two tensors of the state have the same name, model\.a\.b"
+    ):
+        taken_apart(state)
+
+
+def test_tied_tensors_are_found_and_others_are_not() -> None:
+    one, two = torch.ones(2, 3), torch.ones(2, 3)
+    tensors = {
+        "a": one,
+        "b": two,
+        "c": one.detach(),
+        "d": one[0],
+        "e": torch.ones(0),
+        "f": torch.ones(0),
+    }
+    assert same_memory(tensors) == {"c": "a"}
+
+
+@pytest.mark.parametrize("word", DTYPES)
+def test_bytes_are_those_of_the_tensor_for_every_type(word: str) -> None:
+    whole = torch.arange(48, dtype=torch.uint8).remainder(2).view(DTYPES[word]).view(2, -1)
+    part = whole[:, : whole.shape[1] // 2]  # not contiguous
+    wanted = bytes(part.contiguous().view(torch.uint8).flatten().tolist())
+    assert b"".join(bytes(one) for one in pieces(part)) == wanted
+    staging = Staging(torch.device("cpu"))
+    staged = staging.take([part, torch.ones(0), torch.tensor(True)], None)
+    part.zero_()  # what was taken is not what it is now
+    assert b"".join(bytes(one) for one in staged) == wanted + b"\x01"
+
+
+def test_a_checkpointer_needs_the_group_first() -> None:
+    with pytest.raises(Impossible, match="made before the ranks' group"):
+        Checkpointer(None, None, strategy="single")  # type: ignore[arg-type]
+
+
+def test_all_that_the_optimiser_does_not_train_is_taken_at_once() -> None:
+    trained, frozen, running = torch.ones(2), torch.ones(2), torch.ones(2)
+    model = {"a": trained, "teacher": frozen, "mean": running, "tied": trained.detach()}
+    optimizer = {"state": {"a": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a"]}]}
+    state = {"model": model, "optimizer": optimizer}
+    tensors = taken_apart(state)[1]
+    assert _changing(state, tensors, None) == ["model.teacher", "model.mean"]
+    assert _changing(state, tensors, ["mean"]) == ["model.mean"]
+
+
+def test_only_parameters_of_the_same_optimiser_may_be_without_a_state() -> None:
+    def optimizer(stepped: tuple[str, ...], params: tuple[str, ...], **options: Any) -> Any:
+        group = {"params": list(params), **options}
+        return {"optimizer": {"state": {name: {} for name in stepped}, "param_groups": [group]}}
+
+    both, now = ("a", "b"), optimizer(("a", "b"), ("a", "b"), lr=0.1, betas=0.9)
+    assert never_stepped(optimizer(both, both), now) == ()
+    assert never_stepped(optimizer(("a",), both), now) == ("optimizer.state.b.",)
+    assert never_stepped(optimizer(("a",), ("a",)), now) == ()  # b was frozen
+    all_of_it = ("optimizer.state.a.", "optimizer.state.b.")
+    assert never_stepped(optimizer((), both, lr=0.2, betas=0.9), now) == all_of_it
+    assert never_stepped(optimizer((), both, lr=0.1, momentum=0.9), now) == ()  # another kind
+    assert never_stepped({}, now) == ()
+
+
+def test_who_writes_beside_a_training_on_the_same_cores_takes_a_small_share_until_waited_for() -> (
+    None
+):
+    pace = Pace()
+
+    def rests_s() -> float:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.02:
+            pass
+        rested = time.perf_counter()
+        pace.rest()
+        return time.perf_counter() - rested
+
+    pace.rest()
+    assert rests_s() > 0.2
+    pace.hurry()
+    assert min(rests_s() for _ in range(10)) < 0.1

@@ -1,0 +1,87 @@
+"""The line a run prints, and its verdict."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchmuster.train.reporting.step_line import StepRecord, render, verdict
+
+pytestmark = pytest.mark.engine
+
+RECORD = StepRecord(
+    step=150,
+    epoch=2,
+    loss=0.43214,
+    learning_rate=1e-4,
+    gradient_norm=None,
+    samples=400,
+    samples_per_s=5120.4,
+    tokens_per_s=None,
+    step_s=0.0125,
+    data_share=0.031,
+    compute_share=0.859,
+    communication_share=0.11,
+    checkpoint_share=0.0,
+    evaluation_share=0.0,
+    skipped_steps=0,
+    memory_peak_bytes=3 * 1024**3,
+)
+
+
+def test_a_line_says_where_the_run_is_and_what_its_time_goes_into() -> None:
+    assert render(RECORD) == (
+        "step 150 | epoch 2 | loss 0.4321 | lr 0.0001 | 5,120 samples/s | "
+        "data 3 % compute 86 % communication 11 % checkpoint 0 % | 3.0 GiB"
+    )
+
+
+def test_what_is_not_always_there_is_said_where_it_is() -> None:
+    record = replace(
+        RECORD,
+        loss=None,
+        gradient_norm=1.2345,
+        samples_per_s=2.345,
+        tokens_per_s=80_000.0,
+        communication_share=None,
+        evaluation_share=0.02,
+        skipped_steps=3,
+        verdict="the others wait for rank 1",
+    )
+    assert render(record, last_step=1000) == (
+        "step 150/1000 | epoch 2 | loss - | lr 0.0001 | norm 1.23 | 2.3 samples/s | 80,000 tokens/s | "
+        "data 3 % compute 86 % communication not measured checkpoint 0 % evaluation 2 % | 3.0 GiB | "
+        "3 skipped | the others wait for rank 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "communication", "checkpoint", "said"),
+    [
+        ([0.05, 0.06], [0.1, 0.1], 0.0, ""),
+        ([0.52, 0.5], [0.1, 0.1], 0.0, "waits for data 52 % of the time: more loader workers"),
+        (
+            [0.01, 0.4],
+            [0.4, 0.0],
+            0.0,
+            "rank 1 waits for data 40 % of the time: more loader workers",
+        ),
+        ([0.0, 0.0, 0.0], [0.4, 0.05, 0.4], 0.0, "the others wait for rank 1"),
+        (
+            [0.0, 0.0],
+            [0.35, 0.41],
+            0.0,
+            "waits for communication 38 % of the time: larger micro-batches or more accumulation",
+        ),
+        ([0.0, 0.0], None, 0.15, "saves 15 % of the time: save less often"),
+        ([0.0, 0.0], None, 0.0, ""),
+    ],
+)
+def test_one_verdict_names_what_dominates(
+    data: list[float], communication: list[float] | None, checkpoint: float, said: str
+) -> None:
+    assert said == verdict(
+        data_shares=data,
+        communication_shares=communication,
+        checkpoint_share=checkpoint,
+        data_fix="more loader workers",
+    )

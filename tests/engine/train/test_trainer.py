@@ -1,0 +1,336 @@
+"""Trainer in one process: when it ends, what it prints and writes."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible, OutOfMemory
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.step import Step
+from torchmuster.train.data.stream import StreamLoader
+from torchmuster.train.data.streams.iterable import Iterables
+from torchmuster.train.reporting import progress
+from torchmuster.train.reporting.reports import Reports
+from torchmuster.train.reporting.step_line import StepRecord
+from torchmuster.train.schedules import schedule
+from torchmuster.train.trainer import Evaluation, Trainer
+
+pytestmark = pytest.mark.engine
+
+WORLD = made_up_world()
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def make(**how: Any) -> Trainer:
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(3, 1),
+        "loss": squares,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        "loader": BatchLoader(
+            [torch.ones(3) * n / 20 for n in range(20)], WORLD, global_batch_size=8
+        ),
+        "reports": Reports(WORLD, quiet=True),
+    }
+    return Trainer(WORLD, **(parts | how))
+
+
+class Nothing:
+    """A loader without steps."""
+
+    def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
+        yield from ()
+
+    def steps_in_epoch(self) -> int | None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": 0}
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_run_prints_its_banner_once_and_then_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(reports=Reports(WORLD, log_every=3))
+    trainer.fit(epochs=1)
+    trainer.fit(epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    starts = [line.split("|")[0].strip() for line in lines]
+    banner = [line.split()[0] for line in lines[:6]]
+    assert banner == ["model", "ranks", "batch", "data", "strategy", "precision"]
+    assert lines[4] == "strategy  single: there is one rank"
+    assert starts[6:] == ["step 1/3", "step 3/3", "step 6/6"]
+
+
+def test_an_end_is_asked_for_and_kept_to() -> None:
+    trainer = make()
+    with pytest.raises(Impossible) as told:
+        trainer.fit()
+    assert str(told.value) == "fit() was not told when to end\ngive epochs=… or steps=…"
+    trainer.fit(epochs=1)
+    assert (trainer.epoch, trainer.step) == (1, 3)
+    trainer.fit(steps=5)
+    assert (trainer.epoch, trainer.step) == (1, 5)
+    trainer.fit(steps=5)
+    trainer.fit(epochs=3)
+    assert (trainer.epoch, trainer.step) == (3, 9)
+    trainer.fit(epochs=9, steps=12)
+    assert (trainer.epoch, trainer.step) == (4, 12)
+
+
+def test_a_loader_without_steps_does_not_keep_a_run_waiting() -> None:
+    with pytest.raises(Impossible, match="the loader gave no step in epoch 1"):
+        make(loader=Nothing()).fit(steps=5)
+
+
+def test_a_schedule_that_comes_or_goes_is_refused() -> None:
+    def with_schedule() -> Trainer:
+        return make(schedule=lambda optimizer: schedule(optimizer, "constant"))
+
+    with_one, without = with_schedule(), make()
+    for trainer, state, what in (
+        (without, with_one.state(), "with a schedule, and this training has none"),
+        (with_one, without.state(), "with no schedule, and this training has one"),
+    ):
+        with pytest.raises(Impossible) as refusal:
+            trainer.restore(state)
+        assert str(refusal.value) == (
+            f"what is to go on was trained {what}\n"
+            "its learning rates would be others from here on\n"
+            "train with the schedule that it had, or begin a new run"
+        )
+
+
+def test_a_run_in_pieces_is_the_run_in_one_piece() -> None:
+    whole, pieces = make(), make()
+    whole.fit(epochs=3)
+    for steps in range(1, 10):
+        pieces.fit(steps=steps)
+    for one, other in zip(whole.model.parameters(), pieces.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None:
+    read: list[int] = []
+
+    def noting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        read.extend(batch[:, 0].int().tolist())
+        return squares(model, batch)
+
+    def reading(batch_size: int) -> Trainer:
+        data = [torch.full((3,), float(n)) for n in range(33)]
+        loader = BatchLoader(data, WORLD, global_batch_size=batch_size)
+        return make(
+            loss=noting,
+            loader=loader,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        )
+
+    before = reading(5)
+    before.fit(steps=3)
+    trainer = reading(8)
+    trainer.restore(before.state())
+    trainer.fit(steps=4)
+    list(trainer.loader.epoch(0))  # that somebody else reads with it moves nothing
+    assert trainer.state()["progress"]["loader"]["sample"] == 23
+    trainer.fit(steps=5)
+    trainer.fit(steps=6)
+    assert sorted(read) == list(range(33))
+    assert (trainer.epoch, trainer.step) == (1, 6)
+    trainer.fit(epochs=1)
+    assert len(read) == 33
+
+
+def test_an_epoch_that_ends_with_the_steps_is_evaluated_once(tmp_path: Path) -> None:
+    stream = Iterables([torch.ones(3)] * 16, lanes=4)
+    trainer = make(
+        loader=StreamLoader(stream, WORLD, global_batch_size=4),  # does not know its end
+        evaluation=Evaluation(
+            loader=BatchLoader([torch.ones(3)] * 5, WORLD, global_batch_size=2),
+            measure=lambda model, batch: {"size": model(batch).abs()[:, 0]},
+        ),
+        reports=Reports(WORLD, quiet=True, folder=tmp_path),
+    )
+    for steps in (3, 4, 6):
+        trainer.fit(steps=steps)
+    trainer.fit(epochs=1)
+    assert (trainer.epoch, trainer.step) == (1, 6)
+    trainer.fit(epochs=2)
+    assert (trainer.epoch, trainer.step) == (2, 8)
+    lines = (tmp_path / "metrics" / "evaluations.jsonl").read_text().splitlines()
+    assert [(one["step"], one["epoch"]) for one in map(json.loads, lines)] == [(4, 0), (8, 1)]
+
+
+def test_the_first_weights_are_those_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    first, again, other = (
+        make(seed=seed, reports=Reports(WORLD)).model.get_parameter("weight") for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    make(seed=6, reports=Reports(WORLD)).fit(steps=1)
+    said = capsys.readouterr().out.splitlines()
+    assert (
+        said[0]
+        == "model     Linear, 4 parameters in float32, all of them trained, drawn with seed 6"
+    )
+
+
+def test_a_loader_for_training_and_evaluation_at_once_is_refused() -> None:
+    loader = BatchLoader([torch.ones(3)] * 8, WORLD, global_batch_size=8)
+    with pytest.raises(Impossible) as told:
+        make(loader=loader, evaluation=Evaluation(loader=loader, measure=lambda model, batch: {}))
+    assert str(told.value) == (
+        "the training's loader was also given for the evaluation\n"
+        "a loader has one position: an evaluation would move that of the training\n"
+        "give Evaluation a loader of its own, which may read the same dataset"
+    )
+
+
+def test_losses_with_one_dimension_too_many_are_told_as_they_are() -> None:
+    def one_long(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return squares(model, batch).reshape(1)
+
+    def counted(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return one_long(model, batch) * len(batch), torch.tensor([len(batch)])
+
+    wanted = make().fit(steps=3)
+    assert wanted is not None
+    assert wanted.loss is not None
+    for loss in (one_long, counted):
+        record = make(loss=loss).fit(steps=3)
+        assert record is not None
+        assert record.loss == pytest.approx(wanted.loss)
+
+
+def test_what_must_be_kept_besides_tensors_is_plain_json() -> None:
+    records: list[StepRecord] = []
+    reports = Reports(WORLD, quiet=True, log_every=1, on_record=[records.append])
+    falls = {"schedule": lambda optimizer: schedule(optimizer, "linear", total_steps=9)}
+    trainer = make(**falls, reports=reports)
+    trainer.fit(steps=4)
+    state = trainer.state()
+    assert json.loads(json.dumps(state["progress"])) == state["progress"]
+    other = make(**falls, reports=reports)
+    other.restore(state)
+    other.fit(steps=6)
+    assert [one.step for one in records] == [1, 2, 3, 4, 5, 6]
+    # Each line has the rate of its own step, not that of the next.
+    rates = [0.01 * (9 - done) / 9 for done in range(6)]
+    assert [one.learning_rate for one in records] == pytest.approx(rates)
+
+
+def test_evaluations_come_after_epochs_or_every_so_many_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = BatchLoader([torch.ones(3)] * 5, WORLD, global_batch_size=2)
+
+    def measure(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert not model.training
+        return {"size": model(batch).abs()[:, 0]}
+
+    for every, folder in ((None, "epochs"), (2, "steps")):
+        trainer = make(
+            evaluation=Evaluation(loader=held_out, measure=measure, every=every),
+            reports=Reports(WORLD, folder=tmp_path / folder),
+        )
+        trainer.fit(epochs=2)
+        assert trainer.model.training
+    lines = {
+        folder: [json.loads(line) for line in file.read_text().splitlines()]
+        for folder in ("epochs", "steps")
+        for file in [tmp_path / folder / "metrics" / "evaluations.jsonl"]
+    }
+    assert [(one["step"], one["epoch"]) for one in lines["epochs"]] == [(3, 0), (6, 1)]
+    assert [one["step"] for one in lines["steps"]] == [2, 4, 6]
+    size = lines["steps"][0]["size"]
+    assert f"evaluation after step 2: size {size:.4g}" in capsys.readouterr().out
+
+
+def test_lines_come_every_so_many_steps_and_at_least_every_ten_seconds() -> None:
+    reports = Reports(WORLD, log_every=50)
+    assert reports.next_line(1, 0.001) == 50
+    assert reports.next_line(50, 0.001) == 100
+    assert reports.next_line(50, 1.0) == 60
+    assert reports.next_line(57, 0.5) == 77
+    assert reports.next_line(57, 30.0) == 58
+
+
+def test_a_record_that_is_not_a_number_is_null_in_the_file(tmp_path: Path) -> None:
+    def overflowing(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(batch).square().sum() + torch.tensor(3e38) * 2, 8
+
+    trainer = make(loss=overflowing, reports=Reports(WORLD, quiet=True, folder=tmp_path))
+    trainer.fit(steps=1)
+    (line,) = (tmp_path / "metrics" / "steps.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] is None
+
+
+def test_running_out_of_memory_shows_the_memory_table() -> None:
+    def too_large(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        )
+
+    with pytest.raises(OutOfMemory) as told:
+        make(loss=too_large).fit(steps=1)
+    assert "parameters" in str(told.value)
+
+
+def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away() -> None:
+    out = io.StringIO()
+    bar = progress.Bar(10, Console(file=out, force_terminal=True, width=80, color_system=None))
+    bar.move(4)
+    bar.say("a line [with brackets]")
+    bar.move(5)  # too soon to be drawn again
+    bar.close()
+    text = out.getvalue()
+    assert "step 4" in text
+    assert "step 5" not in text
+    assert "a line [with brackets]" in text
+    assert text.endswith("\x1b[2K")  # the bar's line is cleared
+
+
+def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = progress.screen(10)
+    screen.move(5)
+    screen.say("a line")
+    screen.close()
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_other_ranks_say_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    heard: list[StepRecord] = []
+    reports = Reports(
+        replace(WORLD, global_rank=1, world_size=2),
+        folder=tmp_path / "run",
+        on_record=[heard.append],
+    )
+    reports.open(10)
+    reports.say("something")
+    reports.close()
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(Impossible) as refusal:
+        make(model=lambda: nn.Linear(3, 1).requires_grad_(False))
+    assert str(refusal.value).startswith(
+        "Linear has nothing to train\nnone of its parameters requires a gradient\n"
+    )

@@ -1,0 +1,246 @@
+"""One optimiser step in one process: what it gives, and what it says when it is used wrongly."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.precision import FP16
+from torchmuster.train.strategies.single import Single
+from torchmuster.train.update import Update
+
+pytestmark = pytest.mark.engine
+
+WORLD = made_up_world()
+
+
+def step_of(sizes: list[int], *, rounds: int | None = None, samples: int | None = None) -> Step:
+    inputs = torch.split(torch.arange(float(sum(sizes))), sizes)
+    return Step(
+        epoch=1,
+        number=5,
+        rounds=len(sizes) if rounds is None else rounds,
+        samples=samples,
+        nominal_samples=samples or 4,
+        micro_batches=[
+            MicroBatch(batch=one[:, None], samples=len(one)) for one in inputs if len(one)
+        ],
+    )
+
+
+def update_of(model: nn.Module, **options: Any) -> Update:
+    return Update(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), Single(WORLD), WORLD, **options
+    )
+
+
+@pytest.fixture
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(1, 1, bias=False)
+
+
+def test_means_of_unequal_micro_batches_are_weighed_by_their_samples(model: nn.Linear) -> None:
+    before = model.weight.item()
+    update = update_of(model)
+    for micro in update.accumulate(step_of([3, 1], samples=4)):
+        update.backward(model(micro.batch).mean())
+    outcome = update.apply()
+    assert outcome.applied
+    assert outcome.counted == 4
+    assert before - model.weight.item() == pytest.approx((0 + 1 + 2 + 3) / 4)
+
+
+def test_a_number_of_samples_that_nobody_knew_is_counted(model: nn.Linear) -> None:
+    before = model.weight.item()
+    update = update_of(model)
+    for micro in update.accumulate(step_of([1, 2], samples=None)):
+        update.backward(model(micro.batch).mean())
+    assert update.apply().counted == 3
+    assert before - model.weight.item() == pytest.approx((0 + 1 + 2) / 3)
+
+
+def test_a_callers_count_keeps_its_value_and_nothing_counted_changes_nothing(
+    model: nn.Linear,
+) -> None:
+    update = update_of(model)
+    before = model.weight.item()
+    count = torch.tensor(0)
+    for micro in update.accumulate(step_of([2, 1], samples=None)):
+        update.backward(model(micro.batch).sum() * 0, count)
+    assert update.apply().counted == 0
+    assert count.item() == 0
+    assert model.weight.item() == before
+
+
+def test_clipping_gives_the_norm_from_before_and_the_length_asked_for(model: nn.Linear) -> None:
+    before = model.weight.item()
+    update = update_of(model, clip_norm=0.5)
+    for micro in update.accumulate(step_of([4], samples=4)):
+        update.backward(model(micro.batch).mean())
+    assert update.apply().norm == pytest.approx(1.5)
+    assert before - model.weight.item() == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float64])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
+def test_whatever_the_dtypes_of_gradients_only_numbers_are_applied(
+    dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_scaler = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def as_on_cuda(gradients: list[torch.Tensor], *rest: torch.Tensor) -> None:
+        assert len({one.dtype for one in gradients}) == 1
+        assert gradients[0].dtype in (torch.float16, torch.float32, torch.float64)
+        of_scaler(gradients, *rest)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", as_on_cuda)
+    both = nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=dtype)])
+    both.append(torch.zeros(0, dtype=dtype))  # as a shard may be
+    for at_fault, factor in enumerate([bad, 1.0]):
+        update = update_of(both)
+        for _ in update.accumulate(step_of([1], samples=1)):
+            loss = both[0].sum() + both[1].real.sum() + both[2].real.sum()
+            update.backward(loss + both[1].real[0] * (factor - 1))
+        assert update.apply().applied == (at_fault == 1 or bad == 3e38)
+
+
+def test_a_loss_scale_can_be_kept_as_json_and_gone_on_from(model: nn.Linear) -> None:
+    first = update_of(model, precision=FP16, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    for micro in first.accumulate(step_of([4], samples=4)):
+        first.backward(model(micro.batch).mean() * float("inf"))
+    outcome = first.apply()
+    assert not outcome.applied
+    assert outcome.overflowed
+    kept = json.loads(json.dumps(first.state()))
+    assert kept["loss_scale"]["skipped"] == 1
+    second = update_of(model, precision=FP16)
+    second.restore(kept)
+    assert second.state() == kept
+    assert kept["loss_scale"]["scaler"]["scale"] == 32.0
+    in_fp32 = update_of(model)
+    in_fp32.restore(kept)
+    assert in_fp32.state() == {"loss_scale": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.dtype) -> None:
+    model = nn.Linear(1, 1).to(dtype)
+    with pytest.raises(Impossible) as raised:
+        update_of(model, precision=FP16)
+    assert raised.value.what == f"precision fp16 with trained weights in {str(dtype)[6:]}"
+    assert raised.value.why == (
+        "its loss scale needs gradients in fp32: in 16 bits they cannot be brought back to their size"
+    )
+    assert raised.value.fix == (
+        "keep the weights in fp32 (model.torch_dtype: float32), or take precision bf16 or fp32"
+    )
+    model.requires_grad_(False)
+    update_of(nn.Sequential(model, nn.Linear(1, 1)), precision=FP16)  # as LoRA has it
+
+
+def test_losses_of_both_kinds_are_refused(model: nn.Linear) -> None:
+    update = update_of(model)
+    batches = update.accumulate(step_of([2, 2], samples=4))
+    update.backward(model(next(batches).batch).mean())
+    loss = model(next(batches).batch).sum()
+    with pytest.raises(MusterError) as refusal:
+        update.backward(loss, 2)
+    assert str(refusal.value) == (
+        "the loss came as (total, count) now and as a mean before\n"
+        "all losses of an update are weighed in one way, on all ranks\n"
+        "return the mean always, or (total, count) always"
+    )
+
+
+def test_a_loss_that_is_not_one_number_is_refused(model: nn.Linear) -> None:
+    update = update_of(model)
+    [first] = [next(update.accumulate(step_of([3], samples=3)))]
+    with pytest.raises(MusterError) as refusal:
+        update.backward(model(first.batch))
+    assert str(refusal.value) == (
+        "the loss has the shape (3, 1), not one number\nreturn the mean, or (total, count)"
+    )
+
+
+_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
+
+
+def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
+    update = update_of(model)
+    with pytest.raises(MusterError, match="backward\\(\\) was called without a micro-batch") as no:
+        update.backward(model(torch.ones(1, 1)).mean())
+    assert no.value.fix == _LOOP
+    with pytest.raises(MusterError, match="apply\\(\\) was called without a step") as no:
+        update.apply()
+    assert no.value.fix == _LOOP
+    for micro in update.accumulate(step_of([2], samples=2)):
+        update.backward(model(micro.batch).mean())
+        with pytest.raises(MusterError, match="each micro-batch has one backward"):
+            update.backward(model(micro.batch).mean())
+    with pytest.raises(MusterError, match="begun before the one before it was applied"):
+        list(update.accumulate(step_of([2], samples=2)))
+    assert update.apply().applied
+
+
+def test_a_micro_batch_without_backward_is_refused(model: nn.Linear) -> None:
+    update = update_of(model)
+    with pytest.raises(MusterError, match="micro-batch 1 of 2 had no backward"):
+        list(update.accumulate(step_of([1, 1], samples=2)))
+
+
+@pytest.mark.parametrize(("given", "said"), [([1, 1], 2), ([1, 1, 1, 1], 4)])
+def test_a_loader_that_gives_another_number_of_micro_batches_is_refused(
+    model: nn.Linear, given: list[int], said: int
+) -> None:
+    update = update_of(model)
+
+    def whole_step() -> None:
+        for micro in update.accumulate(step_of(given, rounds=3, samples=3)):
+            update.backward(model(micro.batch).mean())
+
+    with pytest.raises(MusterError) as refusal:
+        whole_step()
+    assert str(refusal.value) == (
+        f"step 5 of epoch 1 has 3 micro-batches on every rank, but {said} were computed on this one\n"
+        "all ranks communicate in the last one's backward\n"
+        "compute every micro-batch that accumulate() gives; a loader gives as many as rounds says"
+    )
+
+
+def test_a_step_left_early_is_not_applied(model: nn.Linear) -> None:
+    update = update_of(model)
+    for micro in update.accumulate(step_of([1, 1], samples=2)):
+        update.backward(model(micro.batch).mean())
+        break
+    with pytest.raises(MusterError, match="has 2 micro-batches on every rank, but 1 were computed"):
+        update.apply()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda loss: loss.item(),
+            "the loss is a float, not a tensor\nreturn the tensor itself, not .item()",
+        ),
+        (
+            lambda loss: loss.detach(),
+            "nothing that is trained went into the loss\nit needs no gradient\n",
+        ),
+    ],
+)
+def test_a_loss_without_a_backward_is_refused(
+    model: nn.Module, spoil: Callable[[torch.Tensor], Any], words: str
+) -> None:
+    update = update_of(model)
+    first = next(update.accumulate(step_of([3], samples=3)))
+    with pytest.raises(MusterError) as refusal:
+        update.backward(spoil(model(first.batch).mean()))
+    assert str(refusal.value).startswith(words)

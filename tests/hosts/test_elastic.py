@@ -1,0 +1,123 @@
+"""``--nodes MIN:MAX``: a run goes on with the machines that are there, and takes in who comes back."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+from hosts.faults import HostKilled
+from hosts.killing import Kill, Run
+from hosts.lab import Lab
+from hosts.launching import Transcript
+from hosts.namespaces import await_true
+from muster_command import muster_argv
+from patience import BUSY_S
+
+#: Each attempt says with how many ranks it came up; it ends well once it is told to. All ranks
+#: leave in the same round: one may see the file a round before the others do.
+COUNTED = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+number = os.environ["TORCHELASTIC_RESTART_COUNT"]
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"round {number} of {int(total.item())} ranks came up", flush=True)
+on = torch.ones(1)
+while on.item():
+    on = torch.tensor([float(not os.path.exists("end"))])
+    dist.all_reduce(on, op=dist.ReduceOp.MIN)
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
+THREE = ["--hosts", "node1,node2,node3", "--nodes", "2:3", "--lost-after", "7s"]
+
+
+def test_a_run_goes_on_without_a_machine_that_is_gone_and_with_it_when_it_is_back(
+    lab3: Lab, tmp_path: Path
+) -> None:
+    run = Run.launch(lab3, tmp_path, COUNTED, options=THREE)
+    run.wait_for_ranks("round 0 of 3 ranks came up", ranks=3)
+    lost_s = time.monotonic()
+    boot = HostKilled(host="node2").apply(lab3)
+    run.transcript.wait_for("2 ranks started: node1 1, node3 1")
+    without_s = time.monotonic() - lost_s
+    run.wait_for_ranks("round 1 of 2 ranks came up", ranks=2)
+    said = run.transcript.text("err")
+    assert "muster: going on with 2 of 3 machines, without node2\n" in said
+    boot()
+    run.transcript.wait_for("node2 can take part, and will after the next restart")
+    Kill(victim="rank 1", host="node3").strike(run)
+    run.wait_for_ranks("round 2 of 3 ranks came up", ranks=3)
+    assert "muster: going on with 3 of 3 machines\n" in run.transcript.text("err")
+    (tmp_path / "end").touch()
+    assert run.transcript.end() == 0
+    run.seconds_until_clean(time.monotonic())
+    # Until it is lost, for it to come back, and to start.
+    assert without_s < 7 + 5 + 10 + BUSY_S
+
+
+def test_a_machine_that_never_came_is_left_out_and_too_few_are_refused(
+    lab3: Lab, tmp_path: Path
+) -> None:
+    undo = HostKilled(host="node2").apply(lab3)
+    run = Run.launch(lab3, tmp_path, COUNTED, options=THREE)
+    run.wait_for_ranks("round 0 of 2 ranks came up", ranks=2)
+    said = run.transcript.text("err")
+    assert re.search(r"2 of 3 joined: node1 ok, node3 ok, node2 missing \(.+\)", said)
+    assert "muster: going on with 2 of 3 machines, without node2\n" in said
+    (tmp_path / "end").touch()
+    assert run.transcript.end() == 0
+    refused = Run.launch(
+        lab3, tmp_path, COUNTED, options=["--hosts", "node1,node2", "--nodes", "2:2"]
+    )
+    assert refused.transcript.end() == 1
+    undo()
+    await_true("nothing is left", lambda: not run.left())
+
+
+MINE = """
+import time, torch
+def model():
+    return torch.nn.Linear(4, 3)
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, row):
+        time.sleep(0.01)
+        return torch.full((4,), row / 100_000), row % 3
+def data():
+    return Rows()
+"""
+SETTINGS = """
+model: {build: 'mine:model'}
+data: {dataset: 'mine:data'}
+train: {steps: 100000, global_batch_size: 12, log_every: 1}
+checkpoint: {every: 5}
+"""
+
+
+def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "config.yaml").write_text(SETTINGS)
+    boot = HostKilled(host="node3").apply(lab3)
+    before = {host.name: set(host.pids()) for host in lab3.hosts}
+    words = ["--config", "config.yaml", "--device", "cpu", "--ranks", "1", *THREE]
+    process = lab3.hosts[0].popen(
+        muster_argv(["train", *words]),
+        cwd=tmp_path,
+        env={"NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    run = Run(lab3, tmp_path, process, Transcript(process), before)
+    run.transcript.wait_for("saved step 5")
+    boot()
+    run.transcript.wait_for("node3 can take part: asking all ranks to save, to go on together")
+    run.transcript.wait_for("going on with 3 of 3 machines; the global batch stays 12")
+    going_on = run.transcript.wait_for("(of 2 ranks, now 3)").text
+    step = int(re.search(r"going on from step (\d+)", going_on)[1])  # type: ignore[index]
+    run.transcript.wait_for(f"step {step + 1}/")
+    process.terminate()
+    assert run.transcript.end() == 75
+    run.seconds_until_clean(time.monotonic())

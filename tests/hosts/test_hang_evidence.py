@@ -1,0 +1,41 @@
+"""A hang between two machines: named on the launcher's, with what the ranks of both show."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from hosts.killing import Run, is_rank
+from hosts.lab import Lab
+from patience import BUSY_S
+
+_SCRIPT = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("joined", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+"""
+
+
+def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
+    lab2: Lab, tmp_path: Path
+) -> None:
+    run = Run.launch(lab2, tmp_path, _SCRIPT)
+    run.wait_for_ranks("joined")
+    victim = run.await_one("node2", is_rank(1))
+    began_s = time.monotonic()
+    os.kill(victim, signal.SIGSTOP)
+    named = run.transcript.wait_for("rank 1 on node2 is stopped")
+    assert time.monotonic() - began_s < 30 + BUSY_S, named
+    run.transcript.wait_for("what the ranks were doing is in")
+    (folder,) = tmp_path.glob("runs/*/hang/1")
+    assert "the state of its process: T" in (folder / "rank-1.stacks.txt").read_text()
+    assert "dist.all_reduce(torch.ones(1))" in (folder / "rank-0.stacks.txt").read_text()
+    flight = json.loads((folder / "rank-0.flight.json").read_text())
+    assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+    run.process.interrupt()
+    run.seconds_until_clean(time.monotonic())
+    assert run.end() == 130

@@ -1,0 +1,1 @@
+"""What ranks do in tests of ``train/``; see ``rank_group.py``."""

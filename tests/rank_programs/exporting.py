@@ -1,0 +1,22 @@
+"""A training that is saved, and the weights as save_weights writes them."""
+
+from pathlib import Path
+
+from rank_programs.saving import Training
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.train.saving.checkpointer import Checkpointer
+from torchmuster.train.weights import save_weights
+from torchmuster.train.world import World
+
+
+def save_both_ways(world: World, folder: Path) -> str:
+    """Leave a checkpoint in ``folder/c`` and the same weights in ``folder/whole``; return its name."""
+    training = Training(world, "fsdp")
+    training.train(2)
+    with Checkpointer(FolderStore(folder / "c"), world, strategy="fsdp", mode="sync") as saver:
+        training.save(saver)
+        report = saver.wait()
+    save_weights(training.model, training.strategy, folder / "whole", world)
+    assert report is not None
+    assert report.problem == ""
+    return report.name

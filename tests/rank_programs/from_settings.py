@@ -1,0 +1,29 @@
+"""Training runs from settings, several in one group of ranks."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.train.world import World
+from torchmuster.worker.training import train
+
+
+def train_all(
+    world: World, folder: str, runs: Mapping[str, Mapping[str, str]]
+) -> dict[str, list[float]]:
+    """Train each of the runs, in the folder; return the losses of each one's steps."""
+    os.chdir(folder)
+    return {name: _train(world, Path(name), settings) for name, settings in runs.items()}
+
+
+def _train(world: World, folder: Path, settings: Mapping[str, str]) -> list[float]:
+    flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
+    train(resolve(flags=flags).settings, world, folder)
+    dist.barrier()  # rank 0 writes the file that all read
+    lines = (folder / "metrics" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]

@@ -1,0 +1,519 @@
+"""Trainings that are saved and read back, by Checkpointer, on any number of ranks."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from torch import nn
+
+from torchmuster.checkpoints.index import INDEX, Index
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed, read_manifest
+from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import Store, read_small
+from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.readers import cpu
+from torchmuster.errors import MusterError
+from torchmuster.train import random_states
+from torchmuster.train.agreement import tell_all
+from torchmuster.train.saving.checkpointer import Checkpointer, Loaded, Mode, SaveReport
+from torchmuster.train.strategies.ddp import Ddp
+from torchmuster.train.strategies.fsdp import Fsdp
+from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.single import Single
+from torchmuster.train.weights import whole_tensor
+from torchmuster.train.world import World
+
+
+class Kinds(nn.Module):
+    """Every kind of tensor that a model can have, in sizes that no number of ranks divides."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.layers[1].requires_grad_(False)  # frozen
+        self.norm = nn.BatchNorm1d(width)  # counts batches in int64
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+        self.register_buffer("rough", torch.arange(5).to(torch.bfloat16) / 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(numbers)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.as_tensor(self.head(self.norm(x))).square().mean()
+
+
+class Training:
+    """A model and its optimiser under a strategy, and plain steps."""
+
+    def __init__(
+        self, world: World, way: str, *, seed: int = 0, width: int = 6, kind: str = "AdamW"
+    ) -> None:
+        self.world = world
+        self.strategy: Strategy = {"ddp": Ddp, "fsdp": Fsdp, "single": Single}[way](world)
+        torch.manual_seed(seed)
+        self.model = self.strategy.prepare(Kinds(width))
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(
+            trained, lr=0.01, **options
+        )
+        self.step = 0
+
+    def train(self, steps: int, checkpointer: Checkpointer | None = None) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(self.step * 64 + self.world.global_rank)
+            self.model(torch.randint(11, (8,), generator=generator)).backward()
+            if checkpointer is not None:
+                checkpointer.before_update()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        state = self.strategy.state_dict(self.model, self.optimizer)
+        odd = {"inf": float("inf"), "pair": (1, 0.1), "by step": {3: "three"}}
+        return {**state, "progress": {"step": self.step, "odd": odd, "none": None, "yes": True}}
+
+    def save(self, checkpointer: Checkpointer) -> None:
+        checkpointer.save(self.state(), step=self.step, own=random_states.keep(self.world))
+
+    def restore(self, loaded: Loaded) -> None:
+        self.strategy.load_state_dict(self.model, loaded.state, self.optimizer)
+        self.step = loaded.state["progress"]["step"]
+
+    def digest(self) -> str:
+        """Return a hash over every value of model and optimiser, with rank 0's buffers; all ranks call it."""
+        found = hashlib.sha256()
+        _add(found, {k: v for k, v in self.state().items() if k != "progress"})
+        return str(tell_all(found.hexdigest(), self.world)[0])
+
+
+def _add(found: Any, part: Any) -> None:
+    if isinstance(part, dict):
+        for key in sorted(part):
+            found.update(str(key).encode())
+            _add(found, part[key])
+    elif isinstance(part, list | tuple):
+        for one in part:
+            _add(found, one)
+    elif isinstance(part, torch.Tensor):
+        whole = whole_tensor(part.detach()).contiguous()
+        found.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
+        found.update(bytes(whole.flatten().view(torch.uint8).tolist()))
+    else:
+        found.update(repr(part).encode())
+
+
+def relay(
+    world: World, folder: Path, places: list[str], saves: list[tuple[str, Mode]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read each place into each strategy, then train and save anew; return what was read and saved."""
+    ways = ["fsdp", "ddp"] if world.world_size > 1 else ["fsdp", "single"]
+    read = {
+        f"{place} into {way}": _read(world, folder / place, way) for place in places for way in ways
+    }
+    return read, {
+        f"{way}-{world.world_size}": _save(world, folder, way, mode) for way, mode in saves
+    }
+
+
+def _read(world: World, place: Path, way: str) -> tuple[str, int, bool, str]:
+    training = Training(world, way, seed=1)
+    with Checkpointer(FolderStore(place), world, strategy=way) as checkpointer:
+        loaded = checkpointer.load(training.state())
+    assert loaded is not None
+    training.restore(loaded)
+    held = loaded.state["model"]["norm.running_mean"].tolist()
+    assert tell_all(held, world) == [held] * world.world_size
+    assert loaded.found.manifest.global_batch_size == 16
+    return training.digest(), loaded.step, loaded.own is not None, repr(loaded.state["progress"])
+
+
+def _save(world: World, folder: Path, way: str, mode: Mode) -> str:
+    training = Training(world, way)
+    with Checkpointer(
+        FolderStore(folder / f"{way}-{world.world_size}"),
+        world,
+        strategy=way,
+        mode=mode,
+        global_batch_size=16,
+    ) as checkpointer:
+        training.train(3)
+        digest = training.digest()
+        training.save(checkpointer)
+        training.train(2, checkpointer)
+    return digest
+
+
+class Obstructed(FolderStore):
+    """A folder that fails, or waits, when a rank's tensors are written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fails = ""
+        self.gate: threading.Event | None = None
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        if self.gate is not None and file.endswith(".safetensors"):
+            assert self.gate.wait(60)
+        with super().create(name, file) as stream:
+            if self.fails and file.endswith(self.fails):
+                raise OSError(28, "No space left on device")
+            yield stream
+
+
+def go_wrong(world: World, folder: Path) -> dict[str, Any]:
+    """Let saves fail in several ways, and one be slow; return what was said."""
+    found: dict[str, Any] = {"problems": [], "left": []}
+    heard: list[SaveReport] = []
+    store = Obstructed(folder / "shared")
+    training = Training(world, "ddp")
+    training.train(1)
+    with Checkpointer(
+        store,
+        world,
+        strategy="ddp",
+        keep=2,
+        mode="async",
+        buffers=[name.removeprefix("module.") for name, _ in training.model.named_buffers()],
+        on_saved=heard.append,
+    ) as checkpointer:
+        found["nothing yet"] = checkpointer.load(training.state())
+        training.save(checkpointer)
+        # One rank fails in writing its tensors, then the first in committing, then none.
+        for fails in (".safetensors" if world.global_rank == 1 else "", MARKER, ""):
+            training.train(1, checkpointer)
+            checkpointer.wait()
+            store.fails = fails
+            training.save(checkpointer)
+            report = checkpointer.wait()
+            assert report is not None
+            found["problems"].append(report.problem)
+            found["left"].append(len(tell_all(store.names(), world)[0]))
+            store.fails = ""
+        # The rest of the training goes on while a save is written.
+        store.gate = threading.Event()
+        at_save = training.digest()
+        saved_step = training.step
+        training.save(checkpointer)
+        training.train(3, checkpointer)
+        found["went on"] = (training.digest() != at_save, len(heard) == 4)
+        # The next save has to wait for it.
+        threading.Timer(0.3, store.gate.set).start()
+        training.save(checkpointer)
+        waited = checkpointer.wait()
+        assert waited is not None
+        found["waited"] = 0.2 < waited.waited_s <= waited.stall_s
+        found["steps"] = [one.step for one in heard]
+        found["kept"] = [one.step for one in committed(store)]
+        if world.is_first:
+            store.delete(committed(store)[0].name)
+        tell_all(None, world)
+        other = Training(world, "ddp", seed=5)
+        loaded = checkpointer.load(other.state())
+        assert loaded is not None
+        other.restore(loaded)
+        found["as it was"] = (loaded.step == saved_step, other.digest() == at_save)
+        found["files"] = store.sizes(loaded.found.name)
+        found["buffers are in"] = _files_of_buffers(store, loaded.found.name)
+        found["misfits"] = [
+            _refusal(checkpointer, Training(world, "ddp", width=7)),
+            _refusal(checkpointer, Training(world, "ddp", kind="SGD")),
+            _refusal(checkpointer, Training(world, "ddp"), dtype=torch.float16),
+            _refusal(checkpointer, Training(world, "ddp"), extra="model.another"),
+        ]
+        found["unkeepable"] = _unkeepable(checkpointer)
+    return found
+
+
+def _files_of_buffers(store: Store, name: str) -> set[str]:
+    index = Index.from_json(read_small(store, name, INDEX, most_bytes=10**6))
+    buffers = (
+        "model.norm.running_mean",
+        "model.norm.running_var",
+        "model.norm.num_batches_tracked",
+    )
+    return {chunk.file for one in buffers for chunk in index.tensors[one].chunks}
+
+
+def _refusal(
+    checkpointer: Checkpointer, training: Training, *, dtype: Any = None, extra: str = ""
+) -> str:
+    state = training.state()
+    if dtype is not None:
+        state["model"]["layers.0.bias"] = state["model"]["layers.0.bias"].to(dtype)
+    if extra:
+        state["model"]["another"] = torch.zeros(2)
+    try:
+        checkpointer.load(state)
+    except MusterError as error:
+        return str(error)
+    return "it was loaded"
+
+
+def _unkeepable(checkpointer: Checkpointer) -> list[str]:
+    said = []
+    for value in ({1, 2}, torch.zeros(2, dtype=torch.complex128)):
+        try:
+            checkpointer.save({"model": {"it": value}}, step=1, own={})
+        except MusterError as error:
+            said.append(error.what)
+    return said
+
+
+def room_and_mode(world: World, folder: Path) -> dict[str, Any]:
+    """Look for room on machines that have much, little and none."""
+    training = Training(world, "ddp")
+    state = training.state()
+    found: dict[str, Any] = {}
+    read = cpu.read
+    try:
+        for name, free in (("much", 10**9), ("little", 2000 if world.global_rank else 10**9)):
+            cpu.read = _host(free)  # type: ignore[assignment]
+            for mode in ("auto", "async"):
+                with Checkpointer(
+                    FolderStore(folder / "room"), world, strategy="ddp", mode=mode
+                ) as checkpointer:
+                    said = [one.what for one in checkpointer.check_room(state)]
+                    found[f"{name} {mode}"] = (checkpointer.mode, said)
+                    if name == "little" and mode == "auto":
+                        training.train(1, checkpointer)
+                        training.save(checkpointer)
+                        report = checkpointer.wait()
+                        assert report is not None
+                        found["sync stalls"] = report.stall_s >= report.took_s
+    finally:
+        cpu.read = read
+    found["not shared"] = _on_disks_of_their_own(world, folder, state)
+    store = FolderStore(folder / "empty")
+    if world.is_first:  # killed in the middle of a save
+        with store.create("step-00000007-dead", "rank-00000.json") as stream:
+            stream.write(b"{}")
+    for name, free in (("one fits", 10_000), ("none fits", 1000)):
+        store.free_bytes = partial(int, free)  # type: ignore[method-assign]
+        with Checkpointer(store, world, strategy="ddp", keep=4) as checkpointer:
+            found[name] = checkpointer.check_room(state)
+        found["left"] = store.names()
+    return found
+
+
+def _on_disks_of_their_own(world: World, folder: Path, state: dict[str, Any]) -> list[Any]:
+    """Save as ranks of two machines that do not have a disk in common; return what is said, and what is left."""
+    alone = replace(world, local_rank=0, local_world_size=1, node_rank=world.global_rank)
+    store = FolderStore(folder / f"of-{world.global_rank}" / "saves")
+    with Checkpointer(store, alone, strategy="ddp") as checkpointer:
+        said = checkpointer.check_room(state)
+        checkpointer.save(state, step=1, own={})
+        report = checkpointer.wait()
+    assert report is not None
+    return [said, report.problem.split("; ")[1:], tell_all(store.names(), world)]
+
+
+def _host(free_bytes: int) -> Callable[[], Device]:
+    return lambda: Device(
+        kind=Kind.CPU,
+        index=0,
+        uuid="CPU-0",
+        name="CPU",
+        total_bytes=2 * free_bytes,
+        used_bytes=free_bytes,
+    )
+
+
+def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
+    """Damage every file of the newest checkpoint in every way; return what each load did wrong, if anything."""
+    store = FolderStore(folder / "good")
+    training = Training(world, "fsdp")
+    wrong: list[str] = []
+    with Checkpointer(store, world, strategy="fsdp") as checkpointer:
+        training.train(1)
+        training.save(checkpointer)
+        checkpointer.wait()
+        before = training.digest()
+        training.train(1)
+        training.save(checkpointer)
+        checkpointer.wait()
+        newest = committed(store)[0]
+        intact = folder / "intact"
+        place = Path(store.where) / newest.name
+        if world.is_first:
+            shutil.copytree(place, intact)
+        reader = Training(world, "fsdp", seed=3)
+        for file in sorted([*newest.files, MARKER]):
+            for way in ("cut", "flipped", "gone", "bomb", "signed bomb"):
+                if way == "signed bomb" and file == MARKER:
+                    continue
+                if world.is_first:
+                    shutil.rmtree(place)
+                    shutil.copytree(intact, place)
+                    _damage(store, newest.name, file, way, canary)
+                tell_all(None, world)
+                said = _load_damaged(checkpointer, reader, before, way)
+                wrong += [f"{file} {way}: {said}"] if said else []
+    return wrong
+
+
+def _load_damaged(checkpointer: Checkpointer, reader: Training, before: str, way: str) -> str:
+    try:
+        loaded = checkpointer.load(reader.state())
+    except MusterError as error:
+        return "" if way == "signed bomb" else str(error)
+    if way == "signed bomb":
+        return "it was loaded"
+    if loaded is None or loaded.step != 1:
+        return f"step {loaded and loaded.step} was loaded"
+    reader.restore(loaded)
+    rejected = [one for one in loaded.found.rejected if one.what and "step-00000002" in one.what]
+    return "" if reader.digest() == before and rejected else "not what was saved, or nothing said"
+
+
+def _damage(store: Store, name: str, file: str, way: str, canary: Path) -> None:
+    path = Path(store.where) / name / file
+    content = bytearray(path.read_bytes())
+    if way == "gone":
+        path.unlink()
+        return
+    if way == "cut":
+        content = content[:-1]
+    elif way == "flipped":
+        content[len(content) // 2] ^= 1
+    else:
+        content = bytearray(_bomb(canary))
+    path.write_bytes(content)
+    if way == "signed bomb":  # whoever wrote it knows how to write a manifest
+        manifest = read_manifest(store, name)
+        assert manifest is not None
+        record = FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        forged = msgspec.structs.replace(manifest, files={**manifest.files, file: record})
+        (path.parent / MARKER).write_bytes(forged.to_json())
+
+
+def _bomb(canary: Path) -> bytes:
+    """Return a pickle that makes a file when it is loaded."""
+    import pickle
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mknod, (str(canary),)
+
+    return pickle.dumps(Bomb())
+
+
+def fill_disk(world: World, folder: Path) -> list[tuple[str, int]]:
+    """Save while the disk is full, and after it has room again; return problems and numbers of checkpoints."""
+    store = FolderStore(folder)
+    ballast = folder / "ballast"
+    training = Training(world, "ddp", width=256)
+    said = []
+    with Checkpointer(store, world, strategy="ddp", mode="async") as checkpointer:
+        for full in (False, True, False):
+            training.train(1, checkpointer)
+            if world.is_first:
+                ballast.unlink(missing_ok=True)
+                if full:
+                    _fill(ballast, leave_bytes=10**6)
+            tell_all(None, world)
+            training.save(checkpointer)
+            report = checkpointer.wait()
+            assert report is not None
+            said.append((report.problem, len(tell_all(store.names(), world)[0])))
+    return said
+
+
+def _fill(ballast: Path, *, leave_bytes: int) -> None:
+    free = shutil.disk_usage(ballast.parent).free
+    ballast.write_bytes(bytes(free - leave_bytes))
+
+
+class Service:
+    """A service of the S3 kind, with one bucket, that can be killed and started again; only the first rank has it."""
+
+    def __init__(self) -> None:
+        self.process, self.port = self._start(0)
+
+    def again(self) -> None:
+        self.process, _ = self._start(self.port)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    @staticmethod
+    def _start(port: int) -> tuple["subprocess.Popen[str]", int]:
+        words = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(
+            [sys.executable, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert process.stderr is not None
+        match = None
+        while match is None:
+            match = re.search(r"http://127\.0\.0\.1:(\d+)", process.stderr.readline())
+        bucket = f"http://127.0.0.1:{match[1]}/bucket"
+        urllib.request.urlopen(urllib.request.Request(bucket, method="PUT")).close()
+        return process, int(match[1])
+
+
+def lose_service(world: World) -> list[tuple[str, list[int]]]:
+    """Save to S3, lose the service in the middle of a save, and save when it is back."""
+    service = Service() if world.is_first else None
+    try:
+        port = tell_all(service.port if service else None, world)[0]
+        os.environ.update(
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
+            AWS_ACCESS_KEY_ID="made-up-key",
+            AWS_SECRET_ACCESS_KEY="made-up-secret",
+            AWS_DEFAULT_REGION="us-east-1",
+            AWS_MAX_ATTEMPTS="1",  # how patient the client is, is not asked here
+        )
+        return _save_to(open_store("s3://bucket/run"), service, world)
+    finally:
+        if service is not None:
+            service.kill()
+
+
+def _save_to(store: Store, service: Service | None, world: World) -> list[tuple[str, list[int]]]:
+    create = store.create
+
+    @contextmanager
+    def lost(name: str, file: str) -> Iterator[BinaryIO]:
+        with create(name, file) as stream:
+            if service is not None and file.endswith(".safetensors"):
+                service.kill()
+            yield stream
+
+    said = []
+    training = Training(world, "fsdp")
+    with Checkpointer(store, world, strategy="fsdp", mode="async") as checkpointer:
+        for goes in (True, False, True):
+            training.train(1, checkpointer)
+            store.create = create if goes else lost  # type: ignore[method-assign]
+            training.save(checkpointer)
+            training.train(1, checkpointer)
+            report = checkpointer.wait()
+            assert report is not None
+            if service is not None and not goes:
+                service.again()
+            tell_all(None, world)
+            said.append((report.problem, [one.step for one in committed(store)]))
+        at_save = training.step - 1
+        loaded = checkpointer.load(training.state())
+        assert loaded is not None
+        assert loaded.step == at_save
+    return said

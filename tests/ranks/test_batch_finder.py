@@ -1,0 +1,64 @@
+"""The largest micro-batch on real ranks with unequal limits: the weakest decides, as trying every size shows."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from batch_size_cases import cases, write_model
+from rank_group import RunRanks
+from rank_programs.batch_sizes import candidate_for
+from torchmuster.errors import MusterError
+from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.proof.trials import Trials, find_batch_size
+from torchmuster.units import GiB
+
+pytestmark = pytest.mark.ranks
+LINK = Link(latency_s=1e-4, bytes_s=1e9)
+HERE = Hardware(
+    card=Card(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=1e10, kind="cpu"),
+    machines=1,
+    cards_per_machine=2,
+    within=LINK,
+    between=LINK,
+)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_weakest_rank_decides(strategy: str, own_machine: Path, run_ranks: RunRanks) -> None:
+    ranks = 2
+    work = write_model(own_machine)
+    case = cases(work, run_ranks)(strategy, ranks, random.Random(ranks))
+    said: list[str] = []
+    found = find_batch_size(
+        work,
+        candidate_for(strategy, ranks),
+        hardware=HERE,
+        start=case.right,  # what a plan would say
+        limits_bytes=case.limits_bytes,
+        say=said.append,
+    )
+    assert found.value.micro_batch_size == case.right, str(case)
+    fits, fails = found.value.trials
+    assert [one.rank for one in fits.ranks] == list(range(ranks))
+    assert fits.tightest is not None
+    assert fits.tightest.rank == case.weakest
+    assert not fails.fits
+    assert case.weakest in [one.rank for one in fails.ranks]
+    assert found.reason.startswith(
+        f"a micro-batch of {case.right} (as planned): it fits on all ranks"
+    )
+    assert f"; with {fails.micro_batch_size}, rank" in found.reason
+    verdicts = [text for text in said if not text.startswith("trying ")]  # on a busy machine
+    assert verdicts == [str(fits), str(fails)]
+
+
+def test_another_failure_is_no_verdict_on_memory(own_machine: Path) -> None:
+    work = write_model(own_machine)
+    (own_machine / "own.py").write_text("def model():\n    raise ValueError('no such luck')\n")
+    with pytest.raises(MusterError) as refused:
+        Trials(work=work, candidate=candidate_for("ddp", 1))(4)
+    assert refused.value.what == (
+        "a trial with micro-batches of 4 failed, and not for want of memory"
+    )
+    assert "no such luck" in refused.value.why

@@ -1,0 +1,198 @@
+"""Twelve kinds of hang and death of an unmodified torchrun script, and slow ones that are well.
+
+Each is named on the console and in the account of a copy of the run's folder, in less than 30 seconds, with torch's
+own timeouts as they are (30 minutes).
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from patience import BUSY_S
+from ranks.launched import Launched, cpu, launched
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import evidence
+from torchmuster.launch.account import account_of
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import MiB
+
+pytestmark = pytest.mark.ranks
+
+HOST = os.uname().nodename
+NAMED_WITHIN_S = 30.0 + BUSY_S
+# docs/hangs.md says how to run twenty.
+HEALTHY_RUNS = int(os.environ.get("HEALTHY_RUNS", "1"))
+SCRIPT = Path(__file__).with_name("kinds_of_hang.py")
+
+
+@contextlib.contextmanager
+def hanging(folder: Path, *kinds: str, env: dict[str, str] | None = None) -> Iterator[Launched]:
+    folder.mkdir(exist_ok=True)
+    shutil.copy(SCRIPT, folder / "train.py")
+    words = (*cpu("train.py", "--grace", "1s"), *kinds)
+    with launched(folder, *words, env={"COLUMNS": "400", **(env or {})}) as command:
+        yield command
+
+
+def began(command: Launched, kind: str) -> float:
+    """Return when the script came to a kind."""
+    log = command.run.rank_log(0).read_text()
+    found = re.search(rf"^now {kind} at ([\d.]+)$", log, re.MULTILINE)
+    assert found, log
+    return float(found[1])
+
+
+def copied(command: Launched) -> RunFolder:
+    """Return a copy of the run's folder, at another place and without the original."""
+    run = command.run
+    copy = run.path.parent.parent / "elsewhere" / run.id
+    shutil.copytree(run.path, copy)
+    run.path.rename(run.path.with_name("gone"))
+    return RunFolder(copy)
+
+
+def cause(run: RunFolder) -> Finding:
+    """Return the worst of what the account of a run says, which is what is shown first."""
+    findings = account_of(run).findings
+    order = [Status.FAILURE, Status.WARNING, Status.NOTE, Status.OK]
+    return min(findings, key=lambda one: order.index(one.status))
+
+
+def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
+    own_machine: Path,
+) -> None:
+    kinds = {
+        "loader": r"in time.sleep for \d+ s at train.py:\d+ in hold \(loading data\)",
+        "forward": r"in time.sleep for \d+ s at train.py:\d+ in hold \(forward\)",
+        "user_code": r"in time.sleep for \d+ s at train.py:\d+ in hold",
+    }
+    with hanging(own_machine / "asleep", *kinds, "stopped") as command:
+        for place, (kind, words) in enumerate(kinds.items()):
+            command.wait_for(f"now {kind} at")
+            command.wait_for_more("keeps the others waiting")
+            told = command.lines[-1]
+            waiting = "; rank 0 waits in all_reduce"
+            assert re.fullmatch(
+                rf"warning  rank 1 on {HOST} keeps the others waiting: {words}{waiting}", told
+            ), told
+            command.wait_for_more("what the ranks were doing is in")
+            hang = evidence.hangs(command.run)[place]
+            assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
+            assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
+            assert (hang.folder / "rank-0.flight.json").exists()
+            (command.folder / f"{kind}.over").touch()
+            command.wait_for_more("rank 1 goes on after")
+        command.wait_for_more("rank 1 on", "is stopped for")
+        command.wait_for_more("fix  on ")
+        found = re.search(r"kill -CONT (\d+)", command.lines[-1])
+        assert found, command
+        command.wait_for_more("what the ranks were doing is in")
+        hang = evidence.hangs(command.run)[3]
+        assert hang.at_unix_s - began(command, "stopped") < NAMED_WITHIN_S
+        assert cause(command.run).name == "rank-stopped"
+        psutil.Process(int(found[1])).send_signal(signal.SIGCONT)
+        assert command.end().code == 0
+        account = account_of(copied(command))
+    assert [one.name for one in account.findings] == ["run-finished"]
+    told_of = [one.what for one in account.story.moments()]
+    assert sum("keeps the others waiting" in what for what in told_of) == 3
+
+
+DIFFERENT = "the ranks called different collectives and wait for each other for ever: "
+HANGS = {
+    "only_rank_0": "rank 0 is in all_reduce of Float [3] at train.py:",
+    "order": "rank 1 is in broadcast of Float [5] at train.py:",
+    "uneven": "rank 1 is in barrier at train.py:",
+}
+
+
+def test_ranks_that_called_different_collectives_are_named_with_both_places(
+    own_machine: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        commands = {kind: stack.enter_context(hanging(own_machine / kind, kind)) for kind in HANGS}
+        for kind, command in commands.items():
+            command.wait_for("what the ranks were doing is in")
+            (told,) = [line for line in command.lines if line.startswith("warning  ")]
+            assert told.startswith(f"warning  {DIFFERENT}"), told
+            assert HANGS[kind] in told
+            (hang,) = evidence.hangs(command.run)
+            assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
+            assert [one.name for one in hang.analysis] == ["collectives-differ"]
+            command.send(signal.SIGINT)
+        for kind, command in commands.items():
+            assert command.end().code == 130
+            finding = cause(copied(command))
+            assert finding.what.startswith(DIFFERENT)
+            assert HANGS[kind] in finding.what
+            assert "the ranks did not call the same collective as number" in finding.evidence
+            assert "inside `if rank == 0`, the same number of batches" in finding.fix
+
+
+DEATHS = {
+    "shapes": (None, "SIGABRT|RuntimeError", "let all ranks call the same"),
+    "unused": (None, "Expected to have finished reduction", "find_unused_parameters=True"),
+    "segfault": (1, r"segmentation fault \(SIGSEGV\)", "reinstall"),
+    "raises": (1, "ValueError: sample 7 cannot be read", ""),
+    "memory": (1, "killed by the kernel: out of memory|killed \\(SIGKILL\\)", ""),
+}
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    folder = Path("/sys/fs/cgroup/memory") / f"torchmuster-hangs-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs root and a writable memory cgroup (docker run --privileged): {error}")
+    for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+        if (folder / name).exists():
+            (folder / name).write_text(str(64 * MiB))
+    yield folder
+    folder.rmdir()
+
+
+def test_deaths_are_explained_from_a_copy_of_the_folder(
+    own_machine: Path, small_cgroup: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        env = {"SMALL_CGROUP": str(small_cgroup / "cgroup.procs")}
+        commands = {
+            kind: stack.enter_context(hanging(own_machine / kind, kind, env=env)) for kind in DEATHS
+        }
+        for kind, command in commands.items():
+            rank, what, fix = DEATHS[kind]
+            result = command.end()
+            assert result.code == 1, command
+            (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
+            (failed,) = evidence.failures(command.run)
+            assert failed.at_unix_s - began(command, kind) < NAMED_WITHIN_S
+            finding = cause(copied(command))
+            assert f"failure  {finding.what.splitlines()[0]}" == told
+            assert re.search(what, finding.what), finding
+            assert rank is None or finding.what.startswith(f"rank {rank} on {HOST} failed: ")
+            assert fix in finding.fix
+            assert "log: logs/rank-" in finding.evidence
+        segfault = evidence.failures(
+            RunFolder(next((own_machine / "segfault/elsewhere").iterdir()))
+        )
+        assert re.search(r"it happened at \S+/train.py:\d+ in segfault", segfault[0].finding.why)
+
+
+@pytest.mark.parametrize("number", range(HEALTHY_RUNS))
+def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int) -> None:
+    order = ["one_compiles", "all_sleep", "one_reads_slowly"]
+    kinds = order[number % 3 :] + order[: number % 3]
+    with hanging(own_machine / "healthy", "first", *kinds) as command:
+        result = command.end()
+        assert result.code == 0, command
+        assert not re.search("^(?:warning|failure|note) ", result.err, re.MULTILINE), command
+        assert evidence.hangs(command.run) == []
+        assert cause(command.run).what.startswith("finished well in ")

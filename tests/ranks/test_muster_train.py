@@ -1,0 +1,166 @@
+"""``muster train`` for real: a settings file, two ranks, and weights at the end; or one text that says why not."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, Result
+from ranks.conftest import Torchrun
+from torchmuster.launch import ledger
+from torchmuster.runfolder import RunFolder, list_runs
+
+pytestmark = pytest.mark.ranks
+
+# Every key of the classic settings file, and what to train on.
+CONFIG = """\
+experiment_name: "tiny llama"
+distributed:
+  enabled: true
+  num_gpus: 2
+  gpu_ids: [0, 1]
+  strategy: "ddp"
+  fsdp_sharding_strategy: "full_shard"
+  fsdp_cpu_offload: false
+  master_port: null
+model:
+  model_name_or_path: llama
+  device_map: "auto"
+  torch_dtype: "float32"
+data:
+  files: "*.txt"
+  tokenizer: bytes
+  sequence_length: 48
+train:
+  steps: 6
+  global_batch_size: 4
+  learning_rate: 1e-2
+  log_every: 1
+"""
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+OWN = """\
+import resource
+
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 3)
+
+def data():
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(inputs, inputs.argmax(1) % 3)
+
+def too_much():
+    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
+    return torch.ones(2**34)
+"""
+
+
+@pytest.fixture
+def folder(own_machine: Path) -> Path:
+    (own_machine / "llama").mkdir()
+    (own_machine / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    text = "\n".join(f"{number} foxes jump over {number + 1} dogs" for number in range(60))
+    (own_machine / "a.txt").write_text(text)
+    (own_machine / "config.yaml").write_text(CONFIG)
+    (own_machine / "own.py").write_text(OWN)
+    return own_machine
+
+
+def train(muster: Muster, *words: str) -> Result:
+    alone = {"HF_HUB_OFFLINE": "1", "COLUMNS": "300"}
+    flags = ("--device", "cpu", "--ranks", "2", "--config", "config.yaml")
+    return muster("train", *flags, *words, env=alone)
+
+
+def losses(run: Path) -> list[float]:
+    lines = (run / "metrics" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_model_from_its_config_trains_alike_under_ddp_and_fsdp(
+    muster: Muster, folder: Path
+) -> None:
+    curves = []
+    for strategy in ("ddp", "fsdp"):
+        done = train(muster, "--set", f"distributed.strategy={strategy}")
+        assert done.code == 0, done
+        run = list_runs(folder / "runs")[0]
+        assert f"strategy  {strategy}: asked for" in done.out
+        assert "batch     2 per rank x 2 ranks x 1 accumulation = 4 per step" in done.out
+        final = run.path / "checkpoints" / "final"
+        assert f"trained 6 steps, loss {losses(run.path)[-1]:.4g}; the weights are in {final}" in (
+            done.out
+        )
+        assert sorted(one.name for one in final.iterdir()) == ["config.json", "model.safetensors"]
+        assert "tiny-llama" in run.id
+        assert f'  strategy: "{strategy}"  # --set distributed.strategy\n' in run.config.read_text()
+        curves.append(losses(run.path))
+        again = train(
+            muster, "--config", str(run.config), "--dry-run"
+        )  # what it left starts another
+        assert again.code == 0, again
+    ddp, fsdp = curves
+    assert len(ddp) == 6
+    assert ddp[-1] < 0.9 * ddp[0]
+    assert fsdp == pytest.approx(ddp, abs=1e-5)
+
+
+def test_under_torchrun(torchrun: Torchrun, folder: Path) -> None:
+    (folder / "config.yaml").write_text(
+        "distributed: {num_gpus: 4}\nmodel: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n"
+    )
+    words = ("--config", "config.yaml", "--device", "cpu", "--set", "train.epochs=2")
+    done = torchrun("-m", "torchmuster.worker", *words)
+    assert done.code == 0, done
+    (run,) = (folder / "runs").iterdir()  # nobody gave a folder, so one was made
+    assert len(losses(run)) == 2  # the first step, and the last
+    said = f"trained 4 steps, loss {losses(run)[-1]:.4g}; the weights are in runs/{run.name}/"
+    assert said in done.out
+    assert "distributed.num_gpus is 4, but 2 ranks were started on this machine" in done.out
+    assert "  epochs: 2  # --set train.epochs\n" in (run / "config.yaml").read_text()
+    assert (run / "checkpoints" / "final" / "model.safetensors").is_file()
+
+
+def test_what_only_ranks_can_find_out_is_told_as_it_is(muster: Muster, folder: Path) -> None:
+    (folder / "config.yaml").write_text(
+        "model: {build: 'own:model'}\ndata: {dataset: 'own:too_much'}\n"
+    )
+    done = train(muster)
+    assert done.code == 1
+    (told,) = [line for line in done.err.splitlines() if line.startswith("failure  ")]
+    assert told == (
+        f"failure  rank 0 on {os.uname().nodename} (cpu) ran out of memory outside of the model, "
+        "asked for 64.0 GiB"
+    )
+    assert re.search(r"why  parameters +0 B\n +gradients +0 B\n", done.err)  # the table
+    assert "Traceback" not in done.err + done.out
+    state = ledger.read_state(RunFolder(list_runs(folder / "runs")[0].path))
+    assert state is not None
+    assert state.phase == "failed"
+
+
+def test_ranks_with_other_settings_end_together(torchrun: Torchrun, folder: Path) -> None:
+    (folder / "start.py").write_text(
+        "import os, sys\n"
+        "from torchmuster.worker.__main__ import main\n"
+        "main(['--set', 'model.build=own:model', '--set', 'data.dataset=own:data',\n"
+        "      '--device', 'cpu', '--set', 'train.seed=' + os.environ['RANK']])\n"
+    )
+    done = torchrun("start.py")
+    assert done.code == 1
+    told = "rank 1 has other settings than rank 0: train.seed is 1, not 0\n"
+    assert done.err.count(told) == 2
+    assert "start all ranks with the same file, flags and TORCHMUSTER_ variables" in done.err

@@ -1,0 +1,136 @@
+"""Predicted peaks of tensor memory are those of real ranks: a few cases of ``benchmarks/plan_memory.py``."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchmuster.errors import MusterError
+from torchmuster.plan.proof import real_steps
+from torchmuster.plan.proof.real_steps import Steps
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.tracing.tracer import Tracer
+
+pytestmark = pytest.mark.ranks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# What is off by less is a scalar or two that live a moment longer.
+EXACT = 1e-4
+_WITHIN = {"micro_batch_size": 2, "accumulation": 1, "optimizer": "adamw", "clip": True}
+CASES: dict[str, dict[str, Any]] = {
+    "one process, grouped attention": _WITHIN
+    | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
+    | {"number_type": "fp32", "recompute": "none", "accumulation": 2},
+    "copies, autocast, products kept": _WITHIN
+    | {"family": "gpt2", "strategy": "ddp", "copies": 2, "shards": 1}
+    | {"number_type": "bf16", "recompute": "selective", "optimizer": "sgd", "clip": False},
+    "copies, running means": _WITHIN
+    | {"family": "residual", "strategy": "ddp", "copies": 2, "shards": 1}
+    | {"number_type": "fp32", "recompute": "none", "micro_batch_size": 4},
+    "shards, tied embeddings, all recomputed": _WITHIN
+    | {"family": "qwen2", "strategy": "fsdp", "copies": 1, "shards": 2}
+    | {"number_type": "bf16", "recompute": "full", "accumulation": 2},
+    "three shards that stay whole, 16-bit weights": _WITHIN
+    | {"family": "little_gpt", "strategy": "fsdp", "copies": 1, "shards": 3}
+    | {"number_type": "pure", "recompute": 2, "reshard": False},
+    "copies of shards, pictures": _WITHIN
+    | {"family": "vit", "strategy": "fsdp", "copies": 2, "shards": 2}
+    | {"number_type": "fp32", "recompute": "none", "micro_batch_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def benchmark_modules() -> Iterator[Any]:
+    """Import the benchmark's parts, as its program does."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield import_module("peak_memory.cases"), import_module("peak_memory.truth")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def measured(
+    benchmark_modules: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], list[int]]]:
+    """Measure a case, once: the peak of each real rank in its steady steps, in bytes."""
+    cases, truth = benchmark_modules
+    folder = tmp_path_factory.mktemp("truth")
+    known: dict[str, list[int]] = {}
+    with truth.Truth(folder) as measuring:
+
+        def peaks(name: str) -> list[int]:
+            if name not in known:
+                case = cases.Case(**CASES[name])
+                work, candidate = case.work(folder), case.candidate()
+                steps = Steps(work=work, candidate=candidate, device="cpu", timed=0)
+                told = measuring.measure(steps)
+                assert not [one["failed"] for one in told if "failed" in one]
+                known[name] = [min(one["peaks_bytes"][truth.STEADY :]) for one in told]
+            return known[name]
+
+        yield peaks
+
+
+def test_what_is_traced_is_what_real_ranks_take(
+    benchmark_modules: Any,
+    measured: Callable[[str], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the measured ranks have it
+    cases, _ = benchmark_modules
+    asked = {name: cases.Case(**choices) for name, choices in CASES.items()}
+    requests = [
+        Request(
+            work=case.work(tmp_path),
+            candidate=case.candidate(),
+            kernels="cpu",
+        )
+        for case in asked.values()
+    ]
+    with Tracer(cache=None, workers=2) as tracer:
+        traced = tracer.records(requests)
+    refused = [one for one in traced if not isinstance(one, Record)]
+    assert not refused
+    off = {}
+    for name, record in zip(asked, traced, strict=True):
+        assert isinstance(record, Record)
+        peak = max(measured(name))
+        error = record.peak_bytes / peak - 1
+        if abs(error) > EXACT:
+            off[name] = f"{error:+.4%} of {peak} bytes"
+    assert not off
+
+
+def test_real_steps_tell_memory_and_time_of_every_rank(
+    benchmark_modules: Any, measured: Callable[[str], list[int]], tmp_path: Path
+) -> None:
+    cases, _ = benchmark_modules
+    name = "shards, tied embeddings, all recomputed"
+    case = cases.Case(**CASES[name])
+    told = real_steps.run(case.work(tmp_path), case.candidate(), ranks=2, device="cpu", steps=2)
+    assert [one.rank for one in told] == [0, 1]
+    assert {one.device for one in told} == {"cpu"}
+    for one, peak in zip(told, measured(name), strict=True):
+        # What is followed in Python agrees with what torch's allocator gave out, in steady state.
+        assert one.peak_bytes == pytest.approx(peak, rel=EXACT)
+        assert len(one.peaks_bytes) == real_steps.FOLLOWED
+        assert len(one.step_s) == 2
+        assert min(one.step_s) > 0
+        assert 0 < one.loss < 100
+        assert one.reserved_bytes is None
+
+
+def test_a_rank_that_fails_says_why(benchmark_modules: Any, tmp_path: Path) -> None:
+    cases, _ = benchmark_modules
+    case = cases.Case(**CASES["one process, grouped attention"])
+    work = replace(case.work(tmp_path), sequence_length=100_000)
+    with pytest.raises(MusterError) as caught:
+        real_steps.run(work, case.candidate(), ranks=1, device="cpu", steps=1)
+    assert caught.value.what == "the real steps did not end well"
+    assert "data.sequence_length is 100000, but the model has 512 positions" in caught.value.why

@@ -1,0 +1,93 @@
+"""Runs that are asked to end save after one and the same step, and say how to go on."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from ranks.launched import Launched, cpu, launched
+from torchmuster.launch import ledger
+
+pytestmark = pytest.mark.ranks
+
+
+# A loop of one's own, with processes that read for it, which are asked to end as well.
+SAVING = """\
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
+from torchmuster.train.world import join_world
+
+class Slow:
+    def __len__(self):
+        return 4000
+    def __getitem__(self, place):
+        time.sleep(0.01)
+        return float(place)
+
+with join_world("cpu") as world, StopRequest(world) as stop:
+    loader = ForeignLoader(DataLoader([0.0] * 4000 if world.is_first else Slow(), num_workers=1), world)
+    for step, _ in enumerate(loader.epoch(0), 1):
+        time.sleep(0.02)
+        dist.barrier()
+        if step == 5:
+            print("training", world.global_rank, flush=True)
+        if stop.due(step):
+            time.sleep(0.5)  # saving takes a while
+            Path(f"saved-{world.global_rank}").write_text(str(step))
+            raise StoppedAtRequest(step, stop.words)
+"""
+
+
+@pytest.fixture
+def folder(own_machine: Path) -> Path:
+    (own_machine / "saving.py").write_text(SAVING)
+    return own_machine
+
+
+def test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on(folder: Path) -> None:
+    with launched(folder, *cpu("saving.py")) as run:
+        run.wait_for("training 0", "training 1")
+        run.send(signal.SIGUSR1)
+        result = run.end()
+        assert run.alive() == []
+    step = _step_at_which_both_saved(folder)
+    assert result.code == 75, run
+    assert f"muster: saved at step {step} at a request to end (SIGUSR1 to rank " in result.err
+    assert "; start it again to go on" in result.err
+    assert "failure" not in result.err
+    _is_written_down(run, step)
+
+
+def test_a_demand_to_every_process_of_a_run_lets_it_save(folder: Path) -> None:
+    with launched(folder, *cpu("saving.py", "--grace", "20s")) as run:
+        run.wait_for("training 0", "training 1")
+        for process in run.alive():  # as some schedulers do
+            process.send_signal(signal.SIGTERM)
+        run.send(signal.SIGTERM)  # by another way: still the same request
+        result = run.end()
+        assert run.alive() == []
+    step = _step_at_which_both_saved(folder)
+    assert result.code == 75, run
+    assert "muster: asked to end (SIGTERM): ending all ranks" in result.err
+    assert f"muster: saved at step {step} at a request to end (SIGTERM to rank " in result.err
+    assert "killed by signal" not in result.out + result.err
+    _is_written_down(run, step)
+
+
+def _step_at_which_both_saved(folder: Path) -> int:
+    first, second = (int((folder / f"saved-{rank}").read_text()) for rank in (0, 1))
+    assert first == second
+    return first
+
+
+def _is_written_down(run: Launched, step: int) -> None:
+    state = ledger.read_state(run.run)
+    assert state is not None
+    assert (state.phase, state.exit_code) == ("saved", 75)
+    assert state.headline.startswith(f"saved at step {step} at a request to end")
+    assert json.loads(run.run.state.read_text())["phase"] == "saved"

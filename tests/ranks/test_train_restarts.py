@@ -1,0 +1,131 @@
+"""``muster train`` goes on by itself after a rank's or its launcher's death, and ends a crash loop."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from muster_command import Muster
+from patience import GIVE_UP_S
+from ranks.launched import Launched, launched
+from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.verify import committed_steps
+from torchmuster.launch import ledger
+
+pytestmark = pytest.mark.ranks
+
+HOST = os.uname().nodename
+STEPS = 60
+MINE = """\
+import os, time, torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 3)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 320
+    def __getitem__(self, row):
+        time.sleep(0.01)
+        if row == 77 and os.path.exists("broken"):
+            raise ValueError("row 77 is broken")
+        return torch.full((4,), row / 320), row % 3
+
+def data():
+    return Rows()
+"""
+TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
+
+
+@pytest.fixture
+def folder(own_machine: Path) -> Path:
+    (own_machine / "mine.py").write_text(MINE)
+    (own_machine / "config.yaml").write_text(
+        "model:\n  build: mine:model\ndata:\n  dataset: mine:data\n"
+        f"train:\n  steps: {STEPS}\n  log_every: 1\ncheckpoint:\n  every: 4\n"
+    )
+    return own_machine
+
+
+def wait_for_save(run: Launched, at_least: int) -> None:
+    """Wait until a checkpoint of at least this step is there."""
+    until = time.monotonic() + GIVE_UP_S
+    while max(committed_steps(open_store(run.run.checkpoints)), default=0) < at_least:
+        assert time.monotonic() < until, f"step {at_least} was not saved\n{run}"
+        time.sleep(0.05)
+
+
+def ranks_of(run: Launched) -> dict[int, psutil.Process]:
+    """Return the processes of the ranks; what they and their agent start has another command."""
+    ours = [one for one in run.alive() if "RANK" in one.environ()]
+    return {
+        int(one.environ()["RANK"]): one
+        for one in ours
+        if any(word.endswith("launch/rank.py") for word in one.cmdline())
+    }
+
+
+def steps_of(run: Launched) -> list[int]:
+    lines = (run.run.metrics / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
+    folder: Path, muster: Muster
+) -> None:
+    with launched(folder, *TRAIN) as run:
+        run.wait_for("saved step 4")
+        ranks_of(run)[1].kill()
+        wait_for_save(run, 16)
+        job = ledger.read_job(run.run)
+        assert job is not None
+        launcher = job.launcher.process()
+        assert launcher is not None
+        assert launcher.ppid() == run.process.pid
+        launcher.kill()
+        result = run.end()
+        assert run.alive() == []
+    assert result.code == 0, run
+    rank_died, launcher_died = re.findall(
+        r"muster: (.+); starting again from step (\d+) \(restart 1 of 3\)", result.err
+    )
+    assert rank_died[0] == f"rank 1 on {HOST} failed: killed (SIGKILL)"
+    assert launcher_died[0] == "the launcher was killed (SIGKILL)"
+    assert 4 <= int(rank_died[1]) < int(launcher_died[1])
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    assert run.run.rank_log(1).read_text().count("--- started again, ") == 2
+    listed = muster("runs")
+    assert re.search(rf"{run.run.id}  finished  .+, 2 restarts  train", listed.out)
+    assert json.loads(muster("runs", "--json").out)[0]["restarts"] == 2
+
+
+def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
+    (folder / "broken").touch()
+    with launched(folder, *TRAIN, "--max-restarts", "10") as run:
+        result = run.end()
+        assert run.alive() == []
+    assert result.code == 1, run
+    assert result.err.count("; starting again") == 2
+    saved = max(committed_steps(open_store(run.run.checkpoints)))
+    (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
+    assert reason.startswith("crash loop: failed 3 times after step "), reason
+    assert f"with the same error; the last good checkpoint is step {saved}" in reason
+    state = ledger.read_state(run.run)
+    assert state is not None
+    assert "ValueError: row 77 is broken" in state.headline
+
+
+def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
+    with launched(folder, *TRAIN) as run:
+        run.wait_for("saved step 4")
+        run.send(signal.SIGINT)
+        result = run.end()
+        assert run.alive() == []
+    assert result.code == 75, run
+    assert "starting again" not in result.err

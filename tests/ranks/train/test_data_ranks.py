@@ -1,0 +1,113 @@
+"""Reading on real ranks: different numbers of batches are named, and positions move between group sizes."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from rank_group import RunRanks
+from rank_programs import reading
+from rank_programs.small_models import data, seeded_model
+from torchmuster.train.data.order import Order
+
+pytestmark = pytest.mark.ranks
+
+
+def test_different_numbers_of_batches_are_named_on_all_ranks_and_nothing_hangs(
+    run_ranks: RunRanks,
+) -> None:
+    answers = run_ranks(reading.compare, 4, [13, 12, 12, 12])
+    told = (
+        "the ranks have different numbers of batches: rank 0: 13, ranks 1-3: 12 batches\n"
+        "each one is computed by all ranks together: after 12 batches, those that have more would wait "
+        "for ever\n"
+        "give all ranks the same number (DistributedSampler with drop_last, or equal shards), or use "
+        "BatchLoader, which gives a rank without samples an idle batch"
+    )
+    assert answers == [(told, 4)] * 4
+
+
+def test_foreign_dataloaders_are_read_as_they_are(run_ranks: RunRanks) -> None:
+    answers = run_ranks(reading.foreign, 2)
+    for rank, found in enumerate(answers):
+        # 11 samples a rank: 4 + 4, then 3 of what would be another 4 + 4.
+        shape = [
+            (number, rounds, samples, nominal, [size for size, _ in micro])
+            for number, rounds, samples, nominal, micro in found["known"]
+        ]
+        assert shape == [(0, 2, 16, 16, [4, 4]), (1, 1, 6, 16, [3])]
+        assert found["steps"] == 2
+        assert found["next epoch"] != found["known"]  # the sampler was told
+        assert found["resumed"] == found["next epoch"][1:]
+        third = 2 + rank
+        assert found["own batches"] == [
+            (0, 1, None, 2, [(3, [0, 1, third])]),
+            (1, 1, None, 2, [(1, [3])]),
+        ]
+        assert found["uneven"] == (
+            "the ranks have different numbers of batches: rank 0: 13, rank 1: 12 batches"
+        )
+        # Rank 0 has 9 samples, rank 1 has 6: it is done a step earlier and takes part without counting.
+        last_batches = [[2, 2], [2, 2], [1]] if rank == 0 else [[2, 2], [2, 0], [0]]
+        assert found["stream"] == [
+            (0, 2, 8, last_batches[0]),
+            (1, 2, 6, last_batches[1]),
+            (2, 1, 1, last_batches[2]),
+        ]
+        assert found["empty"] == []
+        assert found["empty rank"].startswith("rank 1 got no batch at all, while others did\n")
+    known = [
+        sample
+        for found in answers
+        for *_, micro in found["known"]
+        for _, samples in micro
+        for sample in samples
+    ]
+    assert sorted(known) == list(range(22))
+    assert answers[1]["warned"] == []  # one warning is enough for all ranks
+    assert answers[0]["warned"] == [
+        "every rank reads the same samples: the DataLoader's SequentialSampler knows nothing of ranks; "
+        "give it a DistributedSampler or use BatchLoader, unless each rank's dataset is its own"
+    ]
+
+
+def together(answers: list[Any]) -> tuple[Any, list[list[int]]]:
+    """Return the position, on which all ranks agree, and the samples of each global batch."""
+    states, seen = zip(*answers, strict=True)
+    assert all(state == states[0] for state in states)
+    return states[0], [sorted(chain(*parts)) for parts in zip(*seen, strict=True)]
+
+
+def test_two_ranks_stop_in_the_middle_and_three_go_on(run_ranks: RunRanks) -> None:
+    _, uninterrupted = together(run_ranks(reading.indices_read, 1, None, None))
+    state, first = together(run_ranks(reading.indices_read, 2, None, 2))
+    assert (state["epoch"], state["sample"]) == (1, 24)
+    _, rest = together(run_ranks(reading.indices_read, 3, state, None))
+    assert first + rest == uninterrupted
+    assert sorted(chain(*uninterrupted)) == list(range(50))
+
+
+def plainly_trained(batches: list[list[int]]) -> list[float]:
+    """Train in one process on the whole of each batch, with nothing of ours."""
+    inputs, targets = data(17)
+    model = seeded_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch])
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def test_unlike_portions_train_as_one_process_does(run_ranks: RunRanks) -> None:
+    orders = [
+        Order(size=17, seed=2, epoch=epoch).samples_at(torch.arange(17)) for epoch in range(2)
+    ]
+    shuffled = [batch.tolist() for order in orders for batch in (order[:12], order[12:])]
+    in_order = [list(range(12)), list(range(12, 17))] * 2
+    for kind, batches in (("batches", shuffled), ("foreign", in_order)):
+        expected = plainly_trained(batches)
+        for weights in run_ranks(reading.trained, 3, kind):
+            assert weights == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,52 @@
+"""One rank goes first, the others wait without a collective."""
+
+from pathlib import Path
+
+import pytest
+
+from rank_group import RunRanks
+from rank_programs import queueing
+
+pytestmark = pytest.mark.ranks
+
+
+def test_rank_0_or_the_first_of_each_node_comes_first_every_time(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    of_ranks = run_ranks(queueing.take_turns, 4, str(tmp_path))
+    assert (
+        of_ranks
+        == [
+            [
+                "name 0: 0 of 2",
+                "name 1: 2 of 2",
+                "node 0: 0 of 2",
+                "node 1: 2 of 2",
+                "turn 0: 0 of 4",
+                "turn 1: 0 of 4",
+                "turn 2: 0 of 4",
+            ]
+        ]
+        * 4
+    )
+
+
+def test_the_first_may_take_longer_than_a_collective_waits(run_ranks: RunRanks) -> None:
+    for waited_s in run_ranks(queueing.longer_than_collectives_wait, 2):
+        assert waited_s >= 1.5
+
+
+def test_a_failure_of_the_first_reaches_the_others_at_once(run_ranks: RunRanks) -> None:
+    assert run_ranks(queueing.the_first_fails, 2) == [
+        "no route to the hub",
+        "what rank 1 waited for failed on rank 0: ConnectionError: no route to the hub\n"
+        "mend what failed there; the other ranks were only waiting",
+    ]
+
+
+def test_a_limit_that_was_given_holds(run_ranks: RunRanks) -> None:
+    assert run_ranks(queueing.the_first_is_slow, 2) == [
+        "",
+        "waited 0.2 s for the first rank, which is still not done\n"
+        "give first() a longer timeout_s, or look at what the first rank does",
+    ]

@@ -1,0 +1,77 @@
+"""FSDP takes the memory that it should, and so trains what one rank has no room for."""
+
+import os
+
+import pytest
+
+from rank_group import RunRanks
+from rank_programs import memory
+from torchmuster.units import MiB
+
+pytestmark = pytest.mark.ranks
+
+
+BLOCK = 4 * memory.WIDTH**2
+WHOLE = memory.BLOCKS * BLOCK
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_keeps_its_share_and_has_one_block_whole(run_ranks: RunRanks, ranks: int) -> None:
+    share = WHOLE / ranks
+    for found in run_ranks(memory.train_sharded, ranks, "full_shard"):
+        # All shards, and the parameter whose values are made whole.
+        assert found["values_peak"] == pytest.approx(share + BLOCK, rel=0.02)
+        # Parameters and Adam's two averages.
+        assert found["kept"] == pytest.approx(3 * share, rel=0.02)
+        # And gradients. Towards the end of the backward four things of a block's size are there: the block
+        # that is computed, its whole gradient, the block that is gathered ahead, and the gradient of the
+        # block before, which is being sent.
+        assert found["step_peak"] == pytest.approx(4 * share + 4 * BLOCK, rel=0.03)
+        assert found["parameters"] == found["gradients"] == share
+        assert found["optimizer"] == 2 * share + 4 * memory.BLOCKS
+
+
+def test_with_shard_grad_op_all_blocks_are_whole_between_forward_and_backward(
+    run_ranks: RunRanks,
+) -> None:
+    share = WHOLE / 2
+    for found in run_ranks(memory.train_sharded, 2, "shard_grad_op"):
+        assert found["kept"] == pytest.approx(3 * share, rel=0.02)
+        # At the turn to the backward; activations and the first gradients are as much as four blocks.
+        assert found["step_peak"] == pytest.approx(3 * share + WHOLE + 4 * BLOCK, rel=0.03)
+
+
+def test_a_whole_copy_has_its_gradients_once_with_ddp_too(run_ranks: RunRanks) -> None:
+    """Gradients are the buckets that ddp sends; it keeps them between steps."""
+    (single,) = run_ranks(memory.train_replicated, 1, "single")
+    assert single["kept"] == pytest.approx(3 * WHOLE, rel=0.02)
+    assert single["step_peak"] == pytest.approx(4 * WHOLE, rel=0.05)
+    for found in run_ranks(memory.train_replicated, 2, "ddp"):
+        assert found["kept"] == pytest.approx(4 * WHOLE, rel=0.02)
+        assert found["step_peak"] == pytest.approx(4 * WHOLE, rel=0.05)
+
+
+def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(run_ranks: RunRanks) -> None:
+    # In the last block but one: itself, or all up to it.
+    for kind, copies in (("full_shard", "256 KiB"), ("shard_grad_op", "5.8 MiB")):
+        for of_rank in run_ranks(memory.running_out, 2, kind):
+            for phase in ("forward", "backward"):
+                said = of_rank[phase]
+                assert f"ran out of memory in the {phase}, asked for 1.5 GiB" in said
+                assert "parameters                    3.0 MiB" in said
+                assert f"gathered blocks               {copies}" in said
+                assert "more ranks: each keeps a share of the " in said
+                assert "distributed.strategy" not in said
+
+
+def test_what_one_rank_has_no_room_for_is_trained_by_four(run_ranks: RunRanks) -> None:
+    # 16 blocks of 4 MiB: 64 MiB of parameters, 256 MiB with gradients and Adam's averages.
+    limit = 200 * MiB
+    (alone,) = run_ranks(memory.train_within, 1, limit, 1024, 16, False)
+    first, *lines = alone.splitlines()
+    assert first.startswith(f"rank 0 on {os.uname().nodename} (cpu) ran out of memory in ")
+    assert first.endswith(", asked for 4.0 MiB")
+    assert "parameters                   64.0 MiB" in lines
+    assert "fsdp on several ranks: each keeps a share of the " in alone
+    together = run_ranks(memory.train_within, 4, limit, 1024, 16, True)
+    assert together == ["trained"] * 4

@@ -1,0 +1,75 @@
+"""One rank runs out of memory: all end soon, and what is told first is that rank's memory."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from patience import BUSY_S, GIVE_UP_S
+from ranks.launched import cpu, launched
+
+pytestmark = pytest.mark.ranks
+HOST = os.uname().nodename
+
+# Rank 1 of 3 asks for far too much in the third step; the others wait for its gradients.
+SCRIPT = """\
+import os, resource, sys, torch
+from torch import nn
+from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.world import join_world
+
+class Greedy(nn.Linear):
+    def forward(self, x):
+        if steps == 2 and int(os.environ["RANK"]) == 1:
+            print("asks", flush=True)
+            resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))
+            torch.ones(2**32)
+        return super().forward(x)
+
+with join_world("cpu") as world:
+    model = nn.parallel.DistributedDataParallel(Greedy(100, 100))
+    optimizer = torch.optim.Adam(model.parameters())
+    with naming_memory(world, model, optimizer, micro_batch_size=8):
+        for steps in range(1000000):
+            model(torch.ones(8, 100)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_all_ranks_end_and_the_table_is_told(own_machine: Path) -> None:
+    (own_machine / "train.py").write_text(SCRIPT)
+    with launched(own_machine, *cpu("train.py", ranks=3), env={"COLUMNS": "400"}) as command:
+        command.wait_for("asks")
+        began = time.monotonic()
+        result = command.end()
+        command.wait_until_nothing_lives(15)
+        took_s = time.monotonic() - began
+    assert result.code == 1
+    assert took_s < 15 + BUSY_S
+    (headline,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
+    assert (
+        f"rank 1 on {HOST} (cpu) ran out of memory in the forward, asked for 16.0 GiB" in headline
+    )
+    assert "Slurm" not in result.err
+    for line in (
+        "parameters                   39.5 KiB",
+        "optimiser states             78.9 KiB",
+        "limit                         2.0 GiB",
+        "a micro-batch of 4 instead of 8, with twice the accumulation",
+    ):
+        assert line in result.err
+
+
+def test_all_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S
+    )
+    assert done.returncode == 1
+    assert f"rank 1 on {HOST} (cpu) ran out of memory in the forward" in done.stderr
+    assert "optimiser states             78.9 KiB" in done.stderr

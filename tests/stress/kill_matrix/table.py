@@ -1,0 +1,67 @@
+"""What a matrix of kills came to, as the tables of docs/measured/kill-matrix.md."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stress.kill_matrix.events import LAYOUTS, MOMENTS, VICTIMS, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One struck run: "" if it was equal to the undisturbed one, else what was wrong."""
+
+    plan: Plan
+    problem: str
+
+
+def render(results: Sequence[Result], *, seed: int, took_s: float) -> str:
+    """Return the tables as Markdown."""
+    kills = [(result, kill) for result in results for kill in result.plan.kills]
+    failed = sum(bool(result.problem) for result in results)
+    verdict = (
+        "all ended by themselves, equal to the undisturbed run to the last bit"
+        if not failed
+        else f"{failed} of them not as they must"
+    )
+    lines = [
+        f"{len(kills)} kills in {len(results)} runs (seed {seed}, {took_s / 60:.0f} minutes on "
+        f"{os.cpu_count()} cores): {verdict}.",
+        "",
+        *_table(
+            ("killed", *MOMENTS),
+            (
+                (
+                    victim,
+                    *(
+                        sum((kill.victim, kill.moment) == (victim, moment) for _, kill in kills)
+                        for moment in MOMENTS
+                    ),
+                )
+                for victim in VICTIMS
+            ),
+        ),
+        "",
+        *_table(("trained with", "runs", "kills", "equal runs"), _by_layout(results)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _by_layout(results: Sequence[Result]) -> Iterable[tuple[object, ...]]:
+    for layout in LAYOUTS:
+        of_it = [result for result in results if result.plan.layout == layout]
+        kills = sum(len(result.plan.kills) for result in of_it)
+        equal = Counter(not result.problem for result in of_it)[True]
+        yield str(layout), len(of_it), kills, equal
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> Iterable[str]:
+    yield _row(head)
+    yield _row(["---"] * len(head))
+    for row in rows:
+        yield _row(row)
+
+
+def _row(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"

@@ -1,0 +1,45 @@
+"""Groups of ranks with unequal limits, from right and wrong first guesses: the right micro-batch in all."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from batch_size_cases import LARGEST, SMALL, cases, write_model
+from rank_group import RunRanks
+from rank_programs.batch_sizes import candidate_for
+from torchmuster.plan.proof.batch_finder import find
+from torchmuster.plan.proof.trials import Trials
+
+pytestmark = [pytest.mark.stress, pytest.mark.ranks, pytest.mark.timeout(3600)]
+CASES = int(os.environ.get("BATCH_CASES", "1"))  # at full length: BATCH_CASES=20
+
+
+def test_the_right_answer_in_every_case(own_machine: Path, run_ranks: RunRanks) -> None:
+    small = write_model(own_machine / "small", rows=SMALL)
+    large = write_model(own_machine / "large")
+    draws = {small: cases(small, run_ranks, tries=5), large: cases(large, run_ranks)}
+    wrong = []
+    for number in range(CASES):
+        random_numbers = random.Random(number)
+        ranks = 2 + number // 2 % 3
+        work = large if number // 6 % 2 else small
+        case = draws[work]("ddp" if number % 2 else "fsdp", ranks, random_numbers)
+        start = max(case.right + random_numbers.choice([0, 0, 1, -1, 4]), 1)
+        trials = Trials(
+            work=work,
+            candidate=candidate_for(case.strategy, ranks),
+            limits_bytes=case.limits_bytes,
+        )
+        found = find(trials, start=start, most=LARGEST)
+        allowed = (size for size in (1, 2, 4, 8, LARGEST, start) if size <= case.right)
+        right = max(allowed)
+        size, count = found.value.micro_batch_size, len(found.value.trials)
+        print(
+            f"{number + 1} of {CASES}: {Path(work.folder).name} samples, {case}: {size}, right {right}, from {start} in {count} trials",
+            flush=True,
+        )
+        if size != right:
+            wrong.append((case, found))
+    assert not wrong

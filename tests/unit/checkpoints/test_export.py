@@ -1,0 +1,230 @@
+"""Weights as a folder for others: every element in its place, little memory, nothing half done."""
+
+import io
+import json
+import math
+import os
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from made_up_checkpoints import A_WEIGHT, Whole, boxes, cut_out, save
+from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
+from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, Chunk, Index, StoredTensor
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
+from torchmuster.checkpoints.tensor_file import head, read_head
+from torchmuster.errors import Impossible, MusterError
+
+MiB = 2**20
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> Whole:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    dtype = draw(st.sampled_from(["U8", "BF16", "F32", "I64"]))
+    size = math.prod(shape) * ELEMENT_BYTES[dtype]
+    cuts = tuple(
+        tuple(sorted(draw(st.sets(st.integers(1, extent - 1), max_size=2)))) if extent > 1 else ()
+        for extent in shape
+    )
+    content = draw(st.binary(min_size=size, max_size=size))
+    return Whole(dtype=dtype, shape=shape, content=content, cuts=cuts)
+
+
+@given(cut_tensors())
+@settings(max_examples=150)
+def test_the_pieces_of_a_tensor_make_the_whole_again(whole: Whole) -> None:
+    size = ELEMENT_BYTES[whole.dtype]
+    again = bytearray(len(whole.content))
+    for offset, shape in boxes(whole):
+        piece = io.BytesIO(cut_out(whole, offset, shape))
+        length, starts = contiguous_runs(whole.shape, offset, shape)
+        for start in starts:
+            run = piece.read(length * size)
+            assert len(run) == length * size
+            again[start * size : start * size + len(run)] = run
+        assert piece.read() == b""
+    assert bytes(again) == whole.content
+
+
+def test_rows_that_follow_each_other_are_one_run() -> None:
+    assert _runs((8, 4), (2, 0), (3, 4)) == (12, [8])
+    assert _runs((8, 4), (2, 1), (2, 3)) == (3, [9, 13])
+    assert _runs((2, 3, 4), (0, 1, 0), (2, 2, 4)) == (8, [4, 16])
+    assert _runs((), (), ()) == (1, [0])
+    assert _runs((8, 4), (0, 0), (8, 4)) == (32, [0])
+
+
+def _runs(*box: tuple[int, ...]) -> tuple[int, list[int]]:
+    length, starts = contiguous_runs(*box)
+    return length, list(starts)
+
+
+TENSORS = {
+    "model.flags": Whole(dtype="BOOL", shape=(3,), content=b"\1\0\1"),
+    "model.layers.0.weight": A_WEIGHT,
+    "model.layers.1.weight": Whole(
+        dtype="BF16", shape=(3, 4), content=bytes(range(24)), cuts=((1,), (1, 3))
+    ),
+    "model.count": Whole(dtype="I64", shape=(), content=b"\7" + bytes(7)),
+    "model.empty": Whole(dtype="F32", shape=(0, 4), content=b""),
+    "optimizer.state.layers.0.weight.exp_avg": A_WEIGHT,
+}
+
+
+def _read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    content = path.read_bytes()
+    entries = read_head(io.BytesIO(content), len(content))
+    for one in entries.values():
+        assert one.begin % ELEMENT_BYTES[one.dtype] == 0  # torch does not read it elsewhere
+    return {
+        name: (one.dtype, one.shape, content[one.begin : one.end]) for name, one in entries.items()
+    }
+
+
+def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "training_args.bin"):
+        (beside / name).write_text(name)
+    name = save(store, 5, TENSORS, ranks=3, tied={"model.head": "model.layers.0.weight"}).name
+    done = export_weights(store, name, tmp_path / "a" / "out", beside=beside)
+    assert done == Exported(
+        files=("model.safetensors",),
+        tensors=5,
+        size_bytes=67,
+        beside=("config.json", "tokenizer.json"),
+    )
+    assert _read(tmp_path / "a" / "out" / "model.safetensors") == {
+        name.removeprefix("model."): (one.dtype, one.shape, one.content)
+        for name, one in TENSORS.items()
+        if name.startswith("model.")
+    }
+    assert (
+        b'"__metadata__":{"format":"pt"}'
+        in (tmp_path / "a" / "out" / "model.safetensors").read_bytes()
+    )
+    assert sorted(one.name for one in (tmp_path / "a").iterdir()) == ["out"]
+    assert (tmp_path / "a" / "out" / "config.json").read_text() == "config.json"
+
+
+def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    name = save(store, 5, TENSORS).name
+    done = export_weights(store, name, tmp_path / "out", most_in_a_file_bytes=35)
+    assert done.files == (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 67}
+    read: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for file in done.files:
+        content = _read(tmp_path / "out" / file)
+        assert {one for one, place in index["weight_map"].items() if place == file} == set(content)
+        read |= content
+    assert read["layers.1.weight"] == ("BF16", (3, 4), bytes(range(24)))
+    assert len(read) == 5
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FolderStore(tmp_path / "c")
+    good = save(store, 5).name
+    without = save(store, 6, {"optimizer.x": A_WEIGHT}).name
+    with pytest.raises(Impossible) as refused:
+        export_weights(store, without, tmp_path / "out")
+    assert str(refused.value).splitlines()[:2] == [
+        f"{without} has no weights to export",
+        "none of its 1 tensors has a name that begins with model.",
+    ]
+    with pytest.raises(Impossible, match="is there already"):
+        export_weights(store, good, tmp_path / "c")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 31}))
+    with pytest.raises(Impossible, match=r"they take 32 B, 31 B are free"):
+        export_weights(store, good, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FolderStore(tmp_path / "c")
+    name = save(store, 5).name
+
+    def full(handle: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(MusterError) as refused:
+        export_weights(store, name, tmp_path / "out")
+    assert str(refused.value).splitlines() == [
+        f"the weights could not be written to {tmp_path / 'out'}",
+        "No space left on device",
+        "make room there, or give another folder: --to",
+    ]
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
+    """One tensor of 200 MiB, its halves on two ranks, and one of 100 MiB cut along its columns."""
+    store, name = FolderStore(tmp_path / "c"), new_name(1)
+    half, column = (25 * MiB, 1), (100, MiB // 8)
+    files = {}
+    for rank in range(2):
+        described = [("a", "F32", half), ("b", "F32", column)]
+        files[f"rank-{rank:05d}.safetensors"] = write_file(
+            store, name, f"rank-{rank:05d}.safetensors", _content(head(described), 150, rank)
+        )
+    chunks = {
+        "model.a": [((rank * half[0], 0), half, rank, "a") for rank in range(2)],
+        "model.b": [((0, rank * column[1]), column, rank, "b") for rank in range(2)],
+    }
+    wholes = {"model.a": (2 * half[0], 1), "model.b": (column[0], 2 * column[1])}
+    index = Index(
+        tensors={
+            one: StoredTensor(
+                dtype="F32",
+                shape=wholes[one],
+                chunks=tuple(
+                    Chunk(offset=offset, shape=shape, file=f"rank-{rank:05d}.safetensors", key=key)
+                    for offset, shape, rank, key in pieces
+                ),
+            )
+            for one, pieces in chunks.items()
+        }
+    )
+    files[INDEX] = write_file(store, name, INDEX, [index.to_json()])
+    commit(
+        store,
+        Manifest(name=name, step=1, world_size=2, strategy="fsdp", made_unix_s=1.0, files=files),
+    )
+    tracemalloc.start()
+    try:
+        done = export_weights(store, name, tmp_path / "out")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert done.size_bytes == 300 * MiB
+    assert peak_bytes < 16 * MiB
+    with (tmp_path / "out" / "model.safetensors").open("rb") as stream:
+        entries = read_head(stream, (tmp_path / "out" / "model.safetensors").stat().st_size)
+        for place, rank in ((0, 0), (100 * MiB - 1, 0), (100 * MiB, 1), (200 * MiB - 1, 1)):
+            stream.seek(entries["a"].begin + place)
+            assert stream.read(1) == bytes([65 + rank])
+        row = column[1] * 4
+        for place, rank in ((0, 0), (row - 1, 0), (row, 1), (2 * row, 0), (100 * MiB - 1, 1)):
+            stream.seek(entries["b"].begin + place)
+            assert stream.read(1) == bytes([65 + rank])
+    shutil.rmtree(tmp_path)  # pytest would keep it for a while
+
+
+def _content(beginning: bytes, mebibytes: int, rank: int) -> Iterator[bytes]:
+    yield beginning
+    piece = bytes([65 + rank]) * MiB
+    for _ in range(mebibytes):
+        yield piece

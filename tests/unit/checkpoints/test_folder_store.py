@@ -1,0 +1,188 @@
+"""A folder as a store: a file is there whole, or not at all; names cannot lead elsewhere."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.places import open_store, place_of
+from torchmuster.checkpoints.store import MARKER, read_small
+from torchmuster.checkpoints.verify import newest_good
+from torchmuster.errors import Impossible
+from torchmuster.runfolder import RunFolder
+
+NAME = "step-00000010-00aa"
+
+
+def test_a_file_appears_when_it_is_whole_and_not_before(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "checkpoints")
+    assert store.names() == []
+    assert store.sizes(NAME) == {}
+    with store.create(NAME, "a.json") as stream:
+        stream.write(b"12")
+        assert "a.json" not in store.sizes(NAME)
+        stream.write(b"345")
+    assert store.sizes(NAME) == {"a.json": 5}
+    assert read_small(store, NAME, "a.json", most_bytes=5) == b"12345"
+    with pytest.raises(ValueError, match=r"^a\.json is larger than 4 bytes$"):
+        read_small(store, NAME, "a.json", most_bytes=4)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+
+    def write_half() -> None:
+        with store.create(NAME, "a.json") as stream:
+            stream.write(b"12")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert list((tmp_path / NAME).iterdir()) == []
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(handle: int) -> None:
+        happened.append(
+            "fsync " + Path(f"/proc/self/fd/{handle}").readlink().name.split(".")[-1][:4]
+        )
+        fsync(handle)
+
+    def noted_replace(self: Path, target: Path) -> Path:
+        happened.append(f"rename to {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    with FolderStore(tmp_path / "c").create(NAME, "a.json") as stream:
+        stream.write(b"1")
+        hexadecimal = Path(stream.name).name.split(".")[-1][:4]
+    assert happened == ["fsync c", f"fsync {hexadecimal}", "rename to a.json", "fsync step"]
+
+
+def test_names_are_in_the_order_of_steps_and_only_of_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-100000000-aaaa", "step-00000009-ffff", NAME, "final", "step-1-aaaa", ".x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000001-aaaa").write_text("a file")
+    assert FolderStore(tmp_path).names() == ["step-00000009-ffff", NAME, "step-100000000-aaaa"]
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "final", "/etc", "", "step-00000001-aaaa/.."])
+def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    store = FolderStore(tmp_path)
+    for use in (store.sizes, store.delete, lambda one: store.open(one, "a")):
+        with pytest.raises(Impossible, match=r"is not the name of a checkpoint"):
+            use(name)
+
+
+@pytest.mark.parametrize("file", ["../a", "/etc/passwd", ".hidden", "a/b", "a\n", "x" * 101])
+def test_a_file_cannot_lie_elsewhere(tmp_path: Path, file: str) -> None:
+    store = FolderStore(tmp_path)
+    with pytest.raises(Impossible, match=r"is not the name of a file of a checkpoint"):
+        store.open(NAME, file)
+    with pytest.raises(Impossible), store.create(NAME, file):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    (tmp_path / NAME / "a.json").mkdir(parents=True)
+    os.mkfifo(tmp_path / NAME / MARKER)  # a reader would wait for a writer
+    for file in (MARKER, "a.json"):
+        with pytest.raises(OSError, match=r"it is not a regular file"):
+            store.open(NAME, file)
+    with pytest.raises(FileNotFoundError):
+        store.open(NAME, "b.json")
+    assert newest_good(store) is None
+
+
+def test_what_another_deletes_at_the_same_time_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    for file in ("a.json", "b.json"):
+        with store.create(NAME, file) as stream:
+            stream.write(b"1")
+    rmtree, calls = shutil.rmtree, []
+
+    def overtaken(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            (path / "a.json").unlink()
+            raise FileNotFoundError(path / "a.json")
+        rmtree(path)
+
+    monkeypatch.setattr("shutil.rmtree", overtaken)
+    store.delete(NAME)
+    assert store.names() == []
+
+
+def test_the_marker_is_deleted_first_and_a_link_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path / "c")
+    for file in ("a.json", MARKER):
+        with store.create(NAME, file) as stream:
+            stream.write(b"1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    link = tmp_path / "c" / "step-00000011-00bb"
+    link.symlink_to(elsewhere)
+    store.delete(link.name)
+    assert not link.is_symlink()
+    assert (elsewhere / "precious").exists()
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.delete(NAME)
+    assert store.sizes(NAME) == {"a.json": 1}
+    monkeypatch.undo()
+    store.delete(NAME)
+    store.delete(NAME)  # what is not there need not be deleted
+    assert store.names() == []
+
+
+def test_room_is_told_of_the_disk_also_before_the_folder_is_there(tmp_path: Path) -> None:
+    assert (FolderStore(tmp_path / "not" / "yet").free_bytes() or 0) > 0
+
+
+def test_places_are_folders_and_addresses(tmp_path: Path) -> None:
+    assert open_store(f"file://{tmp_path}").where == str(tmp_path)
+    assert open_store(tmp_path).where == str(tmp_path)
+    assert open_store("~/x").where == str(Path.home() / "x")
+    with pytest.raises(Impossible) as refused:
+        open_store("nosuch://bucket/x")
+    assert str(refused.value).splitlines() == [
+        "checkpoints at nosuch:// cannot be used here",
+        "Protocol not known: nosuch",
+        "install the package that fsspec names for it",
+    ]
+    run = RunFolder(Path("runs/20260131-120000-a-57b9"))
+    assert place_of(run, None) == "runs/20260131-120000-a-57b9/checkpoints"
+    assert place_of(run, "s3://bucket/x/") == "s3://bucket/x/20260131-120000-a-57b9"
+
+
+def test_what_s3_needs_is_said_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(place: str, **options: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("torchmuster.checkpoints.object_storage.url_to_fs", missing)
+    with pytest.raises(Impossible) as refused:
+        open_store("s3://bucket/x")
+    assert str(refused.value).splitlines() == [
+        "checkpoints at s3:// cannot be used here",
+        "Install s3fs to access S3",
+        "pip install 'torchmuster[s3]'",
+    ]

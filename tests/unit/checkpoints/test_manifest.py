@@ -1,0 +1,181 @@
+"""Manifests: one spelling, strict reading, and the marker last."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from made_up_checkpoints import save, write
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.manifest import (
+    MARKER,
+    FileRecord,
+    ForeignVersion,
+    Manifest,
+    UnreadableManifest,
+    commit,
+    new_name,
+    read_manifest,
+    write_file,
+)
+from torchmuster.checkpoints.store import step_of
+from torchmuster.errors import MusterError
+
+RECORD = FileRecord(size_bytes=3, sha256="ab" * 32)
+GOOD = Manifest(
+    name="step-00000120-7f3a",
+    step=120,
+    world_size=4,
+    strategy="fsdp",
+    global_batch_size=64,
+    made_unix_s=1769860800.25,
+    files={"b.json": RECORD, "a.json": RECORD},
+    serial=7,
+)
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    assert Manifest.from_json(GOOD.to_json()) == GOOD
+    assert Manifest.from_json(GOOD.to_json()).size_bytes == 6
+
+
+@given(st.integers(0, 8 * len(GOOD.to_json()) - 1))
+@settings(max_examples=400)
+def test_no_flipped_bit_goes_unnoticed(bit: int) -> None:
+    text = bytearray(GOOD.to_json())
+    text[bit // 8] ^= 1 << bit % 8
+    with pytest.raises((UnreadableManifest, ForeignVersion)):
+        Manifest.from_json(bytes(text))
+
+
+def _altered(**changes: Any) -> bytes:
+    """A manifest by somebody who knows how the hash is made."""
+    content = json.loads(GOOD.to_json()) | changes | {"sha256": ""}
+    content["sha256"] = hashlib.sha256(_spelled(content)).hexdigest()
+    return _spelled(content)
+
+
+def _spelled(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+HOSTILE = json.loads(GOOD.to_json())["files"]["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"files": {"../../etc/passwd": HOSTILE}}, r"names a file '\.\./\.\./etc/passwd'"),
+        ({"files": {"/etc/passwd": HOSTILE}}, "names a file"),
+        ({"files": {"\x1b[2J": HOSTILE}}, "names a file '�"),
+        ({"files": {MARKER: HOSTILE}}, "names a file 'manifest.json'"),
+        ({"files": {"a": {**HOSTILE, "size_bytes": -1}}}, "Expected `int` >= 0"),
+        ({"files": {"a": {**HOSTILE, "sha256": "zz"}}}, "matching regex"),
+        ({"world_size": 0}, "Expected `int` >= 1"),
+        ({"step": 2**80}, r"Expected `int` <="),
+        ({"step": 121}, "its name and its step do not agree"),
+        ({"name": "../x"}, "its name and its step do not agree"),
+        ({"unheard_of": 1}, "unknown field `unheard_of`"),
+        ({"made_unix_s": "now"}, "Expected `float`"),
+        ({"made_unix_s": 1e300}, "Expected `float` <= "),
+        ({"made_unix_s": -1.0}, "Expected `float` >= 0"),
+    ],
+)
+def test_what_a_manifest_may_not_say(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnreadableManifest, match=told):
+        Manifest.from_json(_altered(**changes))
+
+
+def test_a_careful_forger_could_have_written_a_good_one() -> None:
+    assert (
+        Manifest.from_json(_altered(world_size=5)).world_size == 5
+    )  # so the cases above say something
+
+
+@pytest.mark.parametrize("version", [2, "1", None, [1]])
+def test_another_version_is_named(version: object) -> None:
+    with pytest.raises(ForeignVersion, match=r"^its format is .*, this one reads 1$"):
+        Manifest.from_json(_altered(format=version))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\x80\x04}", b"[" * 100_000, b"null"])
+def test_what_is_not_a_manifest(text: bytes) -> None:
+    with pytest.raises(UnreadableManifest):
+        Manifest.from_json(text)
+
+
+def test_names_are_drawn_anew() -> None:
+    names = {new_name(120) for _ in range(20)}
+    assert len(names) > 15
+    assert {step_of(one) for one in names} == {120}
+
+
+def test_without_its_marker_it_is_not_committed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    manifest = write(store, 5)
+    assert read_manifest(store, manifest.name) is None
+    written = commit(store, manifest)
+    assert read_manifest(store, manifest.name) == written
+    assert written.serial == 1
+    assert save(store, 3).serial == 2  # later, although its step is smaller
+
+
+def test_files_that_are_elsewhere_are_not_committed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    manifest = write(store, 5)
+    (tmp_path / manifest.name / "rank-00001.json").unlink()
+    with pytest.raises(MusterError) as refused:
+        commit(store, manifest)
+    assert str(refused.value).splitlines() == [
+        f"{manifest.name} cannot be committed: rank-00001.json is not there as it was written",
+        f"1 of 6 files are not in {tmp_path} as seen from here",
+        "save to a folder that all machines share, or to object storage",
+    ]
+    assert read_manifest(store, manifest.name) is None
+
+
+def test_a_marker_of_another_checkpoint_counts_for_nothing(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    one, other = save(store, 5), save(store, 6)
+    (tmp_path / one.name / MARKER).write_bytes((tmp_path / other.name / MARKER).read_bytes())
+    with pytest.raises(UnreadableManifest, match=f"^it is the manifest of {other.name}$"):
+        read_manifest(store, one.name)
+
+
+class _Forgetful(FolderStore):
+    """A disk that gives back something else than what was written to it."""
+
+    def __init__(self, folder: Path, instead: bytes) -> None:
+        super().__init__(folder)
+        self._instead = instead
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        self._path(name, file).write_bytes(self._instead)
+        return super().open(name, file)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        return dict.fromkeys(super().sizes(name), len(self._instead))
+
+
+@pytest.mark.parametrize(
+    ("instead", "why"),
+    [
+        (b"12", "3 bytes were written, 2 are there"),
+        (
+            b"124",
+            "the size is right, the hash is not: the disk, its controller or memory is at fault",
+        ),
+    ],
+)
+def test_what_is_written_is_read_back(tmp_path: Path, instead: bytes, why: str) -> None:
+    name = new_name(1)
+    with pytest.raises(MusterError) as refused:
+        write_file(_Forgetful(tmp_path, instead), name, "a.json", [b"1", memoryview(b"23")])
+    assert refused.value.what == (
+        f"a.json was written to {tmp_path}/{name}, and what can be read there is something else"
+    )
+    assert refused.value.why == why

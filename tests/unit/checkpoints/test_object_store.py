@@ -1,0 +1,77 @@
+"""Object storage as a store, over fsspec's file system in memory: what every kind of it does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from made_up_checkpoints import save, write
+from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.retention import keep_newest
+from torchmuster.checkpoints.store import MARKER, Store
+from torchmuster.checkpoints.verify import newest_good, verify
+from torchmuster.errors import Impossible, MusterError
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    yield open_store("memory://bucket/run")
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def test_checkpoints_are_written_read_and_kept(store: Store) -> None:
+    assert store.names() == []
+    assert store.free_bytes() is None
+    old, middle, new = (save(store, step) for step in (10, 20, 30))
+    remains = write(store, 15)
+    assert verify(store, new.name) == []
+    assert keep_newest(store, 2) == [old.name, remains.name]
+    assert store.names() == [middle.name, new.name]
+    path = f"/bucket/run/{new.name}/state.json"
+    MemoryFileSystem().pipe_file(path, bytes(len(MemoryFileSystem().cat_file(path))))
+    found = newest_good(store)
+    assert found is not None
+    assert found.name == middle.name
+    assert [one.name for one in found.rejected] == ["checkpoint-file-changed"]
+    assert found.rejected[0].evidence == f"memory:///bucket/run/{new.name}/state.json"
+
+
+def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(store, 10).name
+    deleted: list[str] = []
+    monkeypatch.setattr(
+        MemoryFileSystem, "rm_file", lambda self, path: deleted.append(Path(path).name)
+    )
+    store.delete(name)
+    assert deleted[0] == MARKER
+    assert sorted(deleted) == sorted({*deleted})
+    assert len(deleted) == 7
+
+
+def test_names_cannot_lead_elsewhere(store: Store) -> None:
+    with pytest.raises(Impossible, match="is not the name of a file of a checkpoint"):
+        store.open("step-00000010-00aa", "../secret")
+    with pytest.raises(Impossible, match="is not the name of a checkpoint"):
+        store.delete("..")
+
+
+def test_a_service_that_fails_is_not_a_damaged_checkpoint(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = save(store, 10).name
+
+    def gone(self: Any, *words: Any, **options: Any) -> None:
+        raise ConnectionError("refused, token=hf_abcdefghijklmnopqrst")
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", gone)
+    for use in (lambda: verify(store, name), lambda: keep_newest(store, 1)):
+        with pytest.raises(MusterError) as told:
+            use()
+        assert str(told.value).splitlines() == [
+            "memory:///bucket/run cannot be used",
+            "ConnectionError: refused, token=[redacted]",
+            "check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
+        ]

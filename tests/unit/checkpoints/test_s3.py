@@ -1,0 +1,141 @@
+"""Checkpoints in a real service of the S3 kind on this machine, which is killed in the middle of an upload."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("saving_to_s3.py")
+SECRET = "made-up-secret"
+SERVICE = """
+import sys
+import urllib.request
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+input()
+"""
+
+
+@contextmanager
+def service(port: int = 0) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """Run a service, which keeps everything in its memory; yields it and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Client:
+    """The program that saves, and its answers."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def send(self, words: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{words}\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def ask(self, words: str) -> Any:
+        self.send(words)
+        return self.answer()
+
+
+@contextmanager
+def client(url: str, port: int, **more: str) -> Iterator[Client]:
+    environment = {
+        **os.environ,
+        **more,
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "made-up-key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",  # how patient the client is, is not asked here
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), url],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Client(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: Path) -> None:
+    pytest.importorskip("moto")
+    with service() as (server, port), client("s3://bucket/run", port) as saver:
+        nowhere = saver.ask("save 1")["error"]
+        assert nowhere == [
+            "s3://bucket/run cannot be used",
+            "FileNotFoundError: The specified bucket does not exist",
+            "check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
+        ]
+        saver.ask("bucket bucket")
+        old, new = saver.ask("save 10"), saver.ask("save 20")
+        assert saver.ask("names") == {old: 7, new: 7}
+        assert saver.ask("newest") == new
+        assert saver.ask(f"export {tmp_path / 'out'}") == ["model.safetensors"]
+        saver.ask(f"spoil {new}")
+        assert saver.ask(f"verify {new}") == ["checkpoint-file-changed"]
+        assert saver.ask("newest") == old
+        saver.ask(f"delete {new}")
+        assert saver.ask("names") == {old: 7}
+        assert saver.ask("checked") is True
+        without = {"AWS_REQUEST_CHECKSUM_CALCULATION": "when_required"}
+        with client("s3://bucket/other", port, **without) as other:
+            assert other.ask("checked") is False  # so it is read back
+            assert other.ask("save 10") == other.ask("newest")
+
+        assert saver.ask("break-off 25") == "broken off by the writer"
+        assert _checkpoints_seen(port) == {old}
+        assert saver.ask("upload 30") == "a part is there"
+        assert _checkpoints_seen(port) == {old}  # nothing of it is to be seen
+        server.kill()
+        server.wait()
+        saver.send("go on")
+        killed = saver.answer()["error"]
+        assert killed[0] == "s3://bucket/run cannot be used"
+        assert killed[1].startswith("EndpointConnectionError: Could not connect to the endpoint")
+        assert SECRET not in "".join(killed)
+        assert saver.ask("newest")["error"][0] == "s3://bucket/run cannot be used"
+
+        with service(port):
+            saver.ask("bucket bucket")
+            again = saver.ask("save 40")
+            assert saver.ask("newest") == again
+
+
+def _checkpoints_seen(port: int) -> set[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/bucket?list-type=2") as answer:
+        return set(re.findall(r"<Key>run/(step-[^/]*)/", answer.read().decode()))

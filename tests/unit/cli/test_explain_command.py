@@ -1,0 +1,345 @@
+"""What ``muster explain`` says of runs in every state, of torn folders, and of folders from elsewhere."""
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchmuster.cli import explain
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import evidence, ledger, wire
+from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.verdict import NodeEnd
+from torchmuster.runfolder import RunFolder, create
+
+Explain = Callable[..., str]
+HANG = Finding(
+    name="rank-keeps-others-waiting",
+    status=Status.WARNING,
+    what="rank 3 on b keeps the others waiting: in DataLoader.__next__ for 94 s",
+    why="its process uses no processor",
+    fix="see what the loader reads on b",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = create(tmp_path / "runs", "train")
+    ledger.write_job(run, JobSpec(name="train", command=("train.py", "--lr", "1"), folder="/work"))
+    return run
+
+
+@pytest.fixture
+def explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Explain:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def say(*words: str) -> str:
+        parser = argparse.ArgumentParser()
+        parser.description = ""
+        explain.add_arguments(parser)
+        options = parser.parse_args(["--runs", str(tmp_path / "runs"), *words])
+        assert options.run(options) == 0
+        return capsys.readouterr().out
+
+    return say
+
+
+def failed(run: RunFolder, *, attempt: int = 0, rank: int = 1) -> None:
+    failure = wire.Failure(
+        rank=rank, local_rank=rank, exit_code=1, ago_s=0.0, error="ValueError: no"
+    )
+    run.rank_log(rank).write_text("ValueError: no\n")
+    finding = Finding(
+        name="rank-failed",
+        status=Status.FAILURE,
+        what=f"rank {rank} on a failed: ValueError: no",
+        why="raised at train.py:7",
+        fix="mend it",
+        evidence=f"Traceback …\nlog: /home/ann/runs/x/logs/rank-{rank}.log",
+    )
+    ended = wire.Ended(attempt=attempt, good=False, failures=(failure,))
+    evidence.keep_failure(
+        run, attempt, finding, [NodeEnd(host="a", ended=ended, ended_s=time.monotonic())]
+    )
+
+
+def of_another_machine(run: RunFolder) -> None:
+    job = json.loads(run.job.read_text())
+    job["launcher"]["host"] = "far-away"
+    run.job.write_text(json.dumps(job))
+
+
+def killed(run: RunFolder) -> None:
+    job = json.loads(run.job.read_text())
+    job["launcher"] |= {"pid": 2**22 - 1, "start_ticks": 1}
+    run.job.write_text(json.dumps(job))
+
+
+def test_a_failed_run_has_its_story_cause_fix_and_files(run: RunFolder, explained: Explain) -> None:
+    diary = ledger.Diary(run)
+    diary.phase("running")
+    ledger.note(run, "started", attempt=0, ranks=2, hosts=["a 2"])
+    failed(run, attempt=0, rank=0)
+    failed(run, attempt=1)
+    diary.ended("failed", 1, "rank 1 on a failed: ValueError: no")
+    said = explained("last")
+    assert said.startswith(f"run {run.id}\n")
+    assert "launched: train.py --lr 1\n" in said
+    assert "2 ranks started: a 2\n" in said
+    assert "attempt 1 failed: rank 0 on a failed: ValueError: no\n" in said
+    assert "\nfailure  rank 1 on a failed: ValueError: no\n" in said
+    assert (
+        "why  raised at train.py:7\n              1 attempt had failed before: rank 0 on a" in said
+    )
+    assert "fix  mend it\n" in said
+    assert "log: logs/rank-1.log\n" in said
+    assert "/home/ann" not in said
+    assert said.endswith(f"in {run.path}:\n  logs/rank-1.log\n")
+
+
+@pytest.mark.parametrize(
+    ("headline", "launched_again"),
+    [("b: there is no such script", False), ("rank 1 on a failed: ValueError: no", True)],
+)
+def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
+    run: RunFolder, explained: Explain, headline: str, launched_again: bool
+) -> None:
+    diary = ledger.Diary(run)
+    evidence.keep_hang(evidence.new_hang(run), HANG)
+    failed(run)
+    if launched_again:
+        diary = ledger.Diary(run)
+    diary.phase("roll-call")
+    diary.ended("failed", 1, headline)
+    said = explained()
+    assert f"\nfailure  {headline}\n" in said
+    assert "why  before that: rank 1 on a failed: ValueError: no\n" in said
+    assert "raised at train.py:7" not in said
+    assert "mend it" not in said
+    assert HANG.what not in said
+
+
+def test_a_restart_of_which_nothing_else_is_known_is_told(
+    run: RunFolder, explained: Explain
+) -> None:
+    diary = ledger.Diary(run)
+    failed(run)
+    ledger.note(run, ledger.RESTART, headline="rank 1 on a failed: ValueError: no", from_step=None)
+    killed_words = "the launcher was killed (SIGKILL)"
+    ledger.note(run, ledger.RESTART, headline=killed_words, from_step=1200)
+    diary.ended("finished", 0, "finished well")
+    said = explained()
+    assert f"  {killed_words}; started again from step 1,200\n" in said
+    assert said.count("started again") == 1
+    assert "after 2 failed attempts\n" in said
+
+
+@pytest.mark.parametrize("at", ["NaN", "1e300", "-1", "null", '"x"', "Infinity", "true", "[]"])
+def test_odd_values_are_passed_over(run: RunFolder, explained: Explain, at: str) -> None:
+    diary = ledger.Diary(run)
+    failed(run)
+    diary.ended("failed", 1, "rank 1 on a failed: ValueError: no")
+    (line,) = (run.path / evidence.FAILURES).read_text().splitlines()
+    with (run.path / evidence.FAILURES).open("a") as stream:
+        content = json.loads(line) | {"ranks": [{"rank": 1}, 7]}
+        stream.write(json.dumps(content) + "\n")
+        stream.write(json.dumps(content | {"at_unix_s": "AT"}).replace('"AT"', at) + "\n")
+        stream.write(json.dumps(content | {"attempt": "AT"}).replace('"AT"', "Infinity") + "\n")
+    with (run.path / ledger.EVENTS).open("a") as stream:
+        stream.write(f'{{"at_unix_s": {at}, "event": "hang", "what": "an odd one"}}\n')
+    folder = evidence.new_hang(run)
+    (folder / evidence.HANG).write_text(
+        f'{{"at_unix_s": {at}, "finding": {json.dumps(HANG.as_json())}, "analysis": []}}'
+    )
+    said = explained()
+    assert "raised at train.py:7" in said
+    assert "an odd one" not in said
+    assert HANG.what not in said
+    run.state.write_text(f'{{"phase": "failed", "since_unix_s": {at}, "started_unix_s": 1.0}}')
+    assert "its folder does not say how it went" in explained()
+
+
+def test_what_a_newer_version_says_of_a_rank_besides_is_left_out(run: RunFolder) -> None:
+    failed(run)
+    path = run.path / evidence.FAILURES
+    content = json.loads(path.read_text())
+    content["ranks"][0] |= {"mood": "bad", "peak_rss_bytes": "much"}
+    path.write_text(json.dumps(content) + "\n")
+    (kept,) = evidence.failures(run)
+    assert [(one.rank, one.error, one.peak_rss_bytes) for one in kept.ranks] == [
+        (1, "ValueError: no", None)
+    ]
+
+
+def test_a_run_that_was_refused_is_explained_by_its_words(
+    run: RunFolder, explained: Explain
+) -> None:
+    run.rank_log(0).write_text(
+        "RuntimeError: CUDA error: no kernel image is available for execution"
+    )
+    ledger.Diary(run).ended("failed", 2, "b: there is no such script")
+    said = explained()
+    assert "\nfailure  b: there is no such script\n" in said
+    assert "no kernel image is available" in said
+
+
+def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained: Explain) -> None:
+    diary = ledger.Diary(run)
+    diary.phase("starting")
+    diary.phase("running")
+    folder = evidence.new_hang(run)
+    (folder / "rank-3.stacks.txt").write_text("stacks")
+    evidence.keep_hang(folder, HANG)
+    said = explained()
+    assert f"\nwarning  {HANG.what}\n" in said
+    assert "\nok       running; launched " in said
+    assert "  hang/1/rank-3.stacks.txt\n" in said
+    ledger.note(run, "hang-over", what="rank 3 goes on after 99 s of standing still")
+    said = explained()
+    assert "warning" not in said
+    assert "rank 3 goes on after 99 s" in said
+
+
+@pytest.mark.parametrize("phase", ["submitted", "roll-call", "starting"])
+def test_a_hang_of_an_earlier_attempt_is_not_told_as_one_of_now(
+    run: RunFolder, explained: Explain, phase: str
+) -> None:
+    evidence.keep_hang(evidence.new_hang(run), HANG)
+    ledger.Diary(run).phase(phase)
+    assert "warning" not in explained()
+
+
+def test_the_hang_before_a_stop_is_told(run: RunFolder, explained: Explain) -> None:
+    evidence.keep_hang(evidence.new_hang(run), HANG)
+    ledger.Diary(run).ended("stopped", 130, "stopped on request")
+    said = explained()
+    assert f"\nwarning  {HANG.what}\n" in said
+    assert "\nnote     stopped on request\n" in said
+
+
+@pytest.mark.parametrize(
+    ("phase", "headline", "what"),
+    [
+        ("finished", "finished well", "ok       finished well in "),
+        (
+            "saved",
+            "saved step 40 at a request to end",
+            "ok       saved step 40 at a request to end",
+        ),
+    ],
+)
+def test_runs_that_ended_well(
+    run: RunFolder, explained: Explain, phase: str, headline: str, what: str
+) -> None:
+    failed(run)
+    ledger.Diary(run).ended(phase, 0, headline)
+    said = explained()
+    assert f"\n{what}" in said
+    if phase == "finished":
+        assert "after 1 failed attempt\n" in said
+
+
+def test_a_launcher_that_was_killed_is_told_with_what_was_known(
+    run: RunFolder, explained: Explain
+) -> None:
+    ledger.Diary(run).phase("running")
+    killed(run)
+    run.rank_log(0).write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    said = explained()
+    assert "\nfailure  the launcher was killed on " in said
+    assert "the run was running; it left no word" in said
+    assert f"muster stop {run.path}" in said
+    assert "gpu-out-of-memory" in said
+
+
+def test_a_killed_training_is_told_how_to_go_on(run: RunFolder, explained: Explain) -> None:
+    spec = JobSpec(
+        name="x", command=("torchmuster.worker",), folder="/work", module=True, typed=("train",)
+    )
+    ledger.write_job(run, spec)
+    ledger.Diary(run).phase("running")
+    killed(run)
+    assert f"muster train --resume {run.path}" in explained()
+
+
+def test_of_a_folder_from_elsewhere_it_is_said_what_cannot_be_seen(
+    run: RunFolder, explained: Explain, tmp_path: Path
+) -> None:
+    ledger.Diary(run).phase("running")
+    of_another_machine(run)
+    copy = tmp_path / "copy" / run.id
+    shutil.copytree(run.path, copy)
+    said = explained(str(copy))
+    assert "\nnote     running when it was last heard of\n" in said
+    assert "it was launched on far-away: whether it still runs cannot be seen from here" in said
+    assert f"on far-away: muster explain {run.id}" in said
+    long_ago = time.time() - 7210
+    os.utime(copy / "state.json", (long_ago, long_ago))
+    said = explained(str(copy))
+    assert "\nfailure  nothing was heard of the launcher on far-away for 2 h" in said
+    assert "why  the run was running; that machine is gone, or cut off from this disk" in said
+
+
+@pytest.mark.parametrize("left", [(), ("state.json",), ("state.json", "job.json", "logs", "hang")])
+def test_torn_folders_are_explained_as_far_as_they_go(
+    run: RunFolder, explained: Explain, left: tuple[str, ...]
+) -> None:
+    ledger.Diary(run).phase("running")
+    for name in ("state.json", "job.json", "events.jsonl", "failures.jsonl"):
+        (run.path / name).write_text('{"half')
+    for name in left:
+        path = run.path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    said = explained(str(run.path))
+    assert "note     its folder does not say how it went" in said
+    assert "state.json is missing or cannot be read" in said
+
+
+def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -> None:
+    diary = ledger.Diary(run)
+    for attempt in range(30):
+        failed(run, attempt=attempt)
+    diary.ended("failed", 1, "rank 1 on a failed: ValueError: no")
+    story = explained().partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert len(story) == 14
+    assert story[5] == "  … 19 more …"
+    assert story[-1].endswith("failed: rank 1 on a failed: ValueError: no")
+
+
+def test_json_has_it_all(run: RunFolder, explained: Explain) -> None:
+    failed(run)
+    ledger.Diary(run).ended("failed", 1, "rank 1 on a failed: ValueError: no")
+    told = json.loads(explained("--json"))
+    assert (told["id"], told["phase"], told["exit_code"]) == (run.id, "failed", 1)
+    assert told["findings"][0]["what"] == "rank 1 on a failed: ValueError: no"
+    assert told["files"] == ["logs/rank-1.log"]
+    assert any("attempt 1 failed" in one["what"] for one in told["moments"])
+
+
+def test_dumps_from_elsewhere_are_compared(tmp_path: Path, explained: Explain) -> None:
+    call = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 4, "process_group": ["0", ""]}
+    for rank, state in enumerate(["started", "completed"]):
+        entries = [call | {"collective_seq_id": 3, "state": "completed"}]
+        entries += [call | {"state": state}] if rank == 0 else []
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"entries": entries}))
+    said = explained("--dumps", str(tmp_path))
+    assert said.startswith(
+        "failure  rank 1 has not come to all_reduce, number 4, in which rank 0 waits"
+    )
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path: Path, explained: Explain) -> None:
+    from torchmuster.errors import Impossible
+
+    with pytest.raises(Impossible, match="no dumps of flight recorders") as refused:
+        explained("--dumps", str(tmp_path))
+    assert "_dump_fr_trace_json" in refused.value.fix

@@ -1,0 +1,305 @@
+"""``muster plan``: what it asks, shows, writes and refuses; forecasts are made up, so nothing is traced."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from made_up_plans import ONE, MadeUpModel, hardware
+from torchmuster.cli import plan as command
+from torchmuster.config.resolve import resolve
+from torchmuster.devices import snapshot
+from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.errors import Impossible
+from torchmuster.plan.hardware import here
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.timing import calibration, forecast
+from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.units import GiB
+
+Plan = Callable[..., int]
+
+
+class NoTracer:
+    """Stands for the tracer: every trace is made up at once."""
+
+    model: MadeUpModel
+
+    def __init__(self, *, cache: Path | None, say: object) -> None:
+        self.cache = cache
+
+    def __enter__(self) -> "NoTracer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def records(self, requests: list[Request]) -> list[Record]:
+        """Return made-up records."""
+        return self.model.look(requests)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
+    NoTracer.model = MadeUpModel().stand_in(monkeypatch)
+    monkeypatch.setattr(command, "Tracer", NoTracer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> int:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        options = parser.parse_args(words)
+        return int(options.run(options))
+
+    return call
+
+
+MODEL = ("--build", "made_up:model", "--sequence-length", "1024")
+
+
+def test_one_screen_says_what_to_do_and_why(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*MODEL, "--hardware", "8xH100") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == (
+        "made_up:model, 7 B parameters, 1,024 tokens a sample, on 8 x H100 (79.2 GiB a card)"
+    )
+    assert max(map(len, shown[:-1])) <= 100
+    assert len(shown) <= 45
+    assert any(line.startswith("chosen  fsdp over 8 cards, micro-batch 4, bf16") for line in shown)
+    assert any(line.startswith("  activations") and "█" in line for line in shown)
+    line = shlex.split(shown[-1])
+    assert line[:2] == ["muster", "train"]
+    assert "distributed.strategy=fsdp" in line
+    assert "train.micro_batch_size=4" in line
+    assert "model.build=made_up:model" in line
+
+
+def test_the_written_settings_are_ones_that_train_takes(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("train: {learning_rate: 3e-4}\ndata: {dataset: 'a:b'}\n")
+    words = ("--config", "c.yaml", "--build", "made_up:model", "--hardware", "4x8xH100")
+    assert plan(*words, "--write", "plan.yaml") == 0
+    settings = resolve(file=tmp_path / "plan.yaml").settings
+    assert settings.train.learning_rate == 3e-4
+    assert settings.model.build == "made_up:model"
+    assert settings.distributed.strategy == "fsdp"
+    assert settings.distributed.fsdp_sharding_strategy == "hybrid_shard"
+    assert settings.train.global_batch_size == 32 * (settings.train.micro_batch_size or 0)
+    assert "# muster plan" in (tmp_path / "plan.yaml").read_text()
+
+
+def test_json_has_everything_and_the_page_needs_no_other_file(
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("--hardware", "8xH100", "--tokens", "1T", "--price", "2.5", "--html", "p.html")
+    assert plan(*MODEL, *words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is True
+    assert document["chosen"]["name"] == "fsdp"
+    assert document["chosen"]["cost"]["price"] == pytest.approx(
+        8 * 2.5 * document["chosen"]["cost"]["hours"]
+    )
+    assert document["settings"]["train.micro_batch_size"] == "4"
+    assert {"memory", "time", "card", "precision"} <= {one["figure"] for one in document["sources"]}
+    page = (tmp_path / "p.html").read_text()
+    assert "<svg" in page
+    assert "<title>muster plan</title>" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_a_file_fixes_is_fixed_and_defaults_that_it_writes_out_are_not(
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fixed = "train: {micro_batch_size: 2, activation_checkpointing: full}\n"
+    (tmp_path / "c.yaml").write_text(fixed)
+    assert plan(*MODEL, "--config", "c.yaml", "--hardware", "8xH100", "--json") == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]["candidate"]
+    assert (chosen["micro_batch_size"], chosen["recompute"]) == (2, "full")
+    (tmp_path / "c.yaml").write_text("train: {activation_checkpointing: none}\n")
+    NoTracer.model.sample_gib = 300.0
+    assert plan(*MODEL, "--config", "c.yaml", "--hardware", "8xH100", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["candidate"]["recompute"] == "full"
+
+
+def test_on_the_cpu_of_this_machine_the_line_has_its_ranks(
+    plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NoTracer.model.parameters = 10_000_000
+    NoTracer.model.sample_gib = 0.01
+
+    def of_settings(settings: object, *, ranks: int | None) -> Hardware:
+        found = hardware(cards=ranks or 1)
+        return dataclasses.replace(found, card=dataclasses.replace(found.card, kind="cpu"))
+
+    monkeypatch.setattr(here, "of_settings", of_settings)
+    assert plan(*MODEL, "--ranks", "2") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "muster train --device cpu --ranks 2 " in line
+    assert "train.precision=fp32" in line
+
+
+def test_what_cannot_be_had_is_refused_before_anything_is_traced(plan: Plan) -> None:
+    with pytest.raises(Impossible, match="no model to plan for"):
+        plan("--hardware", "8xH100")
+    with pytest.raises(Impossible, match="what a batch of this model looks like") as refused:
+        plan("--build", "a:b", "--hardware", "8xH100")
+    assert "--dataset module:function" in refused.value.fix
+    with pytest.raises(Impossible, match="--calibrate measures this machine"):
+        plan(*MODEL, "--hardware", "8xH100", "--calibrate")
+    with pytest.raises(Impossible, match="--find-batch-size tries on this machine"):
+        plan(*MODEL, "--hardware", "8xH100", "--find-batch-size")
+    for flags in (("--tokens", "many"), *(("--price", one) for one in ("nan", "-3", "inf", "x"))):
+        with pytest.raises(SystemExit):
+            plan(*MODEL, "--hardware", "8xH100", *flags)
+    assert not NoTracer.model.traced
+
+
+def test_files_that_could_not_be_written_are_refused_first(plan: Plan, tmp_path: Path) -> None:
+    on = (*MODEL, "--hardware", "8xH100")
+    with pytest.raises(Impossible, match=r"cannot write nowhere/p\.yaml"):
+        plan(*on, "--write", "nowhere/p.yaml")
+    (tmp_path / "folder").mkdir()
+    for flag in ("--write", "--html"):
+        with pytest.raises(Impossible, match="cannot write folder") as refused:
+            plan(*on, flag, "folder")
+        assert refused.value.why == "it is a folder"
+    text = "# mine\ntrain: {learning_rate: 3e-4}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(Impossible, match="is the file that --config reads"):
+        plan(*on, "--config", "c.yaml", "--write", "./c.yaml")
+    assert (tmp_path / "c.yaml").read_text() == text
+    assert not NoTracer.model.traced
+
+
+def test_flags_of_this_machine_contradict_other_hardware(plan: Plan) -> None:
+    for flags in (("--ranks", "2"), ("--num-gpus", "2"), ("--gpu-ids", "0", "1")):
+        with pytest.raises(Impossible, match=f"{flags[0]} is for this machine") as refused:
+            plan(*MODEL, "--hardware", "8xH100", *flags)
+        assert "leave out one of the two" in refused.value.fix
+
+
+def test_a_model_s_folder_is_looked_for_first(plan: Plan, tmp_path: Path) -> None:
+    on = ("--sequence-length", "1024", "--hardware", "8xH100")
+    with pytest.raises(Impossible, match=r"there is no model in \./nothere") as refused:
+        plan("--model", "./nothere", *on)
+    assert refused.value.why == f"there is no such folder in {tmp_path}"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Impossible, match="there is no model in empty") as refused:
+        plan("--model", "empty", *on)
+    assert refused.value.why == "there is no config.json in it"
+    assert not NoTracer.model.traced
+    assert plan("--model", "owner/name", *on) == 0
+
+
+def test_portions_of_several_sizes_are_refused_first(plan: Plan) -> None:
+    with pytest.raises(Impossible, match=r"cannot follow train\.micro_batch_sizes"):
+        plan(*MODEL, "--hardware", "2xH100", "--set", "train.micro_batch_sizes=4,2")
+    assert not NoTracer.model.traced
+
+
+@pytest.fixture
+def eight_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has eight L4."""
+    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
+    cards = tuple(
+        Device(kind=Kind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB)
+        for at in range(8)
+    )
+    machine = Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=cpu)
+    monkeypatch.setattr(snapshot, "take", lambda: machine)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("eight_cards")
+def test_a_plan_for_named_gpus_is_one_that_train_takes(
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    NoTracer.model.parameters = 100_000_000
+    (tmp_path / "c.yaml").write_text("distributed: {gpu_ids: [2, 3, 5]}\n")
+    words = ("--config", "c.yaml", "--write", "plan.yaml", "--json")
+    for flags in (("--gpu-ids", "2", "3"), ("--num-gpus", "2"), ()):
+        assert plan(*MODEL, *words, *flags) == 0
+        document = json.loads(capsys.readouterr().out)
+        cards = 2 if flags else 3
+        assert document["hardware"]["words"] == f"{cards} x L4"
+        # Read as muster train reads it: what does not fit together is refused there.
+        distributed = resolve(file=tmp_path / "plan.yaml").settings.distributed
+        assert distributed.num_gpus == cards
+        assert distributed.gpu_ids == (2, 3, 5)[:cards]
+        assert document["settings"]["distributed.gpu_ids"] == "2,3,5"[: 2 * cards - 1]
+    assert plan(*MODEL, "--config", "c.yaml", "--hardware", "8xH100", "--write", "plan.yaml") == 0
+    distributed = resolve(file=tmp_path / "plan.yaml").settings.distributed
+    assert (distributed.num_gpus, distributed.gpu_ids) == (8, None)
+
+
+def test_hosts_that_a_plan_does_not_look_at_are_told(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ("--set", "launch.hosts=[a, b]", "--json")
+    assert plan(*MODEL, "--hardware", "8xH100", *hosts) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["other-machines"]["what"] == "launch.hosts names 2, and this plan is for 1 machine"
+    assert found["other-machines"]["fix"].startswith("--hardware 2x8xH100")
+    assert plan(*MODEL, "--hardware", "2x8xH100", *hosts) == 0
+    assert "other-machines" not in capsys.readouterr().out
+
+
+def test_a_cost_in_tokens_is_left_out_where_samples_have_none(
+    plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = NoTracer.model.time
+    monkeypatch.setattr(
+        forecast, "predict", lambda *a, **b: dataclasses.replace(timed(*a, **b), tokens_per_s=None)
+    )
+    words = (*MODEL, "--hardware", "8xH100", "--tokens", "1T", "--price", "2")
+    assert plan(*words, "--html", "p.html") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "chosen fsdp over 8 cards" in shown
+    assert "how long 1e+12 tokens take is not said" in shown
+    assert "leave out --tokens" in shown
+
+
+def test_a_line_without_data_says_what_it_lacks(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*MODEL, "--hardware", "8xH100") == 0
+    shown = capsys.readouterr().out
+    assert "the line below names no data to train on" in shown
+    assert "distributed.num_gpus=8" in shown.splitlines()[-1]
+    assert plan(*MODEL, "--dataset", "a:b", "--hardware", "2x8xH100") == 0
+    shown = capsys.readouterr().out
+    assert "names no data" not in shown
+    assert "to train so, on 2 machines:" in shown
+
+
+def test_calibrating_fits_to_real_steps_and_keeps_what_it_found(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = calibration.RankRates(
+        flops={"float32": 1e11}, bandwidth_bytes_s=1e10, operation_s=1e-6, collectives={}
+    )
+    measured = calibration.Calibration(machine="here", date="2026-01-01", by_ranks={1: reached})
+
+    def fit_here(
+        found: object, work: Work, on: Hardware, look: Callable[..., list[Record]], **_: object
+    ) -> object:
+        alone = Candidate(strategy="single", layout=ONE)
+        assert look([Request(work=work, candidate=alone)]), "traces are to be had"
+        return dataclasses.replace(measured, memory=0.5, fitted_to=f"steps of {work.build}")
+
+    machine = dataclasses.replace(
+        hardware(cards=1), card=dataclasses.replace(hardware().card, kind="cpu")
+    )
+    monkeypatch.setattr(here, "of_settings", lambda settings, *, ranks: machine)
+    monkeypatch.setattr(calibration, "measure", lambda numbers, **_: measured)
+    monkeypatch.setattr(calibration, "fit_here", fit_here)
+    NoTracer.model.parameters = 10_000_000
+    assert plan(*MODEL, "--calibrate") == 0
+    kept = json.loads((cache_folder() / calibration.FILE).read_text())
+    assert (kept["memory"], kept["fitted_to"]) == (0.5, "steps of made_up:model")

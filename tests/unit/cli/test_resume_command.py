@@ -1,0 +1,187 @@
+"""``muster train --resume`` before anything starts: which run goes on, and what it refuses."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, Result
+from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
+from torchmuster.checkpoints.places import open_store
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.config.training import with_absolute_folder
+from torchmuster.config.written import as_yaml
+from torchmuster.launch import ledger
+from torchmuster.launch.spec import JobSpec
+from torchmuster.runfolder import RunFolder, create
+
+Resume = Callable[..., Result]
+GIVEN = {
+    "model.build": "mine:model",
+    "data.dataset": "mine:data",
+    "train.steps": "10",
+    "train.schedule": "cosine",
+}
+
+
+def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunFolder:
+    """Make a run of muster train, as it was left."""
+    (root / "mine.py").write_text("")
+    run = create(root / "runs", "train")
+    given = {**GIVEN, **{name.replace("__", "."): text for name, text in settings.items()}}
+    flags = [Flag(flag="--set", path=path, text=text) for path, text in given.items()]
+    run.config.write_text(as_yaml(resolve(flags=flags)))
+    spec = JobSpec(name="train", command=("x",), folder=str(root), device="cpu", ranks=3)
+    ledger.write_job(run, spec)
+    if phase != "running":  # then it was launched by a process that is no more
+        job = json.loads(run.job.read_text())
+        gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "created_unix_s": 1.0}
+        run.job.write_text(json.dumps({**job, "launcher": gone}))
+    state = {"phase": phase, "since_unix_s": time.time(), "started_unix_s": time.time()}
+    run.state.write_text(json.dumps(state))
+    if saved:
+        store, name = open_store(run.checkpoints), new_name(4)
+        record = write_file(store, name, "state.json", [b"{}"])
+        commit(
+            store,
+            Manifest(
+                name=name,
+                step=4,
+                world_size=3,
+                strategy="ddp",
+                made_unix_s=0.0,
+                files={"state.json": record},
+            ),
+        )
+    return run
+
+
+@pytest.fixture
+def resume(muster: Muster, own_machine: Path) -> Resume:
+    """Run ``muster train --resume``."""
+
+    def call(*words: str) -> Result:
+        result = muster("train", "--resume", *words, env={"COLUMNS": "400"})
+        assert "Traceback" not in result.err
+        return result
+
+    return call
+
+
+def test_it_goes_on_in_its_folder_with_its_settings_device_and_ranks(
+    resume: Resume, own_machine: Path
+) -> None:
+    run = made(own_machine, "stopped")
+    done = resume("last", "--dry-run", "--json", "--set", "train.steps=20")
+    assert done.code == 0, done
+    assert done.err.splitlines() == [
+        "muster: train.steps is 20 from now on; it was 10",
+        "muster: the schedule cosine goes to 0 at the new end, so the learning rate is another one "
+        "from now on",
+    ]
+    (machine,) = json.loads(done.out)["machines"]
+    command = machine["command"]
+    assert machine["ranks"] == 3
+    assert command[-4:] == ["--device", "cpu", "--run-folder", str(run.path)]
+    assert "train.steps=20" in command
+    assert "model.build=mine:model" in command
+    fewer = resume(run.id, "--ranks", "2", "--dry-run", "--json")
+    assert (json.loads(fewer.out)["machines"][0]["ranks"], fewer.err) == (2, "")
+
+
+def test_a_relative_folder_means_the_one_that_the_run_began_in(
+    muster: Muster, own_machine: Path
+) -> None:
+    words = ("--config", str(made(own_machine, "failed").config), "--dry-run", "--json")
+    done = muster("train", *words, "--device", "cpu", "--set", "checkpoint.folder=saves")
+    assert done.code == 0, done
+    (machine,) = json.loads(done.out)["machines"]
+    assert f"checkpoint.folder={own_machine / 'saves'}" in machine["command"]
+    kept = {"s3://a/b": "s3://a/b", "~/x": str(Path.home() / "x"), "/y": "/y"}
+    for given, meant in kept.items():
+        flag = Flag(flag="--set", path="checkpoint.folder", text=given)
+        settings = with_absolute_folder(resolve(flags=[flag])).settings
+        assert settings.checkpoint.folder == meant
+
+
+def test_a_run_that_has_finished_says_so(resume: Resume, own_machine: Path) -> None:
+    run = made(own_machine, "finished")
+    done = resume("last")
+    assert done.code == 0
+    assert done.err == (
+        f"muster: {run.id} has finished: nothing is left to train\n"
+        f"        to train on: muster train --resume {run.id} --set train.steps=…\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--set", "train.seed=1"), "train.seed is 1 (--set train.seed), but RUN has 0"),
+        (
+            ("--set", "train.learning_rate=0.5"),
+            "train.learning_rate is 0.5 (--set train.learning_rate), but RUN has 0.001",
+        ),
+        (("--set", "checkpoint.folder=/x"), 'checkpoint.folder is "/x" (--set checkpoint.folder)'),
+    ],
+)
+def test_what_would_be_another_training_is_refused(
+    resume: Resume, own_machine: Path, words: tuple[str, ...], what: str
+) -> None:
+    run = made(own_machine, "failed")
+    done = resume("last", *words)
+    assert done.code == 2
+    first, why, fix = done.err.splitlines()
+    assert first.startswith("failure  " + what.replace("RUN", run.id))
+    assert why == (
+        "         why  a run goes on as it began: with this it would be another training"
+    )
+    path = words[1].partition("=")[0]
+    config = run.config.relative_to(own_machine)
+    assert fix.endswith(f"begin a new run: muster train --config {config} --set {path}=…")
+
+
+def test_a_run_that_cannot_go_on_says_why(resume: Resume, own_machine: Path) -> None:
+    without = made(own_machine, "failed", saved=False)
+    done = resume("last")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        f"failure  {without.id} has nothing to go on from",
+        f"         why  there is no checkpoint in {without.checkpoints}",
+        f"         fix  begin anew: muster train --config {without.config.relative_to(own_machine)}",
+    ]
+    script = create(own_machine / "runs", "script")
+    done = resume(script.id)
+    assert done.code == 2
+    assert done.err.startswith(f"failure  {script.id} cannot go on: it has no settings\n")
+    done = resume(script.id, "--config", "c.yaml")
+    assert done.code == 2
+    assert f"--resume {script.id} and --config c.yaml were both given" in done.err
+    at_work = made(own_machine, "running")
+    done = resume(at_work.id)
+    assert done.code == 3
+    assert done.err.startswith(f"failure  {at_work.id} is still at work (running)\n")
+    job = json.loads(at_work.job.read_text())
+    job["launcher"]["host"] = "far-away"
+    at_work.job.write_text(json.dumps(job))
+    done = resume(at_work.id, "--dry-run")
+    assert done.code == 3
+    assert "; should far-away be gone, that is known 2 min after it was last heard of" in done.err
+    os.utime(at_work.state, (1, 1))
+    assert resume(at_work.id, "--dry-run").code == 0
+
+
+def test_a_secret_that_was_not_written_down_is_asked_for(resume: Resume, own_machine: Path) -> None:
+    address = "https://ana:hunter2@example.org/a.jsonl"
+    made(own_machine, "failed", data__files=address, data__dataset="null", data__tokenizer="bytes")
+    done = resume("last")
+    assert done.code == 2
+    assert "hunter2" not in done.err
+    assert "fix  give it again: --set data.files=…" in done.err
+    words = ("--set", f"data.files={address}", "--dry-run")
+    assert resume("last", *words).code == 0

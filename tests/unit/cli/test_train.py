@@ -1,0 +1,184 @@
+"""``muster train`` before anything starts: what it refuses and how, and what ``--dry-run`` shows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster, Result
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+
+Train = Callable[..., Result]
+
+CONFIG = """\
+experiment_name: tiny
+distributed: {strategy: fsdp}
+model: {model_name_or_path: llama}
+data: {files: "data/*.txt"}
+train: {steps: 10, learning_rate: 3e-4, micro_batch_sizes: [4, 2]}
+"""
+
+
+@pytest.fixture
+def train(muster: Muster, own_machine: Path) -> Train:
+    """Run ``muster train``; whatever it says, nothing may have been made or started."""
+    (own_machine / "c.yaml").write_text(CONFIG)
+    (own_machine / "data").mkdir()
+    (own_machine / "data" / "a.txt").write_text("a")
+
+    def call(*words: str, env: dict[str, str] | None = None) -> Result:
+        result = muster("train", *words, env={"COLUMNS": "400", **(env or {})})
+        assert not (own_machine / "runs").exists()
+        assert "Traceback" not in result.err
+        return result
+
+    return call
+
+
+def dry(train: Train, *words: str, env: dict[str, str] | None = None) -> list[str]:
+    """Return the rank's own command, from the module on."""
+    done = train("--config", "c.yaml", *words, "--dry-run", "--json", env=env)
+    assert (done.code, done.err) == (0, "")
+    (machine,) = json.loads(done.out)["machines"]
+    command: list[str] = machine["command"]
+    return command[command.index("torchmuster.worker") :]
+
+
+def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_machine: Path) -> None:
+    command = dry(train, "--device", "cpu", "--ranks", "2", "--set", "train.seed=7",
+                  env={"TORCHMUSTER_TRAIN_CLIP_NORM": "1"})  # fmt: skip
+    assert command == [
+        "torchmuster.worker",
+        *("--set", "distributed.strategy=fsdp"),
+        *("--set", "model.model_name_or_path=llama"),
+        *("--set", "data.files=data/*.txt"),
+        *("--set", "train.steps=10"),
+        *("--set", "train.micro_batch_sizes=[4, 2]"),
+        *("--set", "train.learning_rate=0.0003"),
+        *("--set", "train.clip_norm=1.0"),
+        *("--set", "train.seed=7"),
+        *("--device", "cpu"),
+        *("--run-folder", str(own_machine / "runs" / "RUN")),
+    ]
+
+
+def test_the_dry_run_for_people(train: Train) -> None:
+    done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
+    assert done.code == 0
+    assert done.out.startswith("this machine: 2 ranks\n  the CPU, as asked\n")
+    assert "torchmuster.worker --set distributed.strategy=fsdp" in done.out
+    assert done.out.endswith("nothing was started, and nothing is claimed\n")
+
+
+def test_gpus_are_chosen_as_for_a_script(
+    train: Train, machine: Callable[[Scenario], Path], own_machine: Path
+) -> None:
+    machine(scenarios.eight_a100())
+    done = train("--config", "c.yaml", "--num-gpus", "2", "--dry-run", "--json")
+    (found,) = json.loads(done.out)["machines"]
+    assert found["ranks"] == 2
+    assert "--device" not in found["command"][found["command"].index("torchmuster.worker") :]
+
+
+@pytest.mark.parametrize(
+    ("words", "theirs", "found"),
+    [
+        ((), {}, "expandable_segments:True"),
+        (("--device", "cpu"), {}, None),
+        ((), {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ((), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_allocator_of_gpus_is_as_the_planner_has_it_unless_people_say_otherwise(
+    train: Train, words: tuple[str, ...], theirs: dict[str, str], found: str | None
+) -> None:
+    done = train("--config", "c.yaml", *words, "--dry-run", "--json", env=theirs)
+    (machine,) = json.loads(done.out)["machines"]
+    assert machine["environment"].get("PYTORCH_ALLOC_CONF") == found
+
+
+def test_device_map_counts_where_no_flag_does(train: Train) -> None:
+    assert "--device" in dry(train, "--set", "model.device_map=cpu")
+    assert "--device" in dry(train, "--set", "model.device_map=cuda", "--device", "cpu")
+
+
+def test_one_process_where_distributed_is_off(train: Train) -> None:
+    words = ("--set", "distributed.enabled=false", "--device", "cpu")
+    done = train("--config", "c.yaml", *words, "--dry-run")
+    assert done.out.startswith("this machine: 1 rank\n")
+
+
+def test_without_settings_all_that_is_missing_is_said(train: Train) -> None:
+    done = train()
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "failure  the settings: there is no model to train",
+        "         fix  give model.model_name_or_path (a folder or a name on the hub), or model.build "
+        "(module:function)",
+        "failure  the settings: there is no data to train on",
+        "         fix  give data.dataset (module:function), data.files or data.hugging_face",
+    ]
+
+
+def test_mistakes_of_a_file_are_said_with_their_places(train: Train, own_machine: Path) -> None:
+    (own_machine / "c.yaml").write_text(CONFIG.replace("steps: 10", "step: 10, lr: 1"))
+    done = train("--config", "c.yaml")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "failure  c.yaml:5:9: train.step is not a setting",
+        "         fix  did you mean train.steps?",
+        "failure  c.yaml:5:19: train.lr is not a setting",
+    ]
+    (own_machine / "c.yaml").write_text(CONFIG.replace("steps: 10", "steps: 10, epochs: 2"))
+    done = train("--config", "c.yaml")
+    assert done.code == 2
+    assert done.err.splitlines()[0] == (
+        "failure  c.yaml:5:16: train.steps and train.epochs (c.yaml:5:28) say the same thing twice"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (
+            ["--set", "model.device_map=cpu", "--num-gpus", "2"],
+            "failure  model.device_map is cpu, but GPUs were asked for",
+        ),
+        (
+            ["--set", "distributed.enabled=false", "--ranks", "2", "--device", "cpu"],
+            "failure  several processes were asked for, but distributed.enabled is false",
+        ),
+        (
+            ["--set", "distributed.enabled=false", "--hosts", "a,b"],
+            "failure  several processes were asked for, but distributed.enabled is false",
+        ),
+        (["--json"], '{\n  "findings": ['),
+        (["--nodes", "2"], "failure  --nodes is for Slurm or Kubernetes"),
+    ],
+)
+def test_what_contradicts_is_refused(words: list[str], what: str, train: Train) -> None:
+    done = train("--config", "c.yaml", *words)
+    assert done.code == 2
+    assert (done.err or done.out).startswith(what), done
+
+
+def test_what_is_not_on_this_machine_is_told_before_anything_starts(
+    train: Train, own_machine: Path
+) -> None:
+    missing = ("--config", "c.yaml", "--set", "data.files=b/*.txt")
+    done = train(*missing)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        f"failure  --set data.files: data.files is 'b/*.txt', and there is no such file in {own_machine}",
+        "         fix  check the path or the pattern",
+    ]
+    assert train(*missing, "--slurm", "--dry-run").code == 0  # it may be there where it runs
+
+
+def test_a_slurm_job_runs_the_same_command(train: Train) -> None:
+    done = train("--config", "c.yaml", "--slurm", "--nodes", "2", "--dry-run")
+    assert done.code == 0
+    assert "#SBATCH --nodes=2" in done.out
+    assert "-m torchmuster train --config c.yaml" in done.out

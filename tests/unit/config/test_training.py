@@ -1,0 +1,197 @@
+"""Settings that contradict each other, or say too little to train: all told at once, with their places."""
+
+from pathlib import Path
+
+import pytest
+
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.training import check_trainable, checkpoint_place
+from torchmuster.config.written import as_words, as_yaml
+from torchmuster.errors import ConfigError
+
+GOOD = "model: {model_name_or_path: m}\ndata: {files: a.txt}\n"
+
+
+def read(folder: Path, text: str) -> Resolved:
+    path = folder / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return resolve(file=path)
+
+
+def told(folder: Path, text: str) -> list[str]:
+    """Return each mistake in one line, without the folder."""
+    resolved = read(folder, text)
+    try:
+        check_trainable(resolved, file="c.yaml")
+    except ConfigError as error:
+        lines = [f"{one.where}: {one.what}; {one.fix}" for one in error.mistakes]
+        return [line.replace(f"{folder}/", "") for line in lines]
+    return []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        "model: {build: 'a:b'}\ndata: {dataset: 'a:c', evaluation_dataset: 'a:d'}\n"
+        "train: {evaluate_every: 5, steps: 10}",
+        "model: {build: 'a:b'}\ndata: {hugging_face: x, split: test, tokenizer: bytes}",
+        GOOD + "train: {epochs: 2, micro_batch_sizes: [4, 2], global_batch_size: 6}",
+        GOOD + "distributed: {enabled: false, num_gpus: 1}",
+        GOOD + "checkpoint: {every: 20}",
+        GOOD + "checkpoint: {every: 1.5h, keep: 1, folder: 's3://a/b', mode: sync}",
+    ],
+)
+def test_what_can_be_trained(text: str, tmp_path: Path) -> None:
+    assert told(tmp_path, text) == []
+
+
+def test_an_empty_file_says_what_is_missing(tmp_path: Path) -> None:
+    assert told(tmp_path, "") == [
+        "c.yaml: there is no model to train; give model.model_name_or_path (a folder or a name on "
+        "the hub), or model.build (module:function)",
+        "c.yaml: there is no data to train on; give data.dataset (module:function), data.files or "
+        "data.hugging_face",
+    ]
+
+
+def test_everything_that_contradicts_is_told_at_once_with_its_place(tmp_path: Path) -> None:
+    text = """\
+distributed: {enabled: false, num_gpus: 4}
+model:
+  model_name_or_path: m
+  build: a:b
+  lora_alpha: 16
+data:
+  dataset: a:c
+  files: x.txt
+  split: test
+train:
+  epochs: 1
+  steps: 10
+  warmup_steps: 11
+  micro_batch_size: 9
+  global_batch_size: 8
+  evaluate_every: 3
+"""
+    assert told(tmp_path, text) == [
+        "c.yaml: text needs a tokenizer, and a model of your own does not bring one; "
+        "give data.tokenizer: bytes, a folder, or a name on the hub",
+        "c.yaml:4:10: model.build and model.model_name_or_path (c.yaml:3:23) say the same thing "
+        "twice; give one of the two",
+        "c.yaml:8:10: data.files and data.dataset (c.yaml:7:12) say the same thing twice; "
+        "give one of the two",
+        "c.yaml:12:10: train.steps and train.epochs (c.yaml:11:11) say the same thing twice; "
+        "give one of the two",
+        "c.yaml:5:15: model.lora_alpha says nothing without model.lora_rank; "
+        "leave it out, or give model.lora_rank",
+        "c.yaml:9:10: data.split says nothing without data.hugging_face; "
+        "leave it out, or give data.hugging_face",
+        "c.yaml:16:19: train.evaluate_every says nothing without data.evaluation_dataset or "
+        "data.evaluation_files; leave it out, or give data.evaluation_dataset",
+        "c.yaml:14:21: train.micro_batch_size is 9, but a whole step has only 8 samples "
+        "(c.yaml:15:22); make the micro-batch smaller, or the global batch larger",
+        "c.yaml:13:17: train.warmup_steps is 11, but there are only 10 steps (c.yaml:12:10); "
+        "warm up for fewer steps: a tenth of them is usual",
+        "c.yaml:1:41: 4 GPUs, but distributed.enabled is false (c.yaml:1:24): one process has one "
+        "device; leave out one of the two",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [GOOD, "model: {build: 'a:b'}\ndata: {dataset: 'a:c'}\n"],
+    ids=["by name", "own"],
+)
+def test_the_settings_a_run_leaves_start_another(text: str, tmp_path: Path) -> None:
+    resolved = read(tmp_path, text)
+    again = as_yaml(resolved)
+    assert told(tmp_path, again) == []
+    read_again = read(tmp_path, again)
+    assert read_again.settings == resolved.settings
+    words = [word.partition("=") for word in as_words(read_again, read_again.sources)[1::2]]
+    flags = [Flag(flag="--set", path=path, text=text) for path, _, text in words]
+    assert resolve(flags=flags).settings == resolved.settings  # and so do the ranks read it
+
+
+def test_what_names_no_function_is_told_with_the_rest(tmp_path: Path) -> None:
+    text = (
+        "model: {build: mine.model, loss: mse}\ndata: {dataset: 'a:', evaluation_dataset: ':b'}\n"
+    )
+    no, fix = "which is not module:function", "write the module with dots, a colon, the function: "
+    assert told(tmp_path, text) == [
+        f"c.yaml:1:16: model.build is 'mine.model', {no}; {fix}my_project.models:make",
+        f"c.yaml:1:34: model.loss is 'mse', {no} nor one of cross_entropy, language_model; "
+        f"{fix}my_project.models:make",
+        f"c.yaml:2:17: data.dataset is 'a:', {no}; {fix}my_project.models:make",
+        f"c.yaml:2:43: data.evaluation_dataset is ':b', {no}; {fix}my_project.models:make",
+    ]
+
+
+def test_numbers_that_cannot_be_computed_with(tmp_path: Path) -> None:
+    for number in (".nan", ".inf"):
+        with pytest.raises(ConfigError, match=r"train.learning_rate must be a number above 0"):
+            read(tmp_path, f"train: {{learning_rate: {number}}}")
+
+
+TRICKY = """\
+experiment_name: "a: b # c\\u0085\\n'\\"😀"
+distributed: {gpu_ids: [0, "0:1"]}
+model: {build: "null", lora_targets: ["*", "a, b"]}
+data: {files: "*.txt #1"}
+train: {learning_rate: 3e-4, activation_checkpointing: 2, clip_norm: null}
+"""
+
+
+def test_settings_that_are_written_down_are_read_back(tmp_path: Path) -> None:
+    resolved = read(tmp_path, TRICKY.replace('"null"', '"a:b"'))
+    written = as_yaml(resolved)
+    assert "  learning_rate: 0.0003  # " in written
+    assert "  seed: 0  # default\n" in written
+    assert read(tmp_path, written).settings == resolved.settings
+
+
+def test_settings_that_are_passed_on_as_words_arrive(tmp_path: Path) -> None:
+    resolved = read(tmp_path, TRICKY.replace('"null"', '"a:b"'))
+    words = as_words(resolved, resolved.sources)
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    parts = [word.partition("=") for word in words[1::2]]
+    assert {path for path, _, _ in parts} == {
+        *("experiment_name", "distributed.gpu_ids", "model.build", "model.lora_targets"),
+        *("data.files", "train.learning_rate", "train.activation_checkpointing", "train.clip_norm"),
+    }
+    again = resolve(flags=[Flag(flag="--set", path=path, text=text) for path, _, text in parts])
+    assert again.settings == resolved.settings
+
+
+def test_secrets_are_not_written_down(tmp_path: Path) -> None:
+    token = "hf_" + "a" * 30
+    resolved = read(tmp_path, f"data: {{files: 'https://u:{token}@host/x'}}")
+    assert token not in as_yaml(resolved)
+
+
+@pytest.mark.parametrize(
+    ("every", "what"),
+    [
+        ("0min", "checkpoint.every is '0min', which is no time at all"),
+        (
+            "often",
+            "checkpoint.every: 'often' is not a duration; write for example 30s, 5m, 2h or 1d",
+        ),
+        ("5 y", "checkpoint.every: '5 y' is not a duration: unknown unit 'y'; use s, m, h or d"),
+    ],
+)
+def test_a_time_between_checkpoints_that_is_none(every: str, what: str, tmp_path: Path) -> None:
+    (line,) = told(tmp_path, GOOD + f"checkpoint: {{every: {every}}}")
+    assert line == f"c.yaml:3:21: {what}; write a number of steps, or a time such as 10min"
+
+
+def test_each_run_has_a_place_of_its_own_for_checkpoints(tmp_path: Path) -> None:
+    def place(text: str) -> str | None:
+        settings = read(tmp_path, text).settings
+        return checkpoint_place(settings.checkpoint, Path("/runs/one"))
+
+    assert place("") == "/runs/one/checkpoints"
+    assert place("checkpoint: {folder: 's3://a/b/'}") == "s3://a/b/one"
+    assert place("checkpoint: {enabled: false}") is None

@@ -1,0 +1,169 @@
+"""What flight recorders of several ranks say together: gloo's own dumps, and such as NCCL writes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.hangs.flight_recorder import analyse, read
+
+Dump = dict[str, Any]
+
+
+def gloo(*calls: tuple[str, list[int], bool], group: str = "0", first: int = 1) -> Dump:
+    """Return a dump as torch 2.13 writes it for gloo: the state never changes, the members are unknown."""
+    return {
+        "version": "2.10",
+        "pg_config": {"": {"desc": "", "name": "", "ranks": "[]"}},
+        "entries": [
+            entry(f"gloo:{op}", shape, number, group, retired=done, state="scheduled")
+            for number, (op, shape, done) in enumerate(calls, first)
+        ],
+    }
+
+
+def nccl(*calls: tuple[str, list[int], bool], ranks: str = "[0, 1, 2]", first: int = 1) -> Dump:
+    """Return a dump with the fields that torch's source gives NCCL; none was ever run here."""
+    states = {True: "completed", False: "started"}
+    return {
+        "version": "2.10",
+        "pg_config": {"0": {"desc": "default_pg", "name": "0", "ranks": ranks}},
+        "entries": [
+            entry(f"nccl:{op}", shape, number, "0", retired=False, state=states[done])
+            for number, (op, shape, done) in enumerate(calls, first)
+        ],
+    }
+
+
+def entry(name: str, shape: list[int], number: int, group: str, **more: object) -> Dump:
+    return {
+        "profiling_name": name,
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "input_sizes": [shape] if shape else [],
+        "input_dtypes": ["Float"] if shape else [],
+        **more,
+    }
+
+
+DONE = ("all_reduce", [8], True)
+WAITS = ("all_reduce", [8], False)
+Make = Callable[..., Dump]
+both = pytest.mark.parametrize("make", [gloo, nccl])
+
+
+def one(dumps: dict[int, Dump]) -> Finding:
+    (finding,) = analyse(dumps)
+    return finding
+
+
+@both
+def test_the_rank_that_has_not_come_is_named_with_what_it_called_last(make: Make) -> None:
+    dumps = {0: make(DONE, WAITS), 1: make(DONE), 2: make(DONE, WAITS)}
+    finding = one(dumps)
+    assert finding.name == "rank-behind"
+    assert finding.status is Status.FAILURE
+    assert finding.what == (
+        "rank 1 has not come to all_reduce of Float [8], number 2, in which ranks 0,2 wait"
+    )
+    assert finding.why == "rank 1 called all_reduce of Float [8] last, number 1"
+
+
+@both
+def test_the_first_collective_that_differs_is_named_with_who_called_what(make: Make) -> None:
+    barrier: tuple[str, list[int], bool] = ("barrier", [], False)
+    finding = one({0: make(DONE, WAITS), 1: make(DONE, barrier), 2: make(DONE, WAITS)})
+    assert finding.name == "collectives-differ"
+    assert finding.what == (
+        "the ranks did not call the same collective as number 2: ranks 0,2 called all_reduce of Float [8]; "
+        "rank 1 called barrier"
+    )
+    assert finding.evidence == "before it, 1 were called alike"
+    assert "inside `if rank == 0`" in finding.fix
+
+
+@both
+def test_shapes_that_differ_are_named(make: Make) -> None:
+    finding = one({0: make(WAITS), 1: make(("all_reduce", [9], False))})
+    assert (
+        "rank 0 called all_reduce of Float [8]; rank 1 called all_reduce of Float [9]"
+        in finding.what
+    )
+    assert "tensors of different shapes" in finding.why
+    assert "pad the last batch" in finding.fix
+
+
+@both
+def test_where_shapes_may_differ_they_are_no_trouble(make: Make) -> None:
+    assert analyse({0: make(("gather", [8], True)), 1: make(("gather", [9], True))}) == []
+
+
+@both
+def test_when_all_are_in_it_nobody_is_blamed(make: Make) -> None:
+    finding = one({0: make(DONE, WAITS), 1: make(DONE, WAITS)})
+    assert (finding.name, finding.status) == ("collective-does-not-end", Status.WARNING)
+    assert finding.what == (
+        "all ranks have called all_reduce of Float [8], number 2, and it does not end on all ranks"
+    )
+
+
+@both
+def test_when_all_is_done_there_is_nothing_to_say(make: Make) -> None:
+    assert analyse({0: make(DONE, DONE), 1: make(DONE, DONE)}) == []
+
+
+def test_a_rank_that_called_nothing_at_all_is_named() -> None:
+    finding = one({0: gloo(WAITS), 1: {"entries": []}})
+    assert finding.what.startswith("rank 1 has not come to all_reduce of Float [8], number 1")
+    assert finding.why == "rank 1 called none"
+
+
+def test_a_rank_is_expected_in_a_group_only_where_its_members_are_known() -> None:
+    apart = gloo(WAITS, group="5")
+    finding = one({0: apart, 1: apart, 2: gloo(DONE)})
+    assert finding.name == "collective-does-not-end"
+    assert "of the group 5" in finding.what
+    members = nccl(WAITS, ranks="[0, 2]")
+    assert one({0: members, 1: {"entries": []}, 2: {"entries": []}}).what.startswith(
+        "rank 2 has not"
+    )
+
+
+def test_what_was_dropped_from_a_full_recorder_is_not_missed() -> None:
+    assert analyse({0: gloo(DONE, DONE, first=99), 1: gloo(DONE, first=100)}) == []
+
+
+def test_messages_between_two_ranks_are_left_out() -> None:
+    message = entry("gloo:send 0->1", [8], 7, "0", retired=False) | {"is_p2p": True}
+    assert analyse({0: {"entries": [message]}, 1: {"entries": []}}) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "[]", "7", '{"entries": 3}', '{"entries": [7, {}, {"is_p2p": 1}]}']
+)
+def test_what_is_not_a_dump_says_nothing(text: str) -> None:
+    assert analyse({0: read(text), 1: read(text)}) == []
+
+
+def test_dumps_recorded_of_real_ranks() -> None:
+    recorded = json.loads(Path(__file__).with_name("gloo_dumps.json").read_text(encoding="utf-8"))
+    found = {
+        kind: [
+            finding.what for finding in analyse({int(rank): dump for rank, dump in dumps.items()})
+        ]
+        for kind, dumps in recorded.items()
+    }
+    assert found == {
+        "asleep": [
+            "rank 1 has not come to all_reduce of Float [7], number 5, in which rank 0 waits",
+        ],
+        "order": [
+            "the ranks did not call the same collective as number 5: rank 0 called all_reduce of Float [7]; "
+            "rank 1 called broadcast of Float [7]",
+        ],
+    }

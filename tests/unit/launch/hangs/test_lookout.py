@@ -1,0 +1,235 @@
+"""The launcher's lookout: tells a hang once, has it examined, keeps what comes, ends what cannot end well."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+import pytest
+
+from torchmuster.finding import Finding
+from torchmuster.launch import ledger, wire
+from torchmuster.launch.hangs import lookout as lookout_module
+from torchmuster.launch.hangs.judgement import HangWatch
+from torchmuster.launch.hangs.lookout import Lookout, devices_of
+from torchmuster.launch.hangs.pulse import Collective, Pulse
+from torchmuster.launch.node import Node
+from torchmuster.runfolder import RunFolder, create
+
+
+class FakeChannel:
+    """A machine that takes in what it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.ToKeeper] = []
+
+    async def send(self, message: wire.ToKeeper) -> None:
+        self.sent.append(message)
+
+
+class Scene:
+    """Two machines with a rank each, and what the launcher said of them."""
+
+    def __init__(self, folder: Path, devices: tuple[str, ...] = ("CPU",)) -> None:
+        self.run: RunFolder = create(folder, "test")
+        self.channels = [FakeChannel(), FakeChannel()]
+        self.nodes = [
+            Node(place, name, channel, "part")  # type: ignore[arg-type]
+            for place, (name, channel) in enumerate(zip("ab", self.channels, strict=True))
+        ]
+        for node in self.nodes:
+            node.prepared = wire.Prepared(ranks=1, devices=devices, reasons=(), fingerprint=None)
+        self.said: list[str] = []
+        self.shown: list[Finding] = []
+        self.tasks: list[asyncio.Future[None]] = []
+        self.lookout: Lookout
+
+    def begin(self, end_after_s: float | None = None) -> None:
+        self.lookout = Lookout(
+            self.nodes,
+            self.run,
+            say=self.said.append,
+            show=self._show,
+            later=self._later,
+            end_after_s=end_after_s,
+        )
+
+    def _show(self, findings: Sequence[Finding]) -> None:
+        self.shown.extend(findings)
+
+    def _later(self, work: Awaitable[None]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def settle(self) -> None:
+        while left := [task for task in self.tasks if not task.done()]:
+            await asyncio.wait(left)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    made = functools.partial(HangWatch, lambda: now[0])
+    monkeypatch.setattr(lookout_module, "HangWatch", made)
+    return now
+
+
+def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -> None:
+    """Let rank 0 wait, and rank 1 sleep, or wait in something else."""
+    for _ in range(seconds // 2):
+        clock[0] += 2
+        for rank, node in enumerate(it.nodes):
+            waits = rank == 0 or different
+            operation = "all_reduce" if rank == 0 else "barrier"
+            called = Collective(group="0", number=9, operation=operation)
+            pulse = Pulse(
+                rank=rank,
+                pid=100 + rank,
+                beat=int(clock[0]),
+                moves=3,
+                doing=operation if waits else "time.sleep",
+                place="train.py:8 in step",
+                waiting=waits,
+                begun={"0": 9},
+                waits=(called,) if waits else (),
+                state="S",
+                busy=0.0,
+            )
+            node._on_sign(wire.Pulses(attempt=0, pulses=(pulse,)))
+        it.lookout.look()
+
+
+def test_a_hang_is_told_examined_and_kept(tmp_path: Path, clock: list[float]) -> None:
+    async def scene() -> Scene:
+        it = Scene(tmp_path)
+        it.begin()
+        pass_time(it, clock, 30, different=False)
+        assert [one.name for one in it.shown] == ["rank-keeps-others-waiting"]
+        assert it.lookout.finding is it.shown[0]
+        await asyncio.sleep(0)
+        while not it.channels[1].sent:
+            await asyncio.sleep(0.01)
+        for rank, node in enumerate(it.nodes):
+            secret = "token=hf_0123456789abcdefghij"
+            say = node._on_sign
+            say(wire.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
+            say(wire.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
+            say(wire.Examined())
+        await it.settle()
+        return it
+
+    it = asyncio.run(scene())
+    for channel in it.channels:
+        assert channel.sent == [wire.Examine(ranks=(1, 0))]
+    folder = it.run.hang / "1"
+    assert sorted(one.name for one in folder.iterdir()) == [
+        "hang.json",
+        "rank-0.stacks.txt",
+        "rank-1.stacks.txt",
+    ]
+    assert (folder / "rank-1.stacks.txt").read_text() == "stack of 1 token=[redacted]"
+    told = json.loads((folder / "hang.json").read_text())["finding"]
+    assert told["what"].startswith("rank 1 on b keeps the others waiting: in time.sleep")
+    assert it.said == [
+        f"what the ranks were doing is in {folder}: their stacks, and their collectives"
+    ]
+    assert [one.name for one in ledger.events(it.run)] == ["hang"]
+
+
+def test_what_goes_on_is_told_again_in_short_and_the_end_too(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+
+    async def scene() -> Scene:
+        it = Scene(tmp_path)
+        it.begin()
+        pass_time(it, clock, 70, different=False)
+        assert it.shown[0].why
+        assert len(it.shown) >= 2
+        assert not any(one.why for one in it.shown[1:])
+        assert not it.lookout.must_end
+        await it.settle()
+        assert len(list(it.run.hang.iterdir())) == 1
+        for rank, node in enumerate(it.nodes):
+            moved = Pulse(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
+            node._on_sign(wire.Pulses(attempt=0, pulses=(moved,)))
+        it.lookout.look()
+        return it
+
+    it = asyncio.run(scene())
+    assert it.shown[-1].name == "hang-over"
+    assert it.lookout.finding is None
+    assert [one.name for one in ledger.events(it.run)] == ["hang", "hang-over"]
+
+
+@pytest.mark.parametrize(("there", "kept"), [(19, 20), (20, 20)])
+def test_hangs_of_earlier_attempts_count_among_those_that_are_kept(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, there: int, kept: int
+) -> None:
+    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+
+    async def scene() -> Scene:
+        it = Scene(tmp_path)
+        for number in range(there):
+            (it.run.hang / str(number + 1)).mkdir(parents=True)
+        it.begin()
+        pass_time(it, clock, 30, different=False)
+        await it.settle()
+        return it
+
+    it = asyncio.run(scene())
+    assert len(list(it.run.hang.iterdir())) == kept
+    assert [one.name for one in it.shown] == ["rank-keeps-others-waiting"]
+
+
+@pytest.mark.parametrize(
+    ("different", "end_after_s", "after", "ended"),
+    [
+        (True, None, 40, False),
+        (True, None, 80, True),  # the ranks can never meet
+        (False, None, 600, False),  # whoever sleeps may wake up
+        (False, 40.0, 60, True),
+        (True, float("inf"), 600, False),
+    ],
+)
+def test_what_cannot_end_well_is_ended(
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    different: bool,
+    end_after_s: float | None,
+    after: int,
+    ended: bool,
+) -> None:
+    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+
+    async def scene() -> bool:
+        it = Scene(tmp_path)
+        it.begin(end_after_s)
+        pass_time(it, clock, after, different=different)
+        await it.settle()
+        return it.lookout.must_end
+
+    assert asyncio.run(scene()) is ended
+
+
+def test_a_lookout_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    class Broken(HangWatch):
+        def heard(self, *_: object) -> None:
+            raise ZeroDivisionError("oh")
+
+    it = Scene(tmp_path)
+    it.begin()
+    it.lookout._watch = Broken()
+    for _ in range(2):
+        it.nodes[0]._on_sign(wire.Pulses(attempt=0, pulses=()))
+    it.lookout.look()
+    told = "hangs may go unnoticed, the lookout for them failed: ZeroDivisionError('oh')"
+    assert it.said == [told]
+
+
+def test_ranks_are_named_with_the_gpu_they_have(tmp_path: Path) -> None:
+    assert devices_of(Scene(tmp_path).nodes) == {}
+    found = devices_of(Scene(tmp_path, ("GPU 1 A100",)).nodes)
+    assert found == {0: "GPU 1 A100", 1: "GPU 1 A100"}

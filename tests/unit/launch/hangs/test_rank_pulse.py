@@ -1,0 +1,298 @@
+"""The thread in each rank that tells what it is doing: what it says, and that the script does not notice it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from patience import BUSY_S, GIVE_UP_S
+from torchmuster.launch.hangs import rank_pulse, rank_stack
+from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.rank_pulse import STACKS_SIGNAL, PulseWriter
+
+_BEGIN = """\
+import os, signal, sys, threading, time
+from pathlib import Path
+from torchmuster.launch.hangs import rank_pulse
+records = Path(sys.argv[1])
+rank_pulse._EVERY_S = 0.02
+rank_pulse.begin(3, records)
+path = records / "rank-3.pulse.json"
+def read():
+    import json
+    return json.loads(path.read_text())
+def beat_after(beat):
+    deadline = time.monotonic() + 300
+    while not path.exists() or read()["beat"] <= beat:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return read()["beat"]
+"""
+
+
+def run(folder: Path, script: str, *flags: str) -> str:
+    """Run a script with a pulse in a process of its own; return what it printed."""
+    (folder / "script.py").write_text(_BEGIN + textwrap.dedent(script))
+    done = subprocess.run(
+        [sys.executable, *flags, str(folder / "script.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_pulse_is_what_the_keeper_reads(tmp_path: Path) -> None:
+    PulseWriter(5, tmp_path).beat()
+    pulse = msgspec.json.decode((tmp_path / "rank-5.pulse.json").read_bytes(), type=Pulse)
+    assert (pulse.rank, pulse.pid, pulse.beat, pulse.moves) == (5, os.getpid(), 1, 1)
+    assert (pulse.waiting, pulse.begun, pulse.waits) == (False, {}, ())
+
+
+def test_what_a_call_had_in_hand_is_given_back_while_a_pulse_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Activation:
+        pass
+
+    writes, is_back = threading.Event(), threading.Event()
+
+    def write(path: Path, text: str) -> None:
+        writes.set()
+        is_back.wait(GIVE_UP_S)
+
+    def forward() -> "weakref.ref[Activation]":
+        activation = Activation()
+        beats.start()
+        assert writes.wait(GIVE_UP_S)
+        return weakref.ref(activation)
+
+    monkeypatch.setattr(rank_pulse, "_write", write)
+    beats = threading.Thread(target=PulseWriter(5, tmp_path).beat)
+    seen = forward()
+    lives_on = seen() is not None
+    is_back.set()
+    beats.join()
+    assert not lives_on
+
+
+def test_only_the_standard_library_is_needed(tmp_path: Path) -> None:
+    out = run(
+        tmp_path,
+        """
+        beat_after(1)
+        there = {name.partition(".")[0] for name in sys.modules}
+        print(sorted(there - sys.stdlib_module_names - {"torchmuster", "__main__", "script"}))
+        """,
+    )
+    foreign = set(json.loads(out.replace("'", '"')))
+    assert not foreign & {"msgspec", "psutil", "torch", "numpy", "rich"}
+
+
+def test_a_script_sees_no_other_thread_and_ends_as_soon_as_it_wants(tmp_path: Path) -> None:
+    began = time.monotonic()
+    out = run(
+        tmp_path,
+        """
+        rank_pulse._EVERY_S = 600
+        print(threading.active_count(), [one.name for one in threading.enumerate()])
+        """,
+    )
+    assert out == "1 ['MainThread']\n"
+    assert time.monotonic() - began < 30 + BUSY_S
+
+
+def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> None:
+    out = run(
+        tmp_path,
+        """
+        import warnings
+        beat = beat_after(1)
+        warnings.simplefilter("error")  # newer versions of Python warn of a fork beside threads
+        child = os.fork()
+        if child == 0:
+            began = time.monotonic()
+            grandchild = os.fork()  # as a loader's worker that starts a program
+            if grandchild == 0:
+                os._exit(0)
+            os.waitpid(grandchild, 0)
+            slow = time.monotonic() - began > 0.9
+            time.sleep(0.2)
+            os._exit(slow or len(os.listdir("/proc/self/task")) - 1)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        beat_after(beat + 2)
+        print("pid", read()["pid"] == os.getpid(), "rank", read()["rank"])
+        for _ in range(50):
+            if os.fork() == 0:
+                os._exit(0)
+            os.wait()
+        beat_after(read()["beat"])
+        print("threads", len(os.listdir("/proc/self/task")))
+        """,
+    )
+    assert out == "child 0\npid True rank 3\nthreads 2\n"
+
+
+def test_forks_from_many_threads_leave_one_pulse(tmp_path: Path) -> None:
+    out = run(
+        tmp_path,
+        """
+        def fork():
+            for _ in range(20):
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+        threads = [threading.Thread(target=fork) for _ in range(4)]
+        for one in threads: one.start()
+        for one in threads: one.join()
+        beat_after(beat_after(0))
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/task")) > 2 and time.monotonic() < deadline: time.sleep(0.01)
+        print(len(os.listdir("/proc/self/task")))
+        """,
+    )
+    assert out == "2\n"
+
+
+def test_stacks_are_shown_when_asked_for_and_by_a_signal(tmp_path: Path) -> None:
+    out = run(
+        tmp_path,
+        """
+        def wait_for(*files):
+            while not all((records / one).exists() for one in files): time.sleep(0.01)
+            return [(records / one).read_text() for one in files]
+        def in_a_thread(): time.sleep(600)
+        threading.Thread(target=in_a_thread, name="helper", daemon=True).start()
+        (records / "rank-3.examine").touch()
+        text, = wait_for("rank-3.stacks.txt")
+        while (records / "rank-3.examine").exists(): time.sleep(0.01)
+        print("rank 3, process" in text, "thread helper" in text, "in_a_thread" in text)
+        print(text.index("thread MainThread") < text.index("thread helper"), "in _show" in text)
+        os.kill(os.getpid(), rank_pulse.STACKS_SIGNAL)
+        print("most recent call first" in (records / "rank-3.faults.txt").read_text())
+        """,
+    )
+    assert out == "True True True\nTrue False\nTrue\n"
+
+
+def test_a_signal_that_the_script_uses_is_left_to_it(tmp_path: Path) -> None:
+    assert STACKS_SIGNAL is not None
+    out = run(
+        tmp_path,
+        """
+        signal.signal(rank_pulse.STACKS_SIGNAL, lambda *_: print("mine", flush=True))
+        os.kill(os.getpid(), rank_pulse.STACKS_SIGNAL)
+        rank_pulse._register_stacks(records / "other.txt")
+        print((records / "other.txt").exists())
+        """,
+    )
+    assert out == "mine\nFalse\n"
+
+
+# ---- what a stack says
+
+
+def read(
+    source: str, tmp_path: Path, *, library: str = "", library_source: str = ""
+) -> rank_stack.Reading:
+    """Read the stack at the moment at which a script, or a library that it knows, calls ``look``."""
+    found = []
+
+    def look(*_: object) -> None:
+        # As if a function in C had been called, which has no frame.
+        found.append(rank_stack.read(sys._getframe(1)))
+
+    space: dict[str, object] = {"look": look}
+    for name, text in ((f"site-packages/{library}", library_source), ("train.py", source)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        exec(compile(path.read_text(), str(path), "exec"), space)
+    return found[0]
+
+
+def test_the_place_and_the_call_in_the_user_s_code(tmp_path: Path) -> None:
+    reading = read(
+        """
+        class time: sleep = look
+        def step(batch):
+            total = 1 + len(str(time.sleep(600) or batch))
+        step([1])
+        """,
+        tmp_path,
+    )
+    assert (reading.place, reading.doing) == ("train.py:4 in step", "time.sleep")
+    assert (reading.phase, reading.waiting) == ("", False)
+
+
+def test_letters_before_the_call_are_counted_as_python_counts_them(tmp_path: Path) -> None:
+    assert read("x = 'Größe' and look(1)\n", tmp_path).doing == "look"
+    assert read("x = 'Größe' and look(1)\n", tmp_path).place == "train.py:1"
+
+
+@pytest.mark.parametrize(
+    ("library", "function", "doing", "waiting"),
+    [
+        ("torch/distributed/distributed_c10d.py", "all_reduce", "all_reduce", True),
+        ("torch/distributed/distributed_c10d.py", "init_process_group", "init_process_group", True),
+        ("torch/utils/data/dataloader.py", "__next__", "DataLoader.__next__", False),
+        ("torch/autograd/graph.py", "_engine_run_backward", "backward", False),
+        ("torch/serialization.py", "save", "torch.save", False),
+        ("torch/somewhere.py", "unknown", "unknown", False),
+    ],
+)
+def test_what_libraries_do_has_a_name(
+    tmp_path: Path, library: str, function: str, doing: str, waiting: bool
+) -> None:
+    reading = read(
+        f"""
+        def step():
+            {function}()
+        step()
+        """,
+        tmp_path,
+        library=library,
+        library_source=f"def {function}(): look()",
+    )
+    assert (reading.place, reading.doing) == ("train.py:3 in step", doing)
+    assert reading.waiting is waiting
+
+
+def test_the_collective_that_was_called_counts_not_those_it_is_made_of(tmp_path: Path) -> None:
+    reading = read(
+        "all_gather_object()",
+        tmp_path,
+        library="torch/distributed/distributed_c10d.py",
+        library_source="""
+        def all_gather(): look()
+        def wrapper(): all_gather()
+        def all_gather_object(): wrapper()
+        """,
+    )
+    assert (reading.doing, reading.waiting) == ("all_gather_object", True)
+
+
+def test_a_script_asleep_in_its_dataset_is_loading_data(tmp_path: Path) -> None:
+    reading = read(
+        """
+        def __getitem__(): look()
+        __next__(__getitem__)
+        """,
+        tmp_path,
+        library="torch/utils/data/dataloader.py",
+        library_source="def __next__(get): get()",
+    )
+    assert reading == rank_stack.Reading(
+        place="train.py:2 in __getitem__", doing="look", phase="loading data"
+    )

@@ -1,0 +1,159 @@
+"""What a run's folder keeps of failures, hangs and events: bounded, redacted, and readable when torn."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from patience import BUSY_S
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import evidence, json_lines, ledger, wire
+from torchmuster.launch.verdict import NodeEnd
+from torchmuster.runfolder import RunFolder, create
+
+SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create(tmp_path / "runs", "train")
+
+
+def told(what: str = "rank 1 on a failed: it is late", **more: str) -> Finding:
+    return Finding(name="rank-failed", status=Status.FAILURE, what=what, **more)
+
+
+def ends(*failures: wire.Failure, host: str = "a") -> list[NodeEnd]:
+    ended = wire.Ended(attempt=0, good=False, failures=failures)
+    return [NodeEnd(host=host, ended=ended, ended_s=time.monotonic())]
+
+
+def failure(rank: int, **more: object) -> wire.Failure:
+    facts: dict[str, object] = {"local_rank": rank, "exit_code": 1, "ago_s": 10.0 - rank}
+    return wire.Failure(rank=rank, **(facts | more))  # type: ignore[arg-type]
+
+
+def test_a_failed_attempt_is_kept_with_how_every_rank_ended_the_first_in_time_first(
+    run: RunFolder,
+) -> None:
+    late = failure(1, exit_code=-9, evidence="its peak was 61 GiB", peak_rss_bytes=7, ago_s=3.0)
+    first = failure(
+        0, error="ValueError: no", traceback="Traceback …", last_lines="said", ago_s=8.0
+    )
+    evidence.keep_failure(run, 2, told(why="so"), ends(late, first))
+    (kept,) = evidence.failures(run)
+    assert kept.attempt == 2
+    assert kept.finding == told(why="so")
+    assert [one.rank for one in kept.ranks] == [0, 1]
+    assert kept.ranks[0].error == "ValueError: no"
+    assert kept.ranks[0].traceback == "Traceback …"
+    assert kept.ranks[0].last_lines == "said"
+    assert (kept.ranks[1].host, kept.ranks[1].exit_code, kept.ranks[1].peak_rss_bytes) == (
+        "a",
+        -9,
+        7,
+    )
+    assert kept.ranks[1].evidence == "its peak was 61 GiB"
+    assert 4.0 < kept.ranks[1].at_unix_s - kept.ranks[0].at_unix_s < 6.0
+    assert abs(time.time() - 3.0 - kept.ranks[1].at_unix_s) < 5.0 + BUSY_S
+
+
+def test_of_many_ranks_only_the_first_are_kept_whole(run: RunFolder) -> None:
+    many = [failure(rank, error="E" * 9000, traceback="T" * 90_000, ago_s=9000.0 - rank) for rank in range(3000)]  # fmt: skip
+    evidence.keep_failure(run, 0, told(), ends(*many))
+    (kept,) = evidence.failures(run)
+    assert len(kept.ranks) == 2000
+    assert len(kept.ranks[0].traceback) == 16_000
+    assert kept.ranks[16].traceback == ""
+    assert len(kept.ranks[16].error) == 300
+    assert (run.path / evidence.FAILURES).stat().st_size < 2 * 2**20
+
+
+def test_secrets_do_not_get_into_the_folder(run: RunFolder) -> None:
+    spoken = failure(0, error=SECRET, traceback=SECRET, last_lines=SECRET, evidence=SECRET)
+    evidence.keep_failure(
+        run, 0, told(SECRET, why=SECRET, fix=SECRET, evidence=SECRET), ends(spoken)
+    )
+    evidence.keep_hang(evidence.new_hang(run), told(SECRET))
+    ledger.note(run, "started", words=SECRET, token="x", nested={"password": "y"})
+    ledger.Diary(run).ended("failed", 1, f"the agent failed: {SECRET}")
+    for path in run.path.rglob("*.json*"):
+        text = path.read_text()
+        assert SECRET not in text, path
+        assert '"x"' not in text
+        assert '"y"' not in text
+
+
+def test_a_torn_line_costs_that_line_only(run: RunFolder) -> None:
+    evidence.keep_failure(run, 0, told("first"), ends())
+    with (run.path / evidence.FAILURES).open("ab") as stream:
+        stream.write(b'{"attempt": 1, "at_un')
+    evidence.keep_failure(run, 2, told("third"), ends())
+    with (run.path / evidence.FAILURES).open("ab") as stream:
+        stream.write(b'\xff\xfe\n[]\n{"attempt": "x"}\n{"attempt": 3')
+    assert [one.finding.what for one in evidence.failures(run)] == ["first", "third"]
+
+
+def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> None:
+    path = run.path / "lines.jsonl"
+    path.write_bytes(b"{}\n" * (json_lines._LARGEST_FILE_BYTES // 3 + 2))
+    size = path.stat().st_size
+    json_lines.append_line(path, {"one": "more"})
+    json_lines.append_line(run.path / "other.jsonl", {"long": "x" * json_lines._LONGEST_LINE_BYTES})
+    assert path.stat().st_size == size
+    assert not (run.path / "other.jsonl").exists()
+
+
+def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    nowhere = RunFolder(tmp_path / "nowhere")
+    evidence.keep_failure(nowhere, 0, told(), ends())
+    ledger.note(nowhere, "started")
+    assert evidence.failures(nowhere) == []
+    assert ledger.events(nowhere) == []
+    assert evidence.hangs(nowhere) == []
+
+
+def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> None:
+    call = {"profiling_name": "gloo:barrier", "collective_seq_id": 1, "process_group": ["0", ""]}
+    for _ in range(11):
+        folder = evidence.new_hang(run)
+        evidence.keep_hang(folder, told(f"hang {folder.name}"))
+    (folder / "rank-0.flight.json").write_text(json.dumps({"entries": [call]}))
+    (folder / "rank-10.flight.json").write_text(json.dumps({"entries": [call]}))
+    (folder / "rank-2.stacks.txt").write_text("stacks")
+    (folder / "rank-x.flight.json").write_text("{")
+    before = evidence.hangs(run)[-1].at_unix_s
+    evidence.keep_hang(folder, told("hang 11, longer"))
+    kept = evidence.hangs(run)
+    assert [one.folder.name for one in kept] == [str(number) for number in range(1, 12)]
+    assert kept[-1].finding.what == "hang 11, longer"
+    assert kept[-1].at_unix_s == before  # when it was told first
+    assert [one.name for one in kept[-1].analysis] == ["collective-does-not-end"]
+    assert [path.name for path in kept[-1].files] == [
+        "rank-0.flight.json",
+        "rank-2.stacks.txt",
+        "rank-10.flight.json",
+    ]
+
+
+def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> None:
+    evidence.keep_hang(evidence.new_hang(run), told("good"))
+    (evidence.new_hang(run) / evidence.HANG).write_text('{"at_unix_s": 3, "finding"')
+    evidence.new_hang(run)
+    (run.hang / "notes").mkdir()
+    assert [one.finding.what for one in evidence.hangs(run)] == ["good"]
+
+
+def test_the_diary_leaves_events(run: RunFolder) -> None:
+    diary = ledger.Diary(run)
+    diary.phase("roll-call")
+    ledger.note(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
+    diary.ended("failed", 1, "rank 1 failed")
+    with (run.path / ledger.EVENTS).open("a") as stream:
+        stream.write('{"event": "torn"')
+    events = ledger.events(run)
+    assert [one.name for one in events] == ["roll-call", "started", "failed"]
+    assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
+    assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}
+    assert abs(events[0].at_unix_s - time.time()) < 60

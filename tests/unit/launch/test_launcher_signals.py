@@ -1,0 +1,51 @@
+"""What signals do while there are ranks, and what they do afterwards."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmuster.launch import launcher
+from torchmuster.launch.supervisor import Outcome
+from torchmuster.launch.voice import TerminalVoice
+from torchmuster.runfolder import create
+
+
+class Idle:
+    """A course that does nothing, and notes what it is told."""
+
+    token = ""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.stop = self.pass_on = self.told.append
+
+    async def run(self) -> Outcome:
+        return Outcome(good=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_did_before(
+    tmp_path: Path,
+) -> None:
+    course = Idle()
+    warned: list[str] = []
+    voice = TerminalVoice(create(tmp_path, "train"))
+
+    async def work() -> None:
+        with launcher._signals(course, voice, [], warned, can_save=False):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not warned:
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    heard: list[int] = []
+    former = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        asyncio.run(work())
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert (course.told, warned, heard) == (["SIGUSR1"], ["SIGUSR1"], [signal.SIGUSR1])

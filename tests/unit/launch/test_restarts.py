@@ -1,0 +1,166 @@
+"""When a run that failed is started again, after which pause, and why it is not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import restarts, wire
+from torchmuster.launch.restarts import Attempt, decide
+
+
+def failure(
+    what: str = "rank 1 on a failed: ValueError: no batch", name: str = "rank-failed"
+) -> Finding:
+    return Finding(name=name, status=Status.FAILURE, what=what, why="raised at train.py:5")
+
+
+def attempt(
+    what: str = "rank 1 on a failed: ValueError: no batch",
+    *,
+    name: str = "rank-failed",
+    mistake: bool = False,
+    got_on: bool = False,
+    saved: int | None = None,
+    reached: int | None = None,
+) -> Attempt:
+    return Attempt(
+        finding=failure(what, name), mistake=mistake, got_on=got_on, saved=saved, reached=reached
+    )
+
+
+KILLED = "rank 0 on a failed: killed (SIGKILL)"
+IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
+
+
+@pytest.mark.parametrize(
+    ("history", "max_restarts", "pause_s", "reason"),
+    [
+        ([attempt()], 0, None, ""),
+        ([attempt()], 2, 0.0, "restart 1 of 2"),
+        ([attempt()] * 2, 2, 2.0, "restart 2 of 2"),
+        ([attempt()] * 3, 2, None, "failed 3 times; 2 restarts were allowed"),
+        ([attempt()] * 2, 1, None, "failed 2 times; 1 restart was allowed"),
+        ([attempt()] * 9, 20, 30.0, "restart 9 of 20"),
+        # Of a training, a newer checkpoint begins another row.
+        (
+            [attempt(KILLED, got_on=True, saved=10 * n, reached=10 * n + 3) for n in range(1, 9)],
+            3,
+            0.0,
+            "restart 1 of 3",
+        ),
+        (
+            [
+                attempt(KILLED, saved=10),
+                attempt(KILLED, saved=10),
+                attempt(KILLED, got_on=True, saved=20),
+                attempt(KILLED, saved=20),
+            ],
+            3,
+            2.0,
+            "restart 2 of 3",
+        ),
+        (
+            [attempt(f"rank 0 on a failed: error {'ab'[n % 2]}", saved=100) for n in range(4)],
+            3,
+            None,
+            "failed 4 times without a newer checkpoint (3 restarts were allowed); the last good "
+            "checkpoint is step 100",
+        ),
+        # The same at the same place, whichever rank and whatever the numbers in the error.
+        (
+            [
+                attempt("rank 1 on a failed: loss 3 at 0x7f", got_on=True, saved=100, reached=120),
+                attempt("rank 0 on b failed: loss 4 at 0x80", saved=100, reached=120),
+                attempt("rank 1 on a failed: loss 5 at 0x8f", saved=100, reached=120),
+            ],
+            10,
+            None,
+            "crash loop: failed 3 times after step 120 with the same error; the last good checkpoint "
+            "is step 100",
+        ),
+        (
+            [attempt(saved=100, reached=120 + n) for n in range(3)],
+            10,
+            4.0,
+            "restart 3 of 10",
+        ),
+        (
+            [attempt(saved=100)] * 3,
+            10,
+            None,
+            "crash loop: failed 3 times before its first step with the same error; the last good "
+            "checkpoint is step 100",
+        ),
+        (
+            [attempt(reached=7)] * 3,
+            10,
+            None,
+            "crash loop: failed 3 times after step 7 with the same error; there is no checkpoint yet",
+        ),
+        # Whoever kills from outside may do so anywhere, and again.
+        ([attempt(KILLED, saved=100, reached=120)] * 3, 10, 4.0, "restart 3 of 10"),
+        (
+            [attempt("b was lost: not heard for 10 s", name="host-lost", saved=100)] * 3,
+            10,
+            4.0,
+            "restart 3 of 10",
+        ),
+        # What cannot mend itself is not repeated, unless it had worked before.
+        ([attempt(IMPORT, mistake=True)], 3, None, ""),
+        ([attempt(KILLED), attempt(IMPORT, mistake=True)], 3, 2.0, "restart 2 of 3"),
+        ([attempt(IMPORT, mistake=True, saved=100)], 3, 0.0, "restart 1 of 3"),
+        ([attempt(IMPORT, mistake=True, reached=4)], 3, 0.0, "restart 1 of 3"),
+    ],
+)
+def test_the_decision(
+    history: Sequence[Attempt], max_restarts: int, pause_s: float | None, reason: str
+) -> None:
+    chosen = decide(history, max_restarts=max_restarts)
+    assert (chosen.value, chosen.reason) == (pause_s, reason)
+
+
+def failed(what: str = "", error: str = "", exit_code: int = 1) -> wire.Failure:
+    return wire.Failure(
+        rank=0, local_rank=0, exit_code=exit_code, ago_s=0.0, error=error, what=what
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "expected"),
+    [
+        (IMPORT, [failed()], True),
+        ("rank 0 on a failed: SyntaxError: invalid syntax", [failed()], True),
+        ("rank 0 on a failed: exit code 2", [failed(exit_code=2)], True),
+        ("rank 0 on a failed: exit code 21", [failed(exit_code=21)], False),
+        ("all 2 ranks failed: the batch is too small", [failed("the batch is too small")], True),
+        ("rank 0 on a failed: ValueError: no batch", [failed()], False),
+        # What another rank said that only waited is not the cause.
+        (KILLED, [failed("the ranks' store is gone while waiting for the first rank")], False),
+    ],
+)
+def test_what_cannot_mend_itself(what: str, ranks: list[wire.Failure], expected: bool) -> None:
+    assert restarts.cannot_mend_itself(failure(what), ranks) is expected
+
+
+@pytest.mark.parametrize(
+    ("last", "pause_s", "expected"),
+    [
+        (attempt(KILLED), 0.0, f"{KILLED}; starting again (restart 1 of 3)"),
+        (
+            attempt(KILLED, saved=1200),
+            0.0,
+            f"{KILLED}; starting again from step 1,200 (restart 1 of 3)",
+        ),
+        (attempt(KILLED), 2.0, f"{KILLED}; starting again in 2 s (restart 1 of 3)"),
+    ],
+)
+def test_what_is_said_at_a_restart(last: Attempt, pause_s: float, expected: str) -> None:
+    assert restarts.announcement(last, pause_s, "restart 1 of 3") == expected
+
+
+def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
+    ended = restarts.with_reason(failure(), "crash loop: failed 3 times")
+    assert ended.what == "rank 1 on a failed: ValueError: no batch"
+    assert ended.why == "crash loop: failed 3 times\nraised at train.py:5"
+    assert restarts.with_reason(failure(), "") == failure()

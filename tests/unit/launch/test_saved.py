@@ -1,0 +1,66 @@
+"""Which ends of ranks mean that they saved because they were asked to."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchmuster.launch import saved, wire
+
+WORDS = "saved at step 120 at a request to end (SIGUSR1 to rank 1)"
+
+
+def rank(number: int, exit_code: int, what: str = "") -> wire.Failure:
+    return wire.Failure(
+        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, error=""
+    )
+
+
+def machine(*failures: wire.Failure, words: str = "", lost: str = "", told: bool = True) -> Any:
+    ended = wire.Ended(attempt=0, good=False, failures=failures, words=words) if told else None
+    return SimpleNamespace(ended=ended, lost=lost)
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [
+        [machine(rank(0, 75, WORDS))],
+        [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))],
+        [machine(rank(0, 75, WORDS), rank(1, -15))],  # on its way out it was told once more
+        [machine(rank(0, 143), rank(1, 75, WORDS))],
+        [machine(rank(0, 75, WORDS), words="torchrun's agent was ended by SIGTERM")],
+        [machine(rank(0, 75, WORDS), lost="its keeper ended without a word")],  # after it had told
+    ],
+)
+def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
+    assert saved.words(machines) == WORDS
+
+
+def test_a_script_that_ends_with_the_code_needs_no_words() -> None:
+    assert saved.words([machine(rank(0, 75))]) == "saved at a request to end"
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [
+        [],
+        [machine(rank(0, 1))],
+        [machine(rank(0, -15))],
+        [machine(rank(0, 75, WORDS), rank(1, 1))],  # a rank failed of something else
+        [machine(rank(0, 75, WORDS)), machine(rank(1, -11))],
+        [machine(rank(0, 75, WORDS)), machine(rank(1, -15))],  # nobody there says that it saved
+        [machine(rank(0, 75, WORDS)), machine(told=False, lost="the link is cut")],
+    ],
+)
+def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
+    assert saved.words(machines) == ""
+
+
+def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure() -> None:
+    starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
+    words = "ended at a request, with nothing new to save"
+    assert saved.words(starting, warned=True) == words
+    assert saved.words(starting) == ""  # nobody warned them, or they do not know how to save
+    late = [machine(rank(0, -10), rank(1, 75, WORDS))]
+    assert saved.words(late, warned=True) == WORDS
+    assert saved.words([machine(rank(0, -10), rank(1, 1))], warned=True) == ""

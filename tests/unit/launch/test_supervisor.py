@@ -1,0 +1,53 @@
+"""What the supervisor makes of warnings, and of a look at the checkpoints that comes to nothing."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from torchmuster.launch import standing, supervisor
+from torchmuster.launch.local import LocalTransport
+from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.standing import Standing
+from torchmuster.launch.supervisor import Supervisor
+from torchmuster.launch.voice import TerminalVoice
+from torchmuster.runfolder import create
+
+
+def supervise(folder: Path) -> Supervisor:
+    run = create(folder, "x")
+    spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints="s3://bucket/run")
+    transport, voice = LocalTransport("here"), TerminalVoice(run)
+    return Supervisor(spec, transport, voice, run_id=run.id, logs=str(run.logs))
+
+
+def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> None:
+    run = supervise(tmp_path)
+    run.pass_on("SIGUSR2")
+    assert not run._asked_to_save
+    run.pass_on("SIGUSR1")
+    run.pass_on("SIGUSR2")
+    assert run._asked_to_save
+
+
+def test_a_look_that_takes_too_long_leaves_what_was_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Standing(checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24)
+    over = threading.Event()
+
+    def look(*_: object, **__: object) -> Standing:
+        over.wait(10)
+        return Standing()
+
+    monkeypatch.setattr(standing, "look", look)
+    monkeypatch.setattr(supervisor, "_LOOK_WITHIN_S", 0.05)
+
+    async def work() -> Standing:
+        found = await supervise(tmp_path)._look(0.0, known)
+        over.set()
+        return found
+
+    found = asyncio.run(work())
+    assert (found.checkpoint, found.saved, found.reached) == ("step-00000020-aaaa", 20, None)

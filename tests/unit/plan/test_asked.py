@@ -1,0 +1,82 @@
+"""The question: what settings fix, and what cannot be planned."""
+
+import dataclasses
+
+import pytest
+
+from made_up_plans import CARD, hardware
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.errors import Impossible
+from torchmuster.plan.asked import Asked, asked_of
+from torchmuster.plan.hardware import catalogue
+from torchmuster.plan.hardware.model import Card
+from torchmuster.units import GiB
+
+
+def asked(card: Card, **settings: object) -> Asked:
+    texts = {"model.build": "a:b", "data.dataset": "a:c"} | {
+        path.replace("__", "."): str(value) for path, value in settings.items()
+    }
+    flags = [Flag(flag="--set", path=path, text=text) for path, text in texts.items()]
+    on = dataclasses.replace(hardware(), card=card)
+    return asked_of(resolve(flags=flags), on, folder=".")
+
+
+def unlisted(*types: str, kind: str = "cuda") -> Card:
+    return Card(
+        name="Novelty",
+        memory_bytes=8 * GiB,
+        flops={},
+        bandwidth_bytes_s=None,
+        kind=kind,
+        number_types=types or None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("types", "chosen", "reason"),
+    [
+        (("bfloat16", "float16", "float32"), "bf16", "bf16: Novelty has it"),
+        (("float16", "float32"), "fp16", "fp16: Novelty has it, and no bf16"),
+        (("float32",), "fp32", "fp32: Novelty has no faster type"),
+        ((), "bf16", "bf16: assumed, since nothing says which types Novelty has"),
+    ],
+)
+def test_precision_is_what_a_training_would_choose_also_without_known_rates(
+    types: tuple[str, ...], chosen: str, reason: str
+) -> None:
+    found = asked(unlisted(*types)).precision
+    assert found.value == chosen
+    assert found.reason == f"{reason}; its rate is not known, so no speed is forecast"
+
+
+def test_a_named_precision_needs_no_known_rate() -> None:
+    for types in ((), ("bfloat16", "float32")):
+        found = asked(unlisted(*types), train__precision="bf16").precision
+        assert found.value == "bf16"
+        assert found.reason == "bf16: asked for; its rate is not known, so no speed is forecast"
+    only = dataclasses.replace(unlisted(), flops={"float32": 1e13}, bandwidth_bytes_s=1e12)
+    assert asked(only, train__precision="bf16").precision.reason == (
+        "bf16: asked for; its rate is not known, and that of float32 is computed with"
+    )
+    assert asked(CARD, train__precision="bf16").precision.reason == "bf16: asked for"
+
+
+def test_what_a_card_is_known_not_to_have_is_refused() -> None:
+    for card in (catalogue.card("T4"), unlisted("float16", "float32")):
+        with pytest.raises(Impossible, match=f"bf16 was asked for, but {card.name} has no bf16"):
+            asked(card, train__precision="bf16")
+    for named in ("fp16", "fp32"):
+        found = asked(unlisted("float32"), train__precision=named).precision
+        assert found.value == named  # slow, perhaps, but a training takes it
+    assert asked(catalogue.card("T4")).precision.value == "fp16"
+    assert asked(catalogue.card("L4")).precision.reason == "bf16: L4 has it"
+
+
+def test_portions_of_different_sizes_are_refused_before_anything_is_traced() -> None:
+    with pytest.raises(Impossible, match=r"train\.micro_batch_sizes") as refused:
+        asked(CARD, train__micro_batch_sizes="4,2")
+    assert "alike" in refused.value.why
+    assert "train.micro_batch_sizes=null" in refused.value.fix
+    assert asked(CARD, train__micro_batch_size="4").micro_batch_size == 4

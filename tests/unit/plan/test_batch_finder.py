@@ -1,0 +1,117 @@
+"""The search for the largest micro-batch: right from any first guess, few trials, and what it says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.plan.proof.batch_finder import RankTrial, Trial, find, largest_expected
+from torchmuster.plan.proof.trials import verdict
+from torchmuster.units import GiB
+
+
+class Machine:
+    """Fits micro-batches up to a size."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.tried: list[int] = []
+
+    def __call__(self, micro_batch_size: int) -> Trial:
+        assert micro_batch_size not in self.tried
+        self.tried.append(micro_batch_size)
+        fits = micro_batch_size <= self.largest
+        peak = micro_batch_size * GiB
+        told = RankTrial(rank=1, ran_out=not fits, peak_bytes=peak, limit_bytes=10 * GiB)
+        return Trial(micro_batch_size=micro_batch_size, fits=fits, ranks=(told,))
+
+
+@given(
+    largest=st.integers(0, 300),
+    start=st.integers(1, 400),
+    most=st.none() | st.integers(1, 350),
+)
+def test_it_finds_the_largest_from_any_guess(largest: int, start: int, most: int | None) -> None:
+    machine = Machine(largest)
+    found = find(machine, start=start, most=most).value
+    allowed = {1, 2, 4, 8, 16, 32, 64, 128, 256, start, most or 1}
+    right = max((one for one in allowed if one <= min(largest, most or 300)), default=None)
+    assert found.micro_batch_size == right
+    assert machine.tried[0] == min(start, most or start)
+    assert len(machine.tried) <= 11
+    assert max(machine.tried) <= (most or 512)
+    expected = largest_expected(lambda size: size <= largest, start=start, most=most)
+    assert expected == (right or 1)
+
+
+def test_a_right_plan_takes_two_trials() -> None:
+    machine = Machine(7)
+    found = find(machine, start=6)
+    assert machine.tried == [6, 8]
+    assert found.reason == (
+        "a micro-batch of 6 (as planned): it fits on all ranks; rank 1 has the least room: 6.0 GiB of "
+        "10.0 GiB; with 8, rank 1 ran out of memory of 10.0 GiB"
+    )
+
+
+def test_powers_of_two_are_tried_beside_it() -> None:
+    machine = Machine(11)
+    found = find(machine, start=32)
+    assert machine.tried == [32, 16, 8]
+    assert found.value.micro_batch_size == 8
+    assert found.reason.startswith("a micro-batch of 8 (the plan expected 32): it fits")
+
+
+def test_all_that_a_step_has_is_tried_at_once() -> None:
+    machine = Machine(100)
+    assert find(machine, start=4, most=12).value.micro_batch_size == 12
+    assert machine.tried == [4, 8, 12]
+
+
+def test_a_step_may_have_no_more_samples() -> None:
+    found = find(Machine(100), start=8, most=8)
+    assert found.reason.endswith("8.0 GiB of 10.0 GiB; a step has no more than 8 for a rank")
+
+
+def test_not_even_one_sample() -> None:
+    found = find(Machine(0), start=4)
+    assert found.value.micro_batch_size is None
+    assert found.reason == (
+        "not even a micro-batch of 1 fits: rank 1 ran out of memory of 10.0 GiB"
+    )
+
+
+def test_a_size_below_one_is_refused() -> None:
+    with pytest.raises(Impossible, match="asked for a micro-batch of 0 samples"):
+        find(Machine(1), start=0)
+
+
+WELL = RankTrial(rank=0, ran_out=False, peak_bytes=1, limit_bytes=2)
+OUT = RankTrial(rank=1, ran_out=True, limit_bytes=GiB)
+
+
+def trouble(words: str) -> Finding:
+    return Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why=words)
+
+
+def test_one_rank_that_ran_out_decides_for_all() -> None:
+    trial = verdict(4, [WELL, OUT], trouble("exit code 1"), ranks=2)
+    assert not trial.fits
+    assert str(trial) == "micro-batch 4: rank 1 ran out of memory of 1.0 GiB"
+    assert verdict(4, [WELL, WELL], None, ranks=2).fits
+
+
+def test_a_rank_that_the_kernel_killed_ran_out() -> None:
+    killed = trouble("the kernel killed it: out of memory")
+    trial = verdict(4, [], killed, ranks=2)
+    assert str(trial) == "micro-batch 4: the machine's memory ran out, and the kernel killed a rank"
+
+
+def test_other_failures_and_silence_are_no_verdict() -> None:
+    with pytest.raises(MusterError) as failed:
+        verdict(4, [WELL], trouble("ValueError: no"), ranks=2)
+    assert failed.value.why == "rank 1 failed\nValueError: no"
+    with pytest.raises(MusterError, match="not for want of memory") as silent:
+        verdict(4, [WELL], None, ranks=2)
+    assert silent.value.why == "1 of 2 ranks told how it went"

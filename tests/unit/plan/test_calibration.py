@@ -1,0 +1,196 @@
+"""Rates that were measured: the weakest rank's, fitted to one run, kept for this machine only."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchmuster.decision import Decision
+from torchmuster.errors import MusterError
+from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.record import Operation, Record, Request, Stretch
+from torchmuster.plan.timing import calibration
+from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.timing.calibration import Calibration, RankRates, RealRun
+from torchmuster.plan.timing.rates import Rates, usual
+from torchmuster.train.strategies.sharding import Layout
+
+MEASURED = RankRates(
+    flops={"float32": 1e11, "bfloat16": 2e11},
+    bandwidth_bytes_s=1e10,
+    operation_s=0.0,
+    collectives={"all_reduce 2": Link(latency_s=1e-3, bytes_s=1e9, source="measured")},
+)
+FOUND = Calibration(machine="somewhere", date="2026-01-02", by_ranks={1: MEASURED, 2: MEASURED})
+HERE = Hardware(
+    card=Card(
+        name="cpu", memory_bytes=1, flops={"float32": 1.0}, bandwidth_bytes_s=1.0, kind="cpu"
+    ),
+    machines=1,
+    cards_per_machine=2,
+    within=Link(latency_s=0.0, bytes_s=1.0),
+    between=Link(latency_s=0.0, bytes_s=1.0),
+)
+ALONE = Candidate(strategy="single", layout=Layout(copies=1, shards=1))
+
+
+def record() -> Record:
+    """Return one second of products and, at the measured bandwidth, one second of moving."""
+    work = (
+        Operation(name="aten.mm", dtype="float32", count=1, flops=10**11, moved_bytes=0),
+        Operation(name="aten.add", dtype="float32", count=1, flops=0, moved_bytes=10**10),
+    )
+    return Record(
+        request=Request(work=Work(), candidate=ALONE),
+        torch="",
+        blocks_traced=1,
+        blocks=1,
+        blocks_alike=True,
+        parameters=(),
+        parameter_count=1,
+        trained_count=1,
+        samples_per_micro_batch=1,
+        tokens_per_sample=None,
+        states={},
+        first_step_peak_bytes=0,
+        peaks=(),
+        timeline=(Stretch(phase="forward", micro_batch=0, block=None, operations=work),),
+        host_bytes=0,
+    )
+
+
+def run(step_s: float) -> RealRun:
+    on = calibration.hardware_as_measured(FOUND, HERE)
+    return RealRun(
+        records=(record(),), candidate=ALONE, hardware=on, step_s=step_s, words="a little run"
+    )
+
+
+def predicted(rates: Rates) -> float:
+    one = run(1.0)
+    return timing.predict(one.records, ALONE, hardware=one.hardware, rates=rates).step_s
+
+
+def test_all_wait_for_the_weakest_rank() -> None:
+    slow = dataclasses.replace(
+        MEASURED,
+        flops={"float32": 5e10, "bfloat16": 3e11},
+        collectives={"all_reduce 2": Link(latency_s=2e-3, bytes_s=2e9)},
+    )
+    found = calibration.weakest([MEASURED, slow])
+    assert found.flops == {"float32": 5e10, "bfloat16": 2e11}
+    assert found.collectives["all_reduce 2"].latency_s == 2e-3
+    assert found.collectives["all_reduce 2"].bytes_s == 1e9
+
+
+def test_measured_rates_take_the_place_of_others() -> None:
+    on = calibration.hardware_as_measured(FOUND, HERE)
+    assert on.card.flops == {"float32": 1e11, "bfloat16": 2e11}
+    assert on.card.source == "measured on somewhere on 2026-01-02"
+    rates = calibration.rates(FOUND, on)
+    assert rates.source == "measured on somewhere on 2026-01-02"
+    assert rates.measured("all_reduce", 2) == MEASURED.collectives["all_reduce 2"]
+    assert rates.measured("all_reduce", 4) is None
+    assert not rates.beside
+
+
+def test_numbers_of_ranks_that_were_not_measured_have_their_share() -> None:
+    many = dataclasses.replace(HERE, cards_per_machine=8)
+    eight = calibration.hardware_as_measured(FOUND, many)
+    assert eight.card.flops["float32"] == 1e11 * 2 / 8
+    assert eight.card.bandwidth_bytes_s == 1e10 * 2 / 8
+    crowded = dataclasses.replace(FOUND, by_ranks={2: MEASURED, 8: MEASURED}, cores=2)
+    assert calibration.hardware_as_measured(crowded, many).card.flops["float32"] == 1e11 * 2 / 8
+    on_gpus = dataclasses.replace(FOUND, device="gpu")
+    assert calibration.hardware_as_measured(on_gpus, many).card.flops["float32"] == 1e11
+    assert calibration.hardware_as_measured(on_gpus, many).card.bandwidth_bytes_s == 1e10
+
+
+def test_what_was_measured_of_something_else_is_left_out_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "usable_cores", lambda: Decision(value=4, reason=""))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13")
+    mine = dataclasses.replace(FOUND, device="cpu", cores=4, torch="2.13")
+    on, rates = calibration.as_known(mine, HERE)
+    assert (on.card.flops["float32"], rates.source) == (1e11, mine.source)
+    on_gpu = dataclasses.replace(HERE, card=dataclasses.replace(HERE.card, kind="cuda"))
+    elsewhere = [
+        (mine, on_gpu, "on the CPU, not on GPUs"),
+        (dataclasses.replace(mine, device="gpu"), HERE, "on GPUs, not on the CPU"),
+        (dataclasses.replace(mine, cores=8), HERE, "with 8 cores, not with 4"),
+        (FOUND, HERE, "with an unknown number of cores, not with 4"),
+        (dataclasses.replace(mine, torch="2.12"), HERE, "with torch 2.12, not with 2.13"),
+    ]
+    for found, hardware, why in elsewhere:
+        on, rates = calibration.as_known(found, hardware)
+        assert on == hardware
+        assert rates.compute == usual(hardware.card.kind).compute
+        assert rates.source == (
+            f"{usual(hardware.card.kind).source}; the calibration of 2026-01-02 is left out, as it "
+            f"was made {why} (muster plan --calibrate makes another)"
+        )
+    gpus = dataclasses.replace(mine, device="gpu", cores=64)
+    assert calibration.as_known(gpus, on_gpu)[1].source == mine.source, "a GPU needs no cores"
+
+
+def test_one_run_gives_the_share_of_the_memory_s_bandwidth() -> None:
+    rates = calibration.rates(FOUND, HERE)
+    assert predicted(rates) == pytest.approx(2.0)
+    fitted = calibration.fit(run(5.0), rates)
+    assert (fitted.compute, fitted.memory) == pytest.approx((1.0, 0.25))
+    assert predicted(fitted) == pytest.approx(5.0)
+    assert fitted.source.endswith(", fitted to a little run")
+    kept = calibration.with_fit(FOUND, run(1.5))
+    assert (kept.compute, kept.memory) == pytest.approx((1.0, 2.0))
+    assert kept.source == "measured on somewhere on 2026-01-02, fitted to a little run"
+
+
+def test_a_run_that_is_sooner_than_its_products_speeds_both_up() -> None:
+    fitted = calibration.fit(run(0.5), calibration.rates(FOUND, HERE))
+    assert (fitted.compute, fitted.memory) == pytest.approx((4.0, 4.0))
+
+
+def test_one_constant_for_a_stack_of_which_nothing_else_is_known() -> None:
+    fitted = calibration.fit(run(8.0), calibration.rates(FOUND, HERE), both=True)
+    assert (fitted.compute, fitted.memory) == pytest.approx((0.25, 0.25))
+
+
+def test_what_cannot_be_fitted_is_said() -> None:
+    with pytest.raises(MusterError) as caught:
+        calibration.fit(run(1e9), calibration.rates(FOUND, HERE))
+    assert caught.value.what == "the rates cannot be fitted to a step of 1e+09 s"
+
+
+def test_a_few_blocks_of_the_model_are_trained_here_to_fit_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[Candidate, int | None]] = []
+
+    def train(work: Work, candidate: Candidate, *, blocks: int | None, **how: Any) -> list[Any]:
+        ran.append((candidate, blocks))
+        return [SimpleNamespace(step_s=(7.0, 5.0, 6.0))]
+
+    monkeypatch.setattr("torchmuster.plan.proof.real_steps.run", train)
+    deeper = dataclasses.replace(record(), blocks_traced=4, blocks=32)
+    found = calibration.fit_here(FOUND, Work(build="my:model"), HERE, lambda asked: [deeper])
+    assert ran == [(ALONE, 4)]
+    assert found.memory == pytest.approx(0.25)
+    assert found.fitted_to == "4 blocks of my:model in one process"
+    assert calibration.fit_here(FOUND, Work(), HERE, lambda asked: ["refused"]) == FOUND
+    assert len(ran) == 1
+
+
+def test_it_is_kept_for_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibration.kept(tmp_path) is None
+    monkeypatch.setattr("platform.node", lambda: "somewhere")
+    path = calibration.keep(FOUND, tmp_path / "cache")
+    assert calibration.kept(tmp_path / "cache") == FOUND
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    assert calibration.kept(tmp_path / "cache") is None
+    path.write_text("{", encoding="utf-8")
+    monkeypatch.setattr("platform.node", lambda: "somewhere")
+    assert calibration.kept(tmp_path / "cache") is None

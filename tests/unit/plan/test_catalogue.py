@@ -1,0 +1,81 @@
+"""Known cards: found by any of their names, and unknown ones refused with what is near."""
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.hardware import catalogue
+from torchmuster.units import GiB
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("H100", "H100"),
+        ("h100-80gb", "H100"),
+        ("H100-SXM", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("a100", "A100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("2080ti", "RTX-2080-Ti"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+    ],
+)
+def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it(
+    asked: str, found: str
+) -> None:
+    assert catalogue.card(asked).name == found
+
+
+def test_every_card_is_found_by_its_own_name_and_has_figures_to_compute_with() -> None:
+    for name in catalogue.names():
+        card = catalogue.card(name)
+        assert card.name == name
+        assert 10 * GiB < card.memory_bytes < 200 * GiB
+        assert (card.bandwidth_bytes_s or 0) > 1e11
+        assert card.flops["float32"] <= card.flops["float16"]
+        assert card.source
+
+
+def test_a_card_says_who_quotes_its_figures_or_that_nobody_was_asked() -> None:
+    sources = {name: catalogue.card(name).source for name in catalogue.names()}
+    assert sources["H100"] == "NVIDIA's figures as quoted by torchtitan and ml-engineering"
+    assert sources["MI210"] == "its maker's figures, not looked up"
+    assert sources["A10G"].endswith("the rates of its tensor cores not looked up")
+    assert not [name for name, source in sources.items() if "data sheet" in source]
+
+
+def test_what_a_card_has_no_units_for_is_missing() -> None:
+    assert "bfloat16" not in catalogue.card("T4").flops
+    assert "bfloat16" not in catalogue.card("V100").flops
+
+
+def test_an_unknown_card_is_refused_with_those_that_are_near() -> None:
+    with pytest.raises(Impossible) as caught:
+        catalogue.card("H1000")
+    assert caught.value.what == "asked for the card H1000"
+    assert "near: H100" in caught.value.why
+    assert "cluster file" in caught.value.fix
+    assert catalogue.find("H1000") is None
+
+
+@pytest.mark.parametrize("name", ["A100-60GB", "", "NVIDIA H100 MIG 1g.10gb"])
+def test_another_size_of_a_known_card_is_not_taken_for_it(name: str) -> None:
+    with pytest.raises(Impossible):
+        catalogue.card(name)
+
+
+def test_apple_s_chips_are_told_apart_from_typing_mistakes() -> None:
+    with pytest.raises(Impossible) as caught:
+        catalogue.card("Apple M3 Max")
+    assert "plan on that machine itself" in caught.value.fix

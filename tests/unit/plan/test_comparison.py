@@ -1,0 +1,65 @@
+"""A training held against its plan: what is kept, and the one line that is said."""
+
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.proof import comparison
+from torchmuster.plan.proof.comparison import Measured, Promise, line
+from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import GiB
+
+PROMISE = Promise(
+    candidate=Candidate(
+        strategy="fsdp", layout=Layout(copies=1, shards=8), recompute=2, micro_batch_size=4
+    ),
+    hardware="8 x H100",
+    tensor_bytes=40 * GiB,
+    step_s=2.0,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert comparison.read(tmp_path) is None
+    comparison.write(tmp_path, PROMISE)
+    assert comparison.read(tmp_path) == PROMISE
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"candidate": 3}')
+    with pytest.raises(Impossible) as refused:
+        comparison.read(tmp_path)
+    assert refused.value.what == f"the plan of this run cannot be read: {tmp_path / 'plan.json'}"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "tensor_bytes", "said"),
+    [
+        (
+            2.1,
+            40.2,
+            "memory 40.2 GiB of 40.0 GiB planned (+0.5 %); a step takes 2.1 s, planned 2 s (+5.0 %)",
+        ),
+        (
+            0.5,
+            44,
+            "memory 44.0 GiB of 40.0 GiB planned (+10.0 %), more than planned: an evaluation or longer "
+            "samples may run out of memory; a step takes 500 ms, planned 2 s (-75.0 %)",
+        ),
+        (
+            3.0,
+            None,
+            "memory is not counted on the CPU: muster plan --verify measures it; a step takes 3 s, "
+            "planned 2 s (+50.0 %), slower than planned: the shares in the step line say what it waits for",
+        ),
+    ],
+)
+def test_the_line(step_s: float, tensor_bytes: float | None, said: str) -> None:
+    measured = Measured(
+        steps=3,
+        step_s=step_s,
+        tensor_bytes=None if tensor_bytes is None else int(tensor_bytes * GiB),
+    )
+    assert line(PROMISE, measured) == f"plan after step 3: {said}"

@@ -1,0 +1,144 @@
+"""This machine as hardware: the cards that a run would have, and what is taken of cards that differ."""
+
+import dataclasses
+
+import pytest
+
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import resolve
+from torchmuster.config.settings import Settings
+from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.errors import Impossible, NoSuchDevice
+from torchmuster.plan.hardware import catalogue, here
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.units import GiB
+
+CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
+L4 = "NVIDIA L4"
+
+
+def node(*cards: Device) -> Node:
+    return Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=CPU)
+
+
+def card(index: int, name: str = L4, gib: float = 22, **more: object) -> Device:
+    size = int(gib * GiB)
+    one = Device(kind=Kind.CUDA, index=index, uuid=f"GPU-{index}", name=name, total_bytes=size)
+    return dataclasses.replace(one, **more)  # type: ignore[arg-type]
+
+
+EIGHT = node(*(card(index) for index in range(8)))
+# GPU 1 is another one, so that it shows which were taken.
+OTHER = node(card(0), card(1, "Tesla T4", 14), card(2), card(3))
+
+
+def settings(*flags: tuple[str, str]) -> Settings:
+    return resolve(
+        flags=[Flag(flag="--set", path=path, text=text) for path, text in flags]
+    ).settings
+
+
+def of(on: Node, *flags: tuple[str, str], seen: str | None = None, **more: object) -> Hardware:
+    environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    return here.of_settings(settings(*flags), node=on, environment=environment, **more)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_for_the_cards_that_the_run_will_have() -> None:
+    assert of(EIGHT).cards == 8
+    assert of(EIGHT, ("distributed.gpu_ids", "2,3")).cards == 2
+    assert of(EIGHT, ("distributed.num_gpus", "4")).cards == 4
+    assert of(EIGHT, seen="5,6,7").cards == 3
+    assert of(EIGHT, ranks=2).cards == 2
+    assert of(EIGHT, ("distributed.enabled", "false")).cards == 1
+    assert of(OTHER, ("distributed.gpu_ids", "1")).card.name == "T4"
+    assert of(OTHER, ("distributed.gpu_ids", "[0, GPU-2]")).card.name == "L4"
+    assert of(OTHER, seen="1").card.name == "T4"
+    with pytest.raises(NoSuchDevice, match="GPU 0 is hidden from this process"):
+        of(OTHER, ("distributed.gpu_ids", "0"), seen="1")
+
+
+def test_where_a_run_would_take_the_processor_so_does_the_plan() -> None:
+    assert of(EIGHT, seen="", ranks=2).card.kind == "cpu"
+    assert of(EIGHT, device="cpu").card.kind == "cpu"
+    assert of(EIGHT, ("model.device_map", "cpu")).card.kind == "cpu"
+    assert of(node(), ("distributed.num_gpus", "8"), ranks=2).cards == 2
+    for flags, device in (((("distributed.num_gpus", "8"),), "auto"), ((), "gpu")):
+        with pytest.raises(Impossible, match="asked to plan for GPUs of this machine") as refused:
+            of(node(), *flags, device=device)
+        assert refused.value.why == "no GPU is visible here"
+        assert "--hardware 8xH100" in refused.value.fix
+
+
+def test_more_cards_than_can_be_seen_are_refused() -> None:
+    with pytest.raises(Impossible, match="asked to plan for 4 ranks") as refused:
+        of(EIGHT, ("distributed.num_gpus", "4"), seen="0,1")
+    assert refused.value.why == "of its 8 cards it can use 2"
+    with pytest.raises(Impossible, match="--ranks 2 and 4 GPUs do not fit"):
+        of(EIGHT, ("distributed.num_gpus", "4"), ranks=2)
+
+
+def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one() -> None:
+    whole = card(0, "NVIDIA A100-SXM4-40GB", 40, mig_enabled=True)
+    slices = [
+        card(0, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, mig_index=at, parent_uuid="GPU-0")
+        for at in (0, 1)
+    ]
+    slices = [dataclasses.replace(one, uuid=f"MIG-{one.mig_index}") for one in slices]
+    split = node(whole, *slices)
+    with pytest.raises(Impossible, match="asked to plan for this machine") as refused:
+        of(split)
+    assert "MIG slices" in refused.value.why
+    assert "--num-gpus 1" in refused.value.fix
+    alone = of(split, ("distributed.gpu_ids", "0:1"))
+    assert (alone.cards, alone.card.memory_bytes) == (1, int(19.5 * GiB))
+    assert alone.card.flops == {}  # a slice has a part of them, and nobody says which
+    assert of(split, ("distributed.num_gpus", "1")).cards == 1
+    assert of(node(whole, *slices, card(1))).cards == 1
+    with pytest.raises(Impossible, match="asked to plan for GPUs of this machine"):
+        of(node(whole), device="gpu")
+
+
+def test_of_cards_that_differ_each_figure_is_the_least() -> None:
+    # The one with less memory is the faster one.
+    mixed = of(
+        node(card(0, "NVIDIA GeForce RTX 3090", 24.0), card(1, "NVIDIA GeForce RTX 4090", 23.6))
+    )
+    slow = catalogue.card("RTX-3090")
+    assert mixed.card.memory_bytes == int(23.6 * GiB)
+    assert mixed.card.flops == slow.flops
+    assert mixed.card.bandwidth_bytes_s == slow.bandwidth_bytes_s
+    assert mixed.card.name == "RTX-3090 and RTX-4090"
+    assert mixed.assumed == (
+        "RTX-3090 and RTX-4090 differ: of memory and of each rate the least counts for all",
+    )
+    joined = of(node(card(0, "NVIDIA A100-SXM4-80GB", 79), card(1, "NVIDIA A100 80GB PCIe", 79)))
+    assert joined.within.bytes_s == 32e9
+
+
+def test_what_one_of_them_is_not_known_for_is_not_known() -> None:
+    mixed = of(node(card(0, "NVIDIA H100 80GB HBM3", 79), card(1, "Novelty", 8)))
+    assert mixed.card.name == "H100 and Novelty"
+    assert mixed.card.memory_bytes == 8 * GiB
+    assert mixed.card.flops == {}
+    assert mixed.card.bandwidth_bytes_s is None
+    assert mixed.card.number_types is None
+    known = of(node(card(0, "NVIDIA H100 80GB HBM3", 79), card(1, "Tesla T4", 14)))
+    assert known.card.number_types == ("float16", "float32")
+    with pytest.raises(Impossible, match="asked to plan for Novelty"):
+        of(node(card(0), card(1, "Novelty", 8, total_bytes=None)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "types"),
+    [
+        ((8, 6), ("bfloat16", "float16", "float32")),
+        ((7, 5), ("float16", "float32")),
+        ((6, 1), ("float32",)),
+        (None, None),
+    ],
+)
+def test_an_unlisted_card_has_the_number_types_of_its_compute_capability(
+    capability: tuple[int, int] | None, types: tuple[str, ...] | None
+) -> None:
+    found = of(node(card(0, "Novelty", 8, compute_capability=capability)))
+    assert found.card.number_types == types

@@ -1,0 +1,75 @@
+"""What the reports of a plan say beside its figures, over models that are simple sums."""
+
+import dataclasses
+
+import pytest
+
+from made_up_plans import RATES, MadeUpModel, hardware, question
+from torchmuster.plan.answer import Answer
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.planning import plan
+from torchmuster.plan.report.document import as_json
+from torchmuster.plan.report.figures import table
+from torchmuster.plan.report.page import page
+from torchmuster.plan.report.terminal import text
+from torchmuster.plan.timing.rates import CATALOGUED, ON_CPU
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch, on: Hardware | None = None, *, origin: str = "made up"
+) -> Answer:
+    model = MadeUpModel().stand_in(monkeypatch)
+    answer = plan(question(on), model.look, rates=RATES, simulate=False)
+    rows = []
+    for one in answer.table:
+        assert one.time is not None
+        rows.append(dataclasses.replace(one, time=dataclasses.replace(one.time, origin=origin)))
+    return dataclasses.replace(answer, table=tuple(rows))
+
+
+def test_how_far_times_may_be_off_is_said_once_beside_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "published trainings had 0.55 to 1.31 times these speeds"
+    usual = planned(monkeypatch, origin=CATALOGUED.source)
+    assert text(usual, line="").count(said) == 1
+    assert page(usual, line="").count(said) == 1
+    for other in (ON_CPU.source, "measured on somewhere"):
+        assert said not in text(planned(monkeypatch, origin=other), line="")
+
+
+def test_rows_of_one_way_are_told_apart_by_their_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = planned(monkeypatch, hardware(machines=2))
+    one = answer.table[0]
+    ways = [
+        Candidate(strategy="fsdp", layout=dataclasses.replace(one.candidate.layout, **layout))
+        for layout in ({"copies": 1, "shards": 16}, {"copies": 1, "shards": 8})
+    ]
+    rows = tuple(dataclasses.replace(one, candidate=way) for way in ways)
+    _, shown = table(dataclasses.replace(answer, table=rows))
+    assert [row[0] for row in shown] == ["fsdp", "fsdp over 8"]
+
+
+def test_rows_that_a_screen_has_no_room_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = planned(monkeypatch)
+    assert "more, which --json and --html have" not in text(answer, line="")
+    many = dataclasses.replace(answer, table=answer.table[:1] * 12)
+    assert "and 2 rows more, which --json and --html have" in text(many, line="")
+
+
+def test_waiting_for_others_is_said_of_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = planned(monkeypatch)
+    best = answer.chosen.value
+    assert best.time is not None
+    time = dataclasses.replace(best.time, compute_s=3.0, step_s=4.0)
+    chosen = dataclasses.replace(answer.chosen, value=dataclasses.replace(best, time=time))
+    answer = dataclasses.replace(answer, chosen=chosen)
+    said = "efficiency 75 %: the rest of a step waits for other cards"
+    assert f"scaling {said}" in text(answer, line="")
+    assert said in page(answer, line="")
+    document = as_json(answer, line="", settings={})
+    assert document["chosen"]["scaling_efficiency"] == 0.75
+    MadeUpModel(parameters=1_000_000_000).stand_in(monkeypatch)
+    alone = planned(monkeypatch, hardware(cards=1, memory_gib=288))
+    assert "of a step waits for other" not in text(alone, line="")
