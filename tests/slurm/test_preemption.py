@@ -80,7 +80,7 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     log = (job_folder / "runs" / f"slurm-{job}.log").read_text()
     assert f"saved at step {first} at a request to end (SIGTERM to rank " in log
     assert f"saved at step {second} at a request to end (SIGUSR1 to rank " in log
-    assert log.count(f"job {job} is back in the queue, and goes on when it starts") == 1
+    assert log.count(f"job {job} goes back into the queue, and goes on when it starts") == 1
     assert log.count("Slurm has started the job again: going on in ") == 2
     assert f"going on from step {first}" in log
     assert f"going on from step {second}" in log

@@ -186,7 +186,7 @@ async def _launch(
             why_not = would_not_get_on(
                 spec, outcome.saved, is_newer=is_newer, warned=bool(warned), took_s=took_s
             )
-            voice.say(await asyncio.to_thread(_back_into_the_queue, slurm_job, why_not))
+            await asyncio.to_thread(_go_back_into_the_queue, slurm_job, voice, why_not)
         return code
 
 
@@ -198,10 +198,13 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
     return seen.checkpoint
 
 
-def _back_into_the_queue(job: str, why_not: str) -> str:
-    from torchmuster.launch.slurm.requeue import requeue
+def _go_back_into_the_queue(job: str, voice: "TerminalVoice", why_not: str) -> None:
+    from torchmuster.launch.slurm.requeue import may_go_back, requeue
 
-    return requeue(job, why_not=why_not).reason
+    decided = may_go_back(job, why_not=why_not)
+    voice.say(decided.reason)
+    if decided.value and (trouble := requeue(job)):
+        voice.say(trouble)
 
 
 def _conclude(

@@ -26,11 +26,10 @@ def would_not_get_on(
     return ""
 
 
-def requeue(job: str, ask: clients.Ask = clients.ask, *, why_not: str = "") -> Decision[bool]:
-    """Put the job that this process runs in back into the queue, unless it must not be.
+def may_go_back(job: str, ask: clients.Ask = clients.ask, *, why_not: str = "") -> Decision[bool]:
+    """Decide whether the job that this process runs in goes back into the queue.
 
-    Slurm then ends the job, and starts it again under the same number. ``why_not``: it is known that it
-    should not be.
+    ``why_not``: it is known that it should not.
     """
     if why_not:
         return Decision(value=False, reason=f"job {job} stays out of the queue: {why_not}")
@@ -42,10 +41,19 @@ def requeue(job: str, ask: clients.Ask = clients.ask, *, why_not: str = "") -> D
     if re.search(r"\bRequeue=0\b", answer.out):
         reason = f"job {job} may not go back into the queue (Requeue=0); submit it again to go on"
         return Decision(value=False, reason=reason)
-    answer = ask(["scontrol", "requeue", job])
-    if answer is None or answer.code != 0:
-        said = answer.err if answer is not None else "scontrol is gone"
-        return Decision(value=False, reason=f"job {job} stays out of the queue: {said}")
     return Decision(
-        value=True, reason=f"job {job} is back in the queue, and goes on when it starts"
+        value=True, reason=f"job {job} goes back into the queue, and goes on when it starts"
     )
+
+
+def requeue(job: str, ask: clients.Ask = clients.ask) -> str:
+    """Put the job that this process runs in back into the queue; return what went wrong, "" if nothing.
+
+    Slurm ends the job for it, and with it this process, perhaps before this returns: what is to be
+    said must have been said.
+    """
+    answer = ask(["scontrol", "requeue", job])
+    if answer is not None and answer.code == 0:
+        return ""
+    said = answer.err if answer is not None else "scontrol is gone"
+    return f"job {job} stays out of the queue: {said}"

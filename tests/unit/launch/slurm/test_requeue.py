@@ -6,7 +6,7 @@ import pytest
 
 from torchmuster.launch import saved
 from torchmuster.launch.slurm.clients import Answer
-from torchmuster.launch.slurm.requeue import requeue, would_not_get_on
+from torchmuster.launch.slurm.requeue import may_go_back, requeue, would_not_get_on
 from torchmuster.launch.spec import JobSpec
 
 
@@ -29,10 +29,14 @@ GOOD = Answer(code=0, out="", err="")
 
 def test_a_job_that_may_is_put_back() -> None:
     slurm = Slurm(MAY, GOOD)
-    chosen = requeue("7", slurm)
+    chosen = may_go_back("7", slurm)
     assert chosen.value
-    assert chosen.reason == "job 7 is back in the queue, and goes on when it starts"
-    assert slurm.asked == [["scontrol", "show", "job", "7"], ["scontrol", "requeue", "7"]]
+    assert chosen.reason == "job 7 goes back into the queue, and goes on when it starts"
+    assert slurm.asked == [["scontrol", "show", "job", "7"]], (
+        "said before Slurm ends the job for it"
+    )
+    assert requeue("7", slurm) == ""
+    assert slurm.asked[1:] == [["scontrol", "requeue", "7"]]
 
 
 @pytest.mark.parametrize(
@@ -47,21 +51,31 @@ def test_a_job_that_may_is_put_back() -> None:
             "Slurm does not tell of job 7 (scontrol is not on this machine); put it back into the"
             " queue by hand: scontrol requeue 7",
         ),
-        (
-            Slurm(MAY, Answer(code=1, out="", err="Access/permission denied for job 7")),
-            "job 7 stays out of the queue: Access/permission denied for job 7",
-        ),
     ],
 )
 def test_one_that_may_not_says_what_to_do(slurm: Slurm, reason: str) -> None:
-    chosen = requeue("7", slurm)
+    chosen = may_go_back("7", slurm)
     assert not chosen.value
     assert chosen.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            Answer(code=1, out="", err="Access/permission denied for job 7"),
+            "Access/permission denied for job 7",
+        ),
+        (None, "scontrol is gone"),
+    ],
+)
+def test_one_that_slurm_does_not_take_back_says_so(answer: Answer | None, said: str) -> None:
+    assert requeue("7", Slurm(MAY, answer)) == f"job 7 stays out of the queue: {said}"
+
+
 def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
     slurm = Slurm(MAY, GOOD)
-    chosen = requeue("7", slurm, why_not="it would not get on")
+    chosen = may_go_back("7", slurm, why_not="it would not get on")
     assert not chosen.value
     assert chosen.reason == "job 7 stays out of the queue: it would not get on"
     assert slurm.asked == []
