@@ -111,7 +111,8 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
         result = run.end()
         assert run.alive() == []
     assert result.code == 1, run
-    assert result.err.count("; starting again") == 2
+    # An attempt that saved a later step than the one before has got on, and does not count.
+    assert 2 <= result.err.count("; starting again") < 10
     saved = max(committed_steps(open_store(run.run.checkpoints)))
     (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
     assert reason.startswith("crash loop: failed 3 times after step "), reason
