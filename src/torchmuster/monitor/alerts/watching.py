@@ -1,5 +1,6 @@
 """The alerts without Prometheus: looked at again and again, told once when raised and once when over."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,8 @@ class News:
         return self._filled(self.alert.fix)
 
     def _filled(self, text: str) -> str:
-        # Label by label: what a run calls itself may have braces of its own.
-        for name, value in (*self.labels, ("value", f"{self.value:.4g}")):
-            text = text.replace("{" + name + "}", value)
-        return text
+        known = {**dict(self.labels), "value": f"{self.value:.4g}"}
+        return re.sub(r"\{([a-z_]+)\}", lambda found: known.get(found[1], found[0]), text)
 
 
 class Watching:
