@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.for_prometheus import rules_file
 from torchmuster.monitor.alerts.rules import ALERTS
 from torchmuster.monitor.alerts.watching import News, Watching
+from torchmuster.monitor.dashboard import dashboard
+from torchmuster.monitor.document import page
 from torchmuster.monitor.metric import Sample
 from unit.monitor.alert_scenarios import RUN, SCENARIOS, Scenario, Series
 
@@ -51,10 +54,18 @@ def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> No
         }
 
 
-def test_the_rules_that_are_shipped_are_those_of_the_code() -> None:
-    assert _RULES.read_text() == rules_file(), (
-        f"python -m torchmuster.monitor.alerts.for_prometheus > {_RULES}"
-    )
+@pytest.mark.parametrize(
+    ("path", "make", "module"),
+    [
+        (_RULES, rules_file, "alerts.for_prometheus"),
+        (Path("deploy/grafana/torchmuster.json"), dashboard, "dashboard"),
+        (Path("docs/metrics.md"), page, "document"),
+    ],
+)
+def test_what_is_shipped_is_what_the_code_makes(
+    path: Path, make: Callable[[], str], module: str
+) -> None:
+    assert path.read_text() == make(), f"python -m torchmuster.monitor.{module} > {path}"
 
 
 @pytest.mark.prometheus

@@ -131,10 +131,10 @@ def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
 def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
     watched.state("running")
     for step in (100, 20):
-        folder = watched.run.checkpoints / f"step-{step}"
+        folder = watched.run.checkpoints / f"step-{step:08d}-7868"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
-    (watched.run.checkpoints / "step-900").mkdir()  # not complete
+    (watched.run.checkpoints / "step-00000900-6516").mkdir()  # not complete
     numbers = {"step": 5, "epoch": 0, "accuracy": 0.5, "note": "none"}
     (watched.run.metrics / "evaluations.jsonl").write_text(json.dumps(numbers) + "\n")
     seen = watched.look()

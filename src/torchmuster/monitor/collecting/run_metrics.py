@@ -1,9 +1,11 @@
 """What the folder of a run tells of it: its phase, its steps, its evaluations, its checkpoints."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
+from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch import ledger
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting.growing_file import GrowingFile
@@ -111,12 +113,11 @@ class RunMetrics:
     def _of_checkpoints(self, until_unix_s: float) -> Iterator[Sample]:
         """Yield the newest one's age and step; those in object storage are not looked at."""
         newest: tuple[float, int] | None = None
-        for manifest in self._run.checkpoints.glob("step-*/manifest.json"):
-            try:
-                found = (manifest.stat().st_mtime, int(manifest.parent.name.removeprefix("step-")))
-            except (OSError, ValueError):
-                continue
-            newest = max(newest, found) if newest else found
+        for marker in self._run.checkpoints.glob(f"step-*/{MARKER}"):
+            step = step_of(marker.parent.name)
+            with contextlib.suppress(OSError):  # it may be deleted meanwhile
+                if step is not None:
+                    newest = max(newest or (0.0, 0), (marker.stat().st_mtime, step))
         if newest is not None:
             yield self._sample(catalogue.CHECKPOINT_AGE, max(0.0, until_unix_s - newest[0]))
             yield self._sample(catalogue.CHECKPOINT_STEP, newest[1])
