@@ -21,7 +21,7 @@ LEVELS = {
     "checkpoints": 1,
     "known_errors": 1,
     "launch": 2,
-    "monitor": 2,
+    "monitor": 3,
     "verify": 3,
     "train": 3,
     "plan": 4,

@@ -61,6 +61,7 @@ LINES = [
     ["explain", "--help"],
     ["checkpoint", "ls", "."],
     ["checkpoint", "verify", "."],
+    ["exporter", "--once"],
     ["runs"],
     ["attach", "--help"],
     ["stop", "--help"],

@@ -36,6 +36,9 @@ COMMANDS = {
         "torchmuster.cli.explain", "say what happened to a run, why, and what to do"
     ),
     "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export what was saved"),
+    "exporter": Command(
+        "torchmuster.cli.exporter", "serve metrics of machine and runs to Prometheus"
+    ),
     "runs": Command("torchmuster.cli.runs", "list the runs and how they went"),
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
     "stop": Command("torchmuster.cli.stop", "end a run, on all its machines"),

@@ -37,9 +37,13 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[str, ...] = ()  # of ranks, in which it is; (): not known
     begun: dict[str, int] = {}  # the number of the last collective of each group; 0: none yet
     waits: tuple[Collective, ...] = ()  # the oldest of each group that is not done
+    # Shares of the rank's time between the last two lines about steps, as the trainer knows them.
+    data_share: float | None = None
+    communication_share: float | None = None
     # Added by the keeper.
     state: str = (
         ""  # the system's letter: R, S, D, T (stopped), Z, X (gone); "" where it is not known
     )
     busy: float | None = None  # processors kept busy by it and its children
+    memory_bytes: int | None = None  # of it in RAM
     silent_s: float = 0.0  # how long its beat has not changed: Python cannot run in it

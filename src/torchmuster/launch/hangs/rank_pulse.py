@@ -115,7 +115,8 @@ class PulseWriter:
         reading = rank_stack.read(innermost)
         # What calls that return meanwhile had in hand would live on with them: activations.
         del frames, innermost
-        step, phase = _told_by_trainer()
+        told = _told_by_trainer()
+        step, phase = told.get("step"), told.get("phase", "")
         status = rank_collectives.status()
         self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         pulse = {
@@ -131,6 +132,8 @@ class PulseWriter:
             "groups": rank_collectives.groups_joined(),
             "begun": self._begun,
             "waits": self._waits,
+            "data_share": told.get("data_share"),
+            "communication_share": told.get("communication_share"),
         }
         _write(self._path, json.dumps(pulse))
         if self._asked.exists():
@@ -177,9 +180,9 @@ def stacks(rank: int) -> str:
     return "".join(parts)
 
 
-def _told_by_trainer() -> tuple[int | None, str]:
+def _told_by_trainer() -> dict[str, Any]:
     told = getattr(sys.modules.get(_PROGRESS), "progress", None)
-    return (told.step, told.phase) if told is not None else (None, "")
+    return {name: getattr(told, name) for name in told.__slots__} if told is not None else {}
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import psutil
 GONE = "X"
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _LETTERS = {
     psutil.STATUS_RUNNING: "R",
     psutil.STATUS_SLEEPING: "S",
@@ -20,14 +21,15 @@ _LETTERS = {
 
 
 class Stat:
-    """One process: its state, its parent, the processor time of it and of the children it has waited for."""
+    """One process: its state, its parent, the processor time of it and of the children it has waited for, its RAM."""
 
-    __slots__ = ("cpu_s", "parent", "state")
+    __slots__ = ("cpu_s", "memory_bytes", "parent", "state")
 
-    def __init__(self, state: str, parent: int, cpu_s: float) -> None:
+    def __init__(self, state: str, parent: int, cpu_s: float, memory_bytes: int) -> None:
         self.state = state
         self.parent = parent
         self.cpu_s = cpu_s
+        self.memory_bytes = memory_bytes
 
 
 def look_at(pid: int) -> Stat | None:
@@ -35,7 +37,8 @@ def look_at(pid: int) -> Stat | None:
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
-        return Stat(fields[0], int(fields[1]), sum(map(int, fields[11:15])) / _TICKS)
+        cpu_s = sum(map(int, fields[11:15])) / _TICKS
+        return Stat(fields[0], int(fields[1]), cpu_s, int(fields[21]) * _PAGE_BYTES)
     except (OSError, ValueError, IndexError):
         return None if _PROC.is_dir() else _asked_of_psutil(pid)
 
@@ -45,7 +48,8 @@ def _asked_of_psutil(pid: int) -> Stat | None:
         process = psutil.Process(pid)
         times = process.cpu_times()
         state = _LETTERS.get(process.status(), "")
-        return Stat(state, process.ppid(), times.user + times.system)
+        memory_bytes = process.memory_info().rss
+        return Stat(state, process.ppid(), times.user + times.system, memory_bytes)
     except (psutil.Error, OSError):
         return None
 

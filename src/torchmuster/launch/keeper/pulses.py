@@ -44,6 +44,7 @@ class Pulses:
                 pulse,
                 state=processes.GONE if (stat := stats[pulse.pid]) is None else stat.state,
                 busy=busy.get(pulse.pid),
+                memory_bytes=None if stat is None else stat.memory_bytes,
                 silent_s=round(self._unchanged_s(self._beats, pulse.pid, pulse.beat), 1),
             )
             for pulse in told

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from torchmuster.launch import wire
+from torchmuster.launch import node_ranks, wire
 from torchmuster.launch.keeper import examination, records, sweep
 from torchmuster.launch.keeper.agent_command import Share
 from torchmuster.launch.keeper.engines import Engine, Exits
@@ -115,7 +115,15 @@ class Running:
     async def _tell_pulses(self) -> None:
         # In a thread: to find a rank's children, all processes of the machine are looked at.
         if pulses := await asyncio.to_thread(self._pulses.read):
-            await self._send(wire.Pulses(attempt=self._share.start.attempt, pulses=pulses))
+            attempt = self._share.start.attempt
+            await self._send(wire.Pulses(attempt=attempt, pulses=pulses))
+            await asyncio.to_thread(
+                node_ranks.write,
+                self._share.logs,
+                first_rank=self._share.start.first_rank,
+                attempt=attempt,
+                pulses=pulses,
+            )
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()

@@ -16,6 +16,7 @@ import torch
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.train.agreement import tell_all, totals
 from torchmuster.train.data.starvation import advice
+from torchmuster.train.progress import progress
 from torchmuster.train.reporting.communication import Communication
 from torchmuster.train.reporting.step_line import StepRecord, verdict
 from torchmuster.train.world import World
@@ -143,6 +144,8 @@ class Tally:
         ended = time.perf_counter()
         wall_s = ended - self._begun
         waited_s = self._communication.exposed_s(self.steps)
+        progress.data_share = _share(self.data_s, wall_s)
+        progress.communication_share = None if waited_s is None else _share(waited_s, wall_s)
         sums = [math.fsum(self._loss_parts), self._loss_count, self.samples]
         sums += [self._samples_before, self._items_before]
         # Each rank has a place of its own in these, so that all ranks read the very same numbers.

@@ -1,0 +1,194 @@
+"""Conditions over metrics, written once: each renders itself for Prometheus and can be evaluated here.
+
+A value is a number for each set of labels, as in PromQL; a comparison keeps the labels for which it holds.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchmuster.monitor.alerts.history import History, Labels
+from torchmuster.monitor.metric import Metric, Scope
+
+Values = Mapping[Labels, float]
+
+
+class Expression(Protocol):
+    """Something that has a value for each set of labels."""
+
+    def promql(self) -> str:
+        """Return it as Prometheus' language says it."""
+        ...
+
+    def values(self, history: History) -> Values:
+        """Return what it is now."""
+        ...
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the metrics that it is about."""
+        ...
+
+
+@dataclass(frozen=True)
+class Now:
+    """A metric as it is now, perhaps only where labels have certain values."""
+
+    metric: Metric
+    where: Mapping[str, str] = field(default_factory=dict)
+
+    def promql(self) -> str:
+        """Return the metric's name and the labels that are asked for."""
+        asked = ",".join(f'{name}="{value}"' for name, value in self.where.items())
+        return f"{self.metric.name}{{{asked}}}" if asked else self.metric.name
+
+    def values(self, history: History) -> Values:
+        """Return the newest samples."""
+        wanted = set(self.where.items())
+        found = history.now(self.metric)
+        return {labels: value for labels, value in found.items() if wanted <= set(labels)}
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the one metric."""
+        return frozenset({self.metric})
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a metric was in the last while: its median, the most or the least."""
+
+    which: str  # median, most, least
+    metric: Metric
+    seconds: float
+
+    def promql(self) -> str:
+        """Return a function over a range."""
+        window = f"{self.metric.name}[{self.seconds:.0f}s]"
+        match self.which:
+            case "median":
+                return f"quantile_over_time(0.5, {window})"
+            case "most":
+                return f"max_over_time({window})"
+            case _:
+                return f"min_over_time({window})"
+
+    def values(self, history: History) -> Values:
+        """Return it for each series that has samples in that time."""
+        function = _FUNCTIONS[self.which]
+        found = history.lately(self.metric, self.seconds)
+        return {labels: function(values) for labels, values in found.items()}
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the one metric."""
+        return frozenset({self.metric})
+
+
+def _median(values: list[float]) -> float:
+    """Return the median as Prometheus does: between the two in the middle."""
+    ordered = sorted(values)
+    place = 0.5 * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low + (high - low) * (place - math.floor(place))
+
+
+_FUNCTIONS: Mapping[str, Callable[[list[float]], float]] = {
+    "median": _median,
+    "most": lambda values: max(values),
+    "least": lambda values: min(values),
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far apart the things are that share the labels of a wider scope: ranks of a run."""
+
+    metric: Metric
+    scope: Scope
+
+    def promql(self) -> str:
+        """Return the most less the least."""
+        by = ", ".join(self.scope.value)
+        return f"(max by ({by}) ({self.metric.name}) - min by ({by}) ({self.metric.name}))"
+
+    def values(self, history: History) -> Values:
+        """Return it for each group."""
+        groups: dict[Labels, list[float]] = {}
+        for labels, value in history.now(self.metric).items():
+            kept = tuple(one for one in labels if one[0] in self.scope.value)
+            groups.setdefault(kept, []).append(value)
+        return {labels: max(values) - min(values) for labels, values in groups.items()}
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the one metric."""
+        return frozenset({self.metric})
+
+
+_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A value for those labels for which it compares so with a number, or with another value times a number."""
+
+    left: Expression
+    how: str  # > < == !=
+    number: float
+    times: Expression | None = None
+
+    def promql(self) -> str:
+        """Return the comparison."""
+        if self.times is None:
+            return f"{self.left.promql()} {self.how} {self.number:g}"
+        factor = "" if self.number == 1 else f"{self.number:g} * "
+        return f"{self.left.promql()} {self.how} {factor}{self.times.promql()}"
+
+    def values(self, history: History) -> Values:
+        """Return the left side where it holds; labels that the right side does not have are left out."""
+        compare = _OPERATORS[self.how]
+        left = self.left.values(history)
+        if self.times is None:
+            return {labels: value for labels, value in left.items() if compare(value, self.number)}
+        right = self.times.values(history)
+        return {
+            labels: value
+            for labels, value in left.items()
+            if labels in right and compare(value, self.number * right[labels])
+        }
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the metrics of both sides."""
+        other = frozenset() if self.times is None else self.times.metrics()
+        return self.left.metrics() | other
+
+
+@dataclass(frozen=True)
+class While:
+    """A condition that counts only for runs for which another one holds as well."""
+
+    condition: Expression
+    holds: Expression
+
+    def promql(self) -> str:
+        """Return both, matched by run."""
+        on = ", ".join(Scope.RUN.value)
+        return f"{self.condition.promql()} and on ({on}) {self.holds.promql()}"
+
+    def values(self, history: History) -> Values:
+        """Return the condition's values of the runs for which the other holds."""
+        runs = {_run_of(labels) for labels in self.holds.values(history)}
+        found = self.condition.values(history)
+        return {labels: value for labels, value in found.items() if _run_of(labels) in runs}
+
+    def metrics(self) -> frozenset[Metric]:
+        """Return the metrics of both."""
+        return self.condition.metrics() | self.holds.metrics()
+
+
+def _run_of(labels: Labels) -> Labels:
+    return tuple(one for one in labels if one[0] in Scope.RUN.value)

@@ -1,0 +1,1 @@
+"""From what a machine and its runs' folders tell to samples."""

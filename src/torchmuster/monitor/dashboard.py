@@ -1,0 +1,219 @@
+"""The dashboard for Grafana: panels over the catalogue's metrics, as the JSON that Grafana imports."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.metric import Metric, Scope
+
+_WIDTH, _HEIGHT = 24, 8
+# What Grafana calls the units.
+_UNITS = {
+    "seconds": "s",
+    "bytes": "bytes",
+    "ratio": "percentunit",
+    "celsius": "celsius",
+    "watts": "watt",
+    "": "short",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture: queries with what each curve is called."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]  # PromQL, legend
+    width: int = 8
+
+
+def _of(metric: Metric, legend: str) -> tuple[str, str]:
+    chosen = (
+        'job=~"$job",run=~"$run"' if metric.scope in (Scope.RUN, Scope.RANK) else 'host=~"$host"'
+    )
+    return f"{metric.name}{{{chosen}}}", legend
+
+
+def _panel(title: str, *metrics: tuple[Metric, str], width: int = 8) -> Panel:
+    return Panel(
+        title=title,
+        unit=_UNITS[metrics[0][0].unit],
+        queries=tuple(_of(metric, legend) for metric, legend in metrics),
+        width=width,
+    )
+
+
+_RUN = "{{run}}"
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Training",
+        (
+            _panel("loss", (catalogue.LOSS, _RUN)),
+            _panel("samples per second", (catalogue.SAMPLES_RATE, _RUN)),
+            _panel("time of a step", (catalogue.STEP_TIME, _RUN)),
+            _panel("where the time goes", (catalogue.TIME_SHARE, "{{part}}")),
+            _panel("learning rate", (catalogue.LEARNING_RATE, _RUN)),
+            _panel("time since the last step", (catalogue.STEP_AGE, _RUN)),
+            _panel("goodput", (catalogue.GOODPUT, _RUN), width=6),
+            _panel("age of the newest checkpoint", (catalogue.CHECKPOINT_AGE, _RUN), width=6),
+            _panel("steps", (catalogue.STEPS, _RUN), width=6),
+            _panel(
+                "skipped steps and restarts",
+                (catalogue.SKIPPED_STEPS, "skipped"),
+                (catalogue.RUN_RESTARTS, "restarts"),
+                width=6,
+            ),
+        ),
+    ),
+    (
+        "Ranks",
+        (
+            _panel("ranks that are heard of", (catalogue.RUN_RANKS, _RUN)),
+            _panel("waits for data", (catalogue.RANK_DATA, "rank {{rank}}")),
+            _panel("waits for others", (catalogue.RANK_WAITING, "rank {{rank}}")),
+            _panel("memory", (catalogue.RANK_MEMORY, "rank {{rank}}"), width=12),
+            _panel("busy processors", (catalogue.RANK_CPUS, "rank {{rank}}"), width=12),
+        ),
+    ),
+    (
+        "GPUs",
+        (
+            _panel("utilisation", (catalogue.GPU_UTILISATION, "{{host}} {{gpu_uuid}}")),
+            _panel("memory", (catalogue.GPU_MEMORY_USED, "{{host}} {{gpu_uuid}}")),
+            _panel("temperature", (catalogue.GPU_TEMPERATURE, "{{host}} {{gpu_uuid}}")),
+            _panel("power", (catalogue.GPU_POWER, "{{host}} {{gpu_uuid}}")),
+            _panel("slowed down", (catalogue.GPU_THROTTLED, "{{gpu_uuid}} {{reason}}")),
+            _panel("memory errors", (catalogue.GPU_ECC, "{{gpu_uuid}} {{kind}}")),
+        ),
+    ),
+    (
+        "Machines",
+        (
+            _panel("processors", (catalogue.HOST_CPU, "{{host}}"), width=6),
+            _panel("memory available", (catalogue.HOST_MEMORY_AVAILABLE, "{{host}}"), width=6),
+            _panel("disk free", (catalogue.HOST_DISK_FREE, "{{host}}"), width=6),
+            Panel(
+                title="network",
+                unit="Bps",
+                queries=(
+                    (
+                        f'rate({catalogue.HOST_NETWORK.name}{{host=~"$host"}}[1m])',
+                        "{{host}} {{direction}}",
+                    ),
+                ),
+                width=6,
+            ),
+        ),
+    ),
+)
+
+
+def queries() -> Iterator[str]:
+    """Yield every query of the dashboard."""
+    for _, panels in ROWS:
+        for panel in panels:
+            yield from (query for query, _ in panel.queries)
+
+
+def dashboard() -> str:
+    """Return the dashboard as JSON."""
+    content = {
+        "title": "torchmuster",
+        "uid": "torchmuster",
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "tags": ["torchmuster"],
+        "annotations": {"list": [_alerts()]},
+        "templating": {
+            "list": [
+                {"name": "source", "type": "datasource", "query": "prometheus", "label": "source"},
+                _variable("job", f"label_values({catalogue.RUN_PHASE.name}, job)"),
+                _variable("run", f'label_values({catalogue.RUN_PHASE.name}{{job=~"$job"}}, run)'),
+                _variable("host", f"label_values({catalogue.HOST_CPU.name}, host)"),
+            ]
+        },
+        "panels": list(_panels()),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+_SOURCE = {"type": "prometheus", "uid": "${source}"}
+
+
+def _alerts() -> dict[str, Any]:
+    return {
+        "name": "alerts",
+        "datasource": _SOURCE,
+        "enable": True,
+        "expr": 'ALERTS{alertname=~"Muster.*",alertstate="firing"}',
+        "titleFormat": "{{alertname}}",
+        "iconColor": "red",
+    }
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": name,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+        "sort": 2,
+    }
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    number = y = 0
+    for title, panels in ROWS:
+        number += 1
+        yield {
+            "id": number,
+            "type": "row",
+            "title": title,
+            "collapsed": False,
+            "gridPos": {"h": 1, "w": _WIDTH, "x": 0, "y": y},
+            "panels": [],
+        }
+        y, x = y + 1, 0
+        for panel in panels:
+            if x + panel.width > _WIDTH:
+                y, x = y + _HEIGHT, 0
+            number += 1
+            place = {"h": _HEIGHT, "w": panel.width, "x": x, "y": y}
+            yield _as_json(panel, number, place)
+            x += panel.width
+        y += _HEIGHT
+
+
+def _as_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "datasource": _SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {
+                "refId": chr(ord("A") + place),
+                "datasource": _SOURCE,
+                "expr": query,
+                "legendFormat": legend,
+            }
+            for place, (query, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    print(dashboard(), end="")

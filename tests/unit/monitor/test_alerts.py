@@ -1,0 +1,146 @@
+"""Alerts are raised when they should be, and are the same for Prometheus and for those who run none."""
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.alerts.for_prometheus import rules_file
+from torchmuster.monitor.alerts.rules import ALERTS
+from torchmuster.monitor.alerts.watching import News, Watching
+from torchmuster.monitor.dashboard import dashboard
+from torchmuster.monitor.document import page
+from torchmuster.monitor.metric import Sample
+from unit.monitor.alert_scenarios import RUN, SCENARIOS, Scenario, Series
+
+_RULES = Path("deploy/prometheus/torchmuster-rules.yml")
+
+
+def _samples(series: tuple[Series, ...], minute: int) -> list[Sample]:
+    return [
+        Sample(metric, tuple(labels[name] for name in metric.all_labels), values[minute])
+        for metric, labels, values in series
+        if minute < len(values)
+    ]
+
+
+def _minutes(scenario: Scenario) -> int:
+    return max(len(values) for _, _, values in scenario.series)
+
+
+def _watched(scenario: Scenario) -> list[News]:
+    watching = Watching()
+    for minute in range(_minutes(scenario)):
+        watching.look(_samples(scenario.series, minute), 60.0 * minute)
+    return watching.raised
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: f"{one.alert}: {one.why}")
+def test_an_alert_is_raised_when_it_should_be(scenario: Scenario) -> None:
+    raised = {news.alert.name for news in _watched(scenario)}
+    assert (scenario.alert in raised) is scenario.raised
+
+
+def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> None:
+    for raised in (True, False):
+        assert {one.alert for one in SCENARIOS if one.raised is raised} == {
+            alert.name for alert in ALERTS
+        }
+
+
+@pytest.mark.parametrize(
+    ("path", "make", "module"),
+    [
+        (_RULES, rules_file, "alerts.for_prometheus"),
+        (Path("deploy/grafana/torchmuster.json"), dashboard, "dashboard"),
+        (Path("docs/metrics.md"), page, "document"),
+    ],
+)
+def test_what_is_shipped_is_what_the_code_makes(
+    path: Path, make: Callable[[], str], module: str
+) -> None:
+    assert path.read_text() == make(), f"python -m torchmuster.monitor.{module} > {path}"
+
+
+@pytest.mark.prometheus
+def test_prometheus_raises_the_same_alerts(tmp_path: Path) -> None:
+    """promtool evaluates the shipped rules over the same series, minute by minute."""
+    tests = [_as_promtool_test(one) for one in SCENARIOS]
+    content = {"rule_files": [str(_RULES.resolve())], "evaluation_interval": "1m", "tests": tests}
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps(content))
+    promtool = shutil.which("promtool")
+    assert promtool is not None
+    done = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _as_promtool_test(scenario: Scenario) -> dict[str, Any]:
+    last = _minutes(scenario) - 1
+    raised = [news for news in _watched(scenario) if news.alert.name == scenario.alert]
+    return {
+        "interval": "1m",
+        "name": f"{scenario.alert}: {scenario.why}",
+        "input_series": [
+            {
+                "series": f"{metric.name}{{{_labels(labels)}}}",
+                "values": " ".join("NaN" if math.isnan(one) else f"{one:g}" for one in values),
+            }
+            for metric, labels, values in scenario.series
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f'count(ALERTS{{alertname="{scenario.alert}",alertstate="firing"}})',
+                "eval_time": f"{last}m",
+                "exp_samples": [{"labels": "{}", "value": len(raised)}] if raised else [],
+            }
+        ],
+    }
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return ",".join(f'{name}="{value}"' for name, value in labels.items())
+
+
+def test_it_is_told_once_and_once_more_when_it_is_over() -> None:
+    watching = Watching()
+
+    def look(minute: int, age_s: float) -> list[News]:
+        series: tuple[Series, ...] = (
+            (catalogue.STEP_AGE, RUN, [age_s]),
+            (catalogue.RUN_PHASE, {**RUN, "phase": "running"}, [1.0]),
+        )
+        return watching.look(_samples(series, 0), 60.0 * minute)
+
+    assert look(0, 10) == []
+    (raised,) = look(1, 400)
+    assert raised.raised
+    assert raised.summary == "llm: no step for 400 s (run r1)"
+    assert raised.fix == "muster explain r1"
+    assert look(2, 460) == []
+    (over,) = look(3, 2)
+    assert (over.raised, over.alert.name) == (False, "MusterStalled")
+    assert watching.raised == []
+
+
+def test_what_must_hold_for_a_while_begins_anew_after_a_gap() -> None:
+    watching = Watching()
+    series: tuple[Series, ...] = ((catalogue.HOST_DISK_FREE, {"host": "a"}, [1e9]),)
+    assert watching.look(_samples(series, 0), 0.0) == []
+    assert watching.look([], 30.0) == []
+    assert watching.look(_samples(series, 0), 61.0) == []
+    (raised,) = watching.look(_samples(series, 0), 130.0)
+    assert raised.alert.name == "MusterDiskFull"
+
+
+def test_a_name_with_braces_is_shown_as_it_is() -> None:
+    watching = Watching()
+    labels = {"job": "{value} {run}", "run": "r{1}", "phase": "failed"}
+    (news,) = watching.look(_samples(((catalogue.RUN_PHASE, labels, [1.0]),), 0), 0.0)
+    assert news.summary == "{value} {run}: run r{1} has failed"

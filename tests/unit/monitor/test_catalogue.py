@@ -1,0 +1,32 @@
+"""Names that Prometheus' own checks accept, and that mean one thing."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from torchmuster.monitor.catalogue import METRICS
+from torchmuster.monitor.exposition import exposition
+from torchmuster.monitor.metric import Kind, Sample
+
+
+def test_names_follow_the_rules() -> None:
+    assert len({one.name for one in METRICS}) == len(METRICS)
+    for one in METRICS:
+        assert re.fullmatch(r"muster_[a-z_]+", one.name)
+        assert one.name.endswith("_total") is (one.kind is Kind.COUNTER)
+        stem = one.name.removesuffix("_total")
+        assert not one.unit or stem.endswith(f"_{one.unit}"), one.name
+        assert not one.help.endswith(".")
+        assert len(set(one.all_labels)) == len(one.all_labels)
+
+
+@pytest.mark.prometheus
+def test_prometheus_finds_nothing_to_complain_about() -> None:
+    samples = [Sample(one, tuple("x" for _ in one.all_labels), 1.0) for one in METRICS]
+    text, _ = exposition(samples, "")
+    promtool = shutil.which("promtool")
+    assert promtool is not None
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

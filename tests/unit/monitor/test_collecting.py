@@ -1,0 +1,192 @@
+"""What a machine, its runs and their ranks are like becomes samples, each said once."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from torchmuster.devices.model import Device, Ecc, Kind, Node
+from torchmuster.launch import ledger, node_ranks
+from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.monitor.collecting.collector import Collector
+from torchmuster.monitor.metric import Sample
+from torchmuster.runfolder import RunFolder, create, write_atomically
+
+NOW = 2_000_000_000.0
+LINE: dict[str, Any] = {
+    "step": 10,
+    "epoch": 0,
+    "loss": 2.5,
+    "learning_rate": 1e-4,
+    "gradient_norm": None,
+    "samples_per_s": 640.0,
+    "tokens_per_s": None,
+    "step_s": 2.0,
+    "data_share": 0.1,
+    "compute_share": 0.6,
+    "communication_share": 0.2,
+    "checkpoint_share": 0.1,
+    "evaluation_share": 0.0,
+    "skipped_steps": 1,
+    "memory_peak_bytes": 1000,
+}
+
+
+def _node() -> Node:
+    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="a cpu")
+    gpu = Device(
+        kind=Kind.CUDA,
+        index=0,
+        uuid="GPU-1",
+        name="a gpu",
+        total_bytes=100,
+        used_bytes=40,
+        reserved_bytes=10,
+        utilisation_percent=90,
+        ecc=Ecc(enabled=True, corrected=3, uncorrected=None),
+        throttled_by=("heat",),
+    )
+    return Node(hostname="a", taken_unix_s=NOW, accelerators=(gpu,), cpu=cpu)
+
+
+class Watched:
+    """A run folder in which lines appear, and what is collected of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run: RunFolder = create(folder / "runs", "llm")
+        self.now = NOW
+        self.collector = Collector(folder / "runs", _node, clock=lambda: self.now)
+
+    def state(self, phase: str, **more: object) -> None:
+        content = {"phase": phase, "since_unix_s": NOW - 50, "started_unix_s": NOW - 100, **more}
+        write_atomically(self.run.state, json.dumps(content))
+
+    def line(self, **changed: object) -> None:
+        with (self.run.metrics / "steps.jsonl").open("a") as stream:
+            stream.write(json.dumps(LINE | changed) + "\n")
+
+    def look(self) -> dict[str, float]:
+        """Return values by name, with the labels besides those that all have."""
+        self.now += 10
+        found = {}
+        for sample in self.collector.samples():
+            key = _key(sample, self.run.id)
+            assert key not in found, key
+            found[key] = sample.value
+        return found
+
+
+def _key(sample: Sample, run: str) -> str:
+    own = [one for one in sample.labels if one not in ("llm", run, "a")]
+    return " ".join([sample.metric.name.removeprefix("muster_"), *own])
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def test_a_run_that_has_only_begun(watched: Watched) -> None:
+    watched.state("roll-call")
+    seen = watched.look()
+    assert seen["run_phase roll-call"] == 1
+    assert seen["run_start_timestamp_seconds"] == NOW - 100
+    assert not [name for name in seen if name.startswith(("train", "rank", "checkpoint"))]
+
+
+def test_its_steps(watched: Watched) -> None:
+    watched.state("running")
+    watched.line()
+    watched.line(step=20, loss=None, learning_rate=5e-5, gradient_norm=3.0, mfu=0.4)
+    seen = watched.look()
+    assert seen["train_steps_total"] == 20
+    assert math.isnan(seen["train_loss"])
+    assert seen["train_skipped_steps_total"] == 2
+    assert seen["train_learning_rate"] == 5e-5
+    assert seen["train_gradient_norm"] == 3.0
+    assert seen["train_mfu_ratio"] == 0.4
+    assert seen["train_time_ratio data"] == 0.1
+    assert "train_tokens_per_second" not in seen, "the loss counts nothing"
+    # 20 steps of 2 s, a tenth of which was saving, in 110 s
+    assert seen["train_goodput_ratio"] == pytest.approx(36 / 110)
+
+
+def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
+    watched.state("running")
+    watched.line()
+    watched.line(step=20)
+    watched.look()
+    write_atomically(watched.run.metrics / "steps.jsonl", json.dumps(LINE) + "\n")
+    ledger.note(watched.run, ledger.RESTART)
+    seen = watched.look()
+    assert seen["train_steps_total"] == 10
+    assert seen["train_skipped_steps_total"] == 1
+    assert seen["train_goodput_ratio"] == pytest.approx(18 / 120)
+    assert seen["run_restarts_total"] == 1
+
+
+def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
+    watched.state("running")
+    for step in (100, 20):
+        folder = watched.run.checkpoints / f"step-{step:08d}-7868"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+    (watched.run.checkpoints / "step-00000900-6516").mkdir()  # not complete
+    numbers = {"step": 5, "epoch": 0, "accuracy": 0.5, "note": "none"}
+    (watched.run.metrics / "evaluations.jsonl").write_text(json.dumps(numbers) + "\n")
+    seen = watched.look()
+    assert seen["checkpoint_step"] in (20, 100)
+    assert seen["train_evaluation accuracy"] == 0.5
+    assert "train_evaluation note" not in seen
+
+
+def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
+    watched.state("running")
+    pulses = tuple(
+        Pulse(rank=rank, pid=1, beat=1, moves=1, step=7, busy=0.5, communication_share=0.25)
+        for rank in (0, 1)
+    )
+    for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
+        content = node_ranks.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
+        path = watched.run.metrics / f"ranks-from-{first}.json"
+        path.write_bytes(msgspec.json.encode(content))
+    seen = watched.look()
+    assert seen["run_ranks"] == 2, "of the machine that was heard of lately, in this attempt"
+    assert seen["rank_step 1"] == 7
+    assert seen["rank_cpus 0"] == 0.5
+    assert seen["rank_communication_ratio 0"] == 0.25
+    assert "rank_data_ratio 0" not in seen
+
+
+def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
+    watched.state("running")
+    pulse = Pulse(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
+    node_ranks.write(watched.run.logs, first_rank=4, attempt=0, pulses=(pulse,))
+    (found,) = node_ranks.read(watched.run, now_unix_s=0.0)
+    assert found.ranks == (pulse,)
+
+
+def test_devices_and_the_machine(watched: Watched) -> None:
+    seen = watched.look()
+    assert seen["gpu_utilization_ratio GPU-1"] == 0.9
+    assert seen["gpu_memory_usable_bytes GPU-1"] == 90
+    assert seen["gpu_ecc_errors_total GPU-1 corrected"] == 3
+    assert "gpu_ecc_errors_total GPU-1 uncorrected" not in seen, "it could not be read"
+    assert seen["gpu_throttled GPU-1 heat"] == 1
+    assert "gpu_power_watts GPU-1" not in seen
+    assert seen["host_memory_bytes"] > seen["host_memory_available_bytes"] > 0
+    assert seen["exporter_series"] == len(seen) - 1
+
+
+def test_a_run_is_told_of_for_a_while_after_its_end(watched: Watched) -> None:
+    watched.state("finished", exit_code=0)
+    assert watched.look()["run_phase finished"] == 1
+    watched.now += 3600
+    assert "run_phase finished" not in watched.look()
+
+
+def test_who_asks_at_once_is_given_the_same_answer(watched: Watched) -> None:
+    assert watched.collector.samples() is watched.collector.samples()

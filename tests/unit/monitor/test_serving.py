@@ -1,0 +1,153 @@
+"""The exporter answers those who may ask, and nobody else; whoever misbehaves does not hold up others."""
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.launch.join import certificate
+from torchmuster.monitor import serving
+from torchmuster.monitor.serving import Access
+
+TOKEN = "a-long-enough-token"
+
+
+def _answer(accept: str) -> tuple[bytes, str]:
+    return b"muster_run_ranks 2\n", "text/plain"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with serving.serving(Access(), _answer) as port:
+        yield port
+
+
+def _ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_this_machine_may_ask(port: int) -> None:
+    assert _ask(port) == (200, "muster_run_ranks 2\n")
+    assert _ask(port, Host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/metrics", {"Host": "evil.example"}, 421),
+        ("/metrics", {"Host": ""}, 421),
+        ("/metrics", {"Origin": "https://evil.example"}, 403),
+        ("/metrics", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("/", {}, 404),
+        ("/../../etc/passwd", {}, 404),
+        ("/metrics/../../etc/passwd", {}, 404),
+    ],
+)
+def test_strangers_are_refused(port: int, path: str, headers: dict[str, str], status: int) -> None:
+    assert _ask(port, path, **headers)[0] == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(port: int, method: str) -> None:
+    assert _ask(port, method=method)[0] == 501
+
+
+def test_without_the_token_nothing_is_said() -> None:
+    with serving.serving(Access(token=TOKEN), _answer) as port:
+        assert _ask(port)[0] == 401
+        assert _ask(port, Authorization="Bearer wrong")[0] == 401
+        assert _ask(port, Authorization="Bearer \u00e4")[0] == 401
+        assert _ask(port, Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_a_huge_request_is_refused(port: int) -> None:
+    assert _ask(port, "/" + "x" * 100_000)[0] == 414
+    assert _ask(port, **{f"X-{number}": "x" for number in range(200)})[0] == 431
+
+
+def test_slow_clients_take_all_places_but_not_for_ever(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    try:
+        for one in silent:
+            one.settimeout(30)
+            assert one.recv(1) == b"", "each of them is sent away"
+    finally:
+        for one in silent:
+            one.close()
+    assert _ask(port)[0] == 200
+
+
+def test_an_answer_that_fails_says_nothing_of_why() -> None:
+    def fail(accept: str) -> tuple[bytes, str]:
+        raise RuntimeError("a secret path")
+
+    with serving.serving(Access(), fail) as port:
+        assert _ask(port) == (500, "Internal Server Error")
+
+
+@pytest.mark.parametrize(
+    ("access", "missing"),
+    [
+        (Access(address="0.0.0.0"), "a token and a certificate are missing"),
+        (Access(address="10.0.0.1", token=TOKEN), "a certificate is missing"),
+    ],
+)
+def test_nobody_else_is_served_without_protection(access: Access, missing: str) -> None:
+    with pytest.raises(Impossible) as caught:
+        serving.check(access)
+    assert caught.value.what == f"metrics are not served on {access.address}: {missing}"
+    assert "--token-file" in caught.value.fix
+
+
+def test_with_both_others_are_served() -> None:
+    made = certificate.make()
+    access = Access(address="0.0.0.0", token=TOKEN, tls=made.context)
+    with serving.serving(access, _answer) as port:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
+        try:
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert connection.getresponse().status == 200
+        finally:
+            connection.close()
+        with pytest.raises((http.client.HTTPException, OSError)):
+            _ask(port)  # without TLS
+
+
+def test_a_port_that_is_taken_is_named(port: int) -> None:
+    with (
+        pytest.raises(Impossible, match=f"cannot be served on 127.0.0.1:{port}"),
+        serving.serving(Access(port=port), _answer),
+    ):
+        pass
+
+
+def test_a_token_that_others_may_read_is_none(tmp_path: Path) -> None:
+    from torchmuster.cli import exporter
+
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o644)
+    with pytest.raises(Impossible) as caught:
+        exporter._token(path)
+    assert caught.value.fix == f"chmod 600 {path}"
+    path.chmod(0o600)
+    assert exporter._token(path) == TOKEN
+    path.write_text("short")
+    with pytest.raises(Impossible, match="too short"):
+        exporter._token(path)
