@@ -1,6 +1,7 @@
 """Situations for each alert, as series that change from minute to minute: some that raise it, some that must not."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmuster.monitor import catalogue
@@ -10,7 +11,7 @@ RUN = {"job": "llm", "run": "r1"}
 RANKS = [{**RUN, "host": "a", "rank": str(rank)} for rank in range(2)]
 GPU = {"host": "a", "gpu_uuid": "GPU-1"}
 HOST = {"host": "a"}
-Series = tuple[Metric, dict[str, str], list[float]]
+Series = tuple[Metric, dict[str, str], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def _phase(phase: str, minutes: int) -> Series:
 
 
 def _of_a_run(
-    alert: str, metric: Metric, values: list[float], *, raised: bool, why: str, **more: str
+    alert: str, metric: Metric, values: Sequence[float], *, raised: bool, why: str, **more: str
 ) -> Scenario:
     own: Series = (metric, {**RUN, **more}, values)
     return Scenario(alert, why, (own, _phase("running", len(values))), raised)
