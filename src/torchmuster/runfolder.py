@@ -135,6 +135,14 @@ def _age(run: RunFolder) -> tuple[str, float]:
     return run.id[: len("20260131-235959")], run.marker.stat().st_mtime
 
 
+def name_of(run: RunFolder) -> str:
+    """Return what a run is called: the name that it was made with."""
+    try:
+        return str(json.loads(run.marker.read_text(encoding="utf-8"))["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return run.id
+
+
 def find(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
     """Find a run by folder, id, unique part of an id, or the word ``last``."""
     given = RunFolder(Path(run).resolve())  # so that "." has a name as well

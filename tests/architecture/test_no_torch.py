@@ -61,6 +61,7 @@ LINES = [
     ["explain", "--help"],
     ["checkpoint", "ls", "."],
     ["checkpoint", "verify", "."],
+    ["watch", "--help"],
     ["exporter", "--once"],
     ["runs"],
     ["attach", "--help"],

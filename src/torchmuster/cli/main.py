@@ -36,6 +36,9 @@ COMMANDS = {
         "torchmuster.cli.explain", "say what happened to a run, why, and what to do"
     ),
     "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export what was saved"),
+    "watch": Command(
+        "torchmuster.cli.watch", "see how a run goes, live; be told when it needs you"
+    ),
     "exporter": Command(
         "torchmuster.cli.exporter", "serve metrics of machine and runs to Prometheus"
     ),

@@ -1,6 +1,5 @@
 """Everything that one machine serves: itself, its accelerators, the runs in a folder and their ranks."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from torchmuster.monitor.collecting import device_metrics, rank_metrics
 from torchmuster.monitor.collecting.host_metrics import HostMetrics
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.monitor.metric import Sample
-from torchmuster.runfolder import RunFolder, list_runs
+from torchmuster.runfolder import RunFolder, list_runs, name_of
 
 # A run that has ended is still told of for so long, so that everybody hears how.
 _TOLD_AFTER_S = 900.0
@@ -72,16 +71,9 @@ class Collector:
             over_s = now - state.since_unix_s if state and not state.active else 0.0
             if state is not None and over_s < _TOLD_AFTER_S:
                 if run.id not in self._followed:
-                    job = _name(run)
+                    job = name_of(run)
                     self._followed[run.id] = (run, job, RunMetrics(run, job))
                 yield self._followed[run.id]
         known = {run.id for run in newest}
         for gone in [one for one in self._followed if one not in known]:
             del self._followed[gone]
-
-
-def _name(run: RunFolder) -> str:
-    try:
-        return str(json.loads(run.marker.read_text(encoding="utf-8"))["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return run.id

@@ -1,0 +1,1 @@
+"""What people look at: a run on a terminal."""

@@ -1,0 +1,178 @@
+"""A run on a terminal: how far it is, its curves, where the time goes, its ranks, what is wrong."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.text import Text
+
+from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.metric import Metric
+from torchmuster.monitor.views.curve import curve
+from torchmuster.monitor.views.run_picture import RunPicture
+from torchmuster.redaction import harmless
+from torchmuster.units import format_bytes, format_seconds
+
+_CURVE_LINES = 4
+_LABEL = 12
+# A rank's place in the map is a shade, so that it can be read without colours as well.
+_SHADES = " ░▒▓█"
+_PARTS = {
+    "compute": ("█", "green"),
+    "communication": ("▓", "blue"),
+    "data": ("▒", "yellow"),
+    "checkpoint": ("░", "magenta"),
+    "evaluation": ("·", "cyan"),
+}
+_SEVERITY = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+_MOST_ALERTS = 6
+_MOST_RANKS = 512
+
+
+def screen(picture: RunPicture, width: int) -> Text:
+    """Return everything as lines of at most this width."""
+    lines: list[Text] = []
+    for part in (_head, _curves, _times, _ranks, _alerts):
+        shown = list(part(picture, width))
+        lines += [Text(), *shown] if lines and shown else shown
+    text = Text("\n").join(line[:width] for line in lines)
+    text.no_wrap = True
+    return text
+
+
+def _head(picture: RunPicture, width: int) -> Iterator[Text]:
+    style = {"running": "green", "finished": "green", "failed": "bold red", "died": "bold red"}
+    title = Text(f"{harmless(picture.job)}  ", style="bold")
+    title.append(picture.phase, style=style.get(picture.phase, "yellow"))
+    title.append(f"  {format_seconds(picture.lasts_s)}  {picture.id}", style="dim")
+    yield title
+    if picture.headline:
+        yield Text(harmless(picture.headline.partition("\n")[0]))
+    told = [
+        text
+        for metric, shown in _FIGURES
+        if (value := picture.values.get(metric)) is not None and (text := shown(value))
+    ]
+    line = ""
+    for one in told:
+        if line and len(line) + 2 + len(one) > width:
+            yield Text(line)
+            line = ""
+        line += f"  {one}" if line else one
+    if line:
+        yield Text(line)
+    if not told and not picture.is_over:
+        yield Text("no step yet", style="dim")
+
+
+_FIGURES: tuple[tuple[Metric, Callable[[float], str]], ...] = (
+    (catalogue.STEPS, lambda value: f"step {value:,.0f}"),
+    (catalogue.EPOCH, lambda value: f"epoch {value:.0f}"),
+    (
+        catalogue.LOSS,
+        lambda value: "loss is not a number" if math.isnan(value) else f"loss {value:.4f}",
+    ),
+    (catalogue.LEARNING_RATE, lambda value: f"lr {value:.3g}"),
+    (catalogue.GRADIENT_NORM, lambda value: f"norm {value:.3g}"),
+    (catalogue.SAMPLES_RATE, lambda value: f"{value:,.1f} samples/s"),
+    (catalogue.TOKENS_RATE, lambda value: f"{value:,.0f} tokens/s"),
+    (catalogue.STEP_TIME, lambda value: f"{1000 * value:,.1f} ms/step"),
+    (catalogue.MFU, lambda value: f"MFU {value:.0%}"),
+    (catalogue.MEMORY_PEAK, lambda value: format_bytes(int(value))),
+    (catalogue.GOODPUT, lambda value: f"goodput {value:.0%}"),
+    (catalogue.SKIPPED_STEPS, lambda value: f"{value:.0f} skipped" if value else ""),
+    (catalogue.RUN_RESTARTS, lambda value: f"{value:.0f} restarts" if value else ""),
+    (catalogue.CHECKPOINT_AGE, lambda value: f"saved {format_seconds(value)} ago"),
+    (
+        catalogue.STEP_AGE,
+        lambda value: f"last line {format_seconds(value)} ago" if value > 10 else "",
+    ),
+)
+
+
+def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
+    for name, values in (("loss", picture.losses), ("samples/s", picture.speeds)):
+        numbers = [one for one in values if math.isfinite(one)]
+        if len(numbers) < 2:
+            continue
+        # At the left the highest and the lowest, where the curve has them.
+        labels = [f"{max(numbers):.4g}", name, "", f"{min(numbers):.4g}"]
+        lines = curve(values, width=width - _LABEL - 1, height=_CURVE_LINES)
+        for label, line in zip(labels, lines, strict=True):
+            text = Text(f"{label:>{_LABEL}} ", style="dim")
+            text.append(line, style="green" if name == "loss" else "blue")
+            yield text
+
+
+def _times(picture: RunPicture, width: int) -> Iterator[Text]:
+    if not picture.shares:
+        return
+    room = width - _LABEL - 1
+    bar = Text(f"{'time':>{_LABEL}} ", style="dim")
+    legend = Text(" " * (_LABEL + 1))
+    done = 0.0
+    for part, (sign, colour) in _PARTS.items():
+        share = picture.shares.get(part, 0.0)
+        places = round((done + share) * room) - round(done * room)
+        bar.append(sign * places, style=colour)
+        done += share
+        if share >= 0.005:
+            legend.append(f"{sign} {part} {share:.0%}  ", style=colour)
+    yield bar
+    yield legend
+
+
+def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
+    if not picture.ranks:
+        return
+    room = width - _LABEL - 1
+    pulses = [pulse for _, pulse in picture.ranks[:_MOST_RANKS]]
+    hosts = {host for host, _ in picture.ranks}
+    several = "" if len(hosts) == 1 else f" on {len(hosts)} machines"
+    known = any(one.data_share is not None for one in pulses)
+    what = ": how much each waits" if known else ""
+    yield Text(f"{'ranks':>{_LABEL}} {len(picture.ranks)}{several}{what}", style="dim")
+    for name, field in (("for others", "communication_share"), ("for data", "data_share")):
+        shares: list[float | None] = [getattr(pulse, field) for pulse in pulses]
+        if all(one is None for one in shares):
+            continue
+        cells = "".join(_shade(one) for one in shares)
+        for at in range(0, len(cells), room):
+            label = name if at == 0 else ""
+            text = Text(f"{label:>{_LABEL}} ", style="dim")
+            text.append(cells[at : at + room], style="blue" if field[0] == "c" else "yellow")
+            yield text
+    yield from _odd_ones(pulses)
+
+
+def _shade(share: float | None) -> str:
+    if share is None:
+        return "?"
+    return _SHADES[min(len(_SHADES) - 1, math.ceil(share * (len(_SHADES) - 1)))]
+
+
+def _odd_ones(pulses: Sequence[Pulse]) -> Iterator[Text]:
+    """Name the rank that others wait for, and those that say nothing."""
+    waits = {
+        one.rank: one.communication_share for one in pulses if one.communication_share is not None
+    }
+    if len(waits) > 1:
+        slowest = min(waits, key=lambda rank: waits[rank])
+        if max(waits.values()) - waits[slowest] >= 0.2:
+            yield Text(f"{'':>{_LABEL}} the others wait for rank {slowest}", style="yellow")
+    silent = [one.rank for one in pulses if one.silent_s > 10]
+    if silent:
+        named = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
+        yield Text(f"{'':>{_LABEL}} Python does not run in rank {named}", style="yellow")
+
+
+def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:
+    for news in picture.alerts[:_MOST_ALERTS]:
+        text = Text(f"{news.alert.severity:>{_LABEL}} ", style=_SEVERITY[news.alert.severity])
+        text.append(harmless(news.summary))
+        yield text
+        yield Text(f"{'fix':>{_LABEL}} {harmless(news.fix)}", style="dim")
+    if len(picture.alerts) > _MOST_ALERTS:
+        yield Text(f"{'':>{_LABEL}} and {len(picture.alerts) - _MOST_ALERTS} more alerts")
+    if not picture.alerts and not picture.is_over:
+        yield Text(f"{'alerts':>{_LABEL}} none", style="dim")
