@@ -1,0 +1,217 @@
+r"""Whether ``muster bench compare`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
+
+    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 12 --folder /tmp/pairs \
+        --out docs/measured/bench-compare.md
+
+Each pair is two sides of so many records; each record is a fresh process that times four things in turns. Sides take turns,
+and who is first is drawn. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The verdicts
+are those of the command itself, with all four compared at once. Pairs that are in the folder are not measured again.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torchmuster.measure import record
+from torchmuster.measure.comparison import FLOOR, Comparison, compare
+from torchmuster.measure.kept_records import records_at
+from torchmuster.runfolder import write_atomically
+
+ROWS, SLOWED_ROWS = 1000, 1030
+SLOWED = "linear layers"
+ROUNDS, SAMPLE_S, WARM_UP_S = 11, 0.01, 0.1
+
+
+def measure(path: Path, *, slowed: bool) -> None:
+    """Time the four things in this process, and write the record."""
+    import torch
+
+    from torchmuster.cli.bench import now
+    from torchmuster.measure import environment, record
+    from torchmuster.measure.probes.clock import interleaved
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    before = environment.here("cpu")
+    rows = SLOWED_ROWS if slowed else ROWS
+    samples = interleaved(
+        _things(rows),
+        device=torch.device("cpu"),
+        rounds=ROUNDS,
+        least_sample_s=SAMPLE_S,
+        warm_up_s=WARM_UP_S,
+    )
+    series = tuple(
+        record.Series(name=name, unit="s", better="lower", samples=some)
+        for name, some in samples.items()
+    )
+    found = record.BenchRecord(
+        bench="bench_compare",
+        date=now(),
+        settings={"rounds": ROUNDS, "threads": 1},
+        environment=before.ended(),
+        series=series,
+    )
+    path.parent.mkdir(parents=True)
+    record.write(path, found)
+
+
+def _things(rows: int) -> dict[str, Callable[[], object]]:
+    import torch
+
+    layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4)))
+    inputs, square = torch.randn(rows, 256), torch.randn(384, 384)
+    long, table = torch.randn(1 << 20), torch.nn.Embedding(5000, 128)
+    norm, hidden = torch.nn.LayerNorm(512), torch.randn(512, 512)
+    places = torch.randint(5000, (2048,))
+
+    @torch.no_grad()  # type: ignore[misc]
+    def linear() -> object:
+        return layers(inputs)
+
+    return {
+        SLOWED: linear,
+        "product": lambda: square @ square,
+        "sum": lambda: long + long,
+        "norm and look-up": lambda: (norm(hidden), table(places)),
+    }
+
+
+def pair(
+    folder: Path, *, slowed: bool, records: int, drawn: random.Random, under: Sequence[str]
+) -> Comparison:
+    """Measure two sides in turns, each record in a process of its own; return what the comparison says."""
+    for number in range(records):
+        sides = ["a", "b"]
+        drawn.shuffle(sides)
+        for side in sides:
+            path = folder / side / str(number) / record.FILE
+            words = [*under, sys.executable, __file__, "--one", str(path)]
+            if slowed and side == "b":
+                words.append("--slow")
+            if not path.exists():
+                subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return compare(records_at(folder / "a"), records_at(folder / "b"))
+
+
+def said(found: Comparison) -> str:
+    """Return what was told of a pair, in a few words."""
+    told = [one for one in found.changes if one.verdict in ("better", "worse")]
+    words = (f"{one.series.name} {one.verdict} by {one.change:+.1%}" for one in told)
+    return ", ".join(words) or "nothing"
+
+
+def alone(folder: Path) -> list[float]:
+    """Return how far two records of equal pairs were apart, series by series, if each had been a side of its own."""
+    apart = []
+    for place in sorted(folder.glob("equal-*")):
+        a, b = records_at(place / "a"), records_at(place / "b")
+        for one, other in zip(a, b, strict=True):
+            for before, after in zip(one.series, other.series, strict=True):
+                ratio = statistics.median(after.samples) / statistics.median(before.samples)
+                apart.append(abs(ratio - 1))
+    return sorted(apart)
+
+
+def table(folder: Path, found: dict[str, Comparison], *, records: int) -> str:
+    """Return the document."""
+    equal = [one for name, one in found.items() if name.startswith("equal")]
+    slowed = [one for name, one in found.items() if name.startswith("slowed")]
+    first = records_at(folder / next(iter(found)) / "a")[0]
+    return "\n".join([*_lines(first, equal, slowed, alone(folder), records), ""])
+
+
+def _lines(
+    first: record.BenchRecord,
+    equal: Sequence[Comparison],
+    slowed: Sequence[Comparison],
+    apart: Sequence[float],
+    records: int,
+) -> Iterator[str]:
+    where = first.environment
+    quiet = sum(said(one) == "nothing" for one in equal)
+    right = [
+        one
+        for one in slowed
+        if [x.series.name for x in one.changes if x.verdict == "worse"] == [SLOWED]
+        and not any(x.verdict == "better" for x in one.changes)
+    ]
+    yield "## Measured"
+    yield ""
+    yield (
+        f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each pair is "
+        f"two sides of {records} records, measured in turns; a record is a fresh process that times four things on one thread, "
+        f"{ROUNDS} samples of each."
+    )
+    yield ""
+    yield "| pairs | told right | what was told |"
+    yield "|---|---|---|"
+    yield f"| {len(equal)} with nothing changed | {quiet} | {_words(equal)} |"
+    yield f"| {len(slowed)} with 3 % more work in one of the four | {len(right)} | {_words(slowed)} |"
+    yield ""
+    seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
+    yield (
+        f"In the equal pairs a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
+        f"{seen[-1]:.1%} in the noisiest."
+    )
+    yield ""
+    beyond = sum(one > FLOOR for one in apart)
+    yield (
+        f"Why one record on each side is not enough: of {len(apart)} times two equal processes that ran one after the other, half were "
+        f"{statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
+        f"{beyond} were more than {FLOOR:.0%} apart."
+    )
+
+
+def _words(found: Sequence[Comparison]) -> str:
+    told = [said(one) for one in found]
+    return "; ".join(f"{told.count(one)} x {one}" for one in dict.fromkeys(told))
+
+
+def main() -> None:
+    """Measure what is missing, print each verdict, write the document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--equal", type=int, default=20)
+    parser.add_argument("--slowed", type=int, default=5)
+    parser.add_argument("--records", type=int, default=12)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--under",
+        default="",
+        help="what runs each measuring process: 'nice -n -20', 'taskset -c 1'",
+    )
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        measure(options.one, slowed=options.slow)
+        return
+    names = [f"equal-{number:02}" for number in range(options.equal)]
+    names += [f"slowed-{number:02}" for number in range(options.slowed)]
+    begun_s, drawn, found = time.monotonic(), random.Random(1), {}
+    for name in names:
+        slowed = name.startswith("slowed")
+        found[name] = pair(
+            options.folder / name,
+            slowed=slowed,
+            records=options.records,
+            drawn=drawn,
+            under=options.under.split(),
+        )
+        print(f"{name}: {said(found[name])} ({time.monotonic() - begun_s:.0f} s)", flush=True)
+    if options.out is None:
+        return
+    document = table(options.folder, found, records=options.records)
+    write_atomically(options.out, document)
+    print(document)
+
+
+if __name__ == "__main__":
+    main()
