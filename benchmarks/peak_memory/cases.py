@@ -61,6 +61,33 @@ class Case:
             f"{self.micro_batch_size}x{self.accumulation}/{self.optimizer}{clip}"
         )
 
+    @classmethod
+    def named(cls, name: str) -> "Case":
+        """Return the case that has this name."""
+        family, layout, number_type, recompute, portions, optimizer = name.split("/")
+        layout, _, whole = layout.partition("-")
+        strategy = layout.rstrip("x0123456789")
+        copies, shards = map(int, layout.removeprefix(strategy).split("x"))
+        kind = recompute.removeprefix("recompute-")
+        micro_batch_size, accumulation = map(int, portions.split("x"))
+        optimizer, _, clip = optimizer.partition("-")
+        case = cls(
+            family=family,
+            strategy=strategy,
+            copies=copies,
+            shards=shards,
+            number_type=number_type,
+            recompute=int(kind) if kind.isdecimal() else kind,  # type: ignore[arg-type]
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            optimizer=optimizer,
+            clip=clip == "clip",
+            reshard=whole != "whole",
+        )
+        if case.name != name:
+            raise ValueError(f"no case has the name {name}")
+        return case
+
     def work(self, folder: Path) -> Work:
         """Return what is trained; configurations of transformers are written below the folder."""
         config = config_of(self.family)
