@@ -22,6 +22,7 @@ LAYOUTS = (
     ("fsdp", 1, 4),
     ("fsdp", 2, 2),
 )
+_NUMBER_TYPES = ("fp32", "bf16", "pure")  # of the fixed cases
 _DATASETS = {
     "bert": ("words", "language_model"),
     "vit": ("pictures", "cross_entropy"),
@@ -38,7 +39,7 @@ class Case:
     strategy: str
     copies: int
     shards: int
-    number_type: str  # fp32; bf16: autocast; pure: all weights are bfloat16
+    number_type: str  # fp32; bf16, fp16: autocast; pure: all weights are bfloat16
     recompute: Recompute
     micro_batch_size: int
     accumulation: int
@@ -120,7 +121,7 @@ class Case:
             strategy=self.strategy,  # type: ignore[arg-type]
             layout=Layout(copies=self.copies, shards=self.shards),
             reshard=self.reshard,
-            precision="bf16" if self.number_type == "bf16" else "fp32",
+            precision="fp32" if self.number_type == "pure" else self.number_type,  # type: ignore[arg-type]
             recompute=self.recompute,
             micro_batch_size=self.micro_batch_size,
             accumulation=self.accumulation,
@@ -146,20 +147,26 @@ def chosen() -> list[Case]:
 
 
 def drawn(number: int, seed: int) -> list[Case]:
-    """Draw so many cases, none of which is one of the fixed."""
+    """Draw so many cases, none of which is one of the fixed; some are of fp16, which those do not have."""
     drawing = random.Random(seed)
     known = {case.name for case in chosen()}
     cases: dict[str, Case] = {}
     while len(cases) < number:
-        case = _with_options(drawing.choice(FAMILIES), drawing.choice(LAYOUTS), drawing)
+        family, layout = drawing.choice(FAMILIES), drawing.choice(LAYOUTS)
+        case = _with_options(family, layout, drawing, (*_NUMBER_TYPES, "fp16"))
         if case.name not in known:
             cases[case.name] = case
     return list(cases.values())
 
 
-def _with_options(family: str, layout: tuple[str, int, int], drawing: random.Random) -> Case:
+def _with_options(
+    family: str,
+    layout: tuple[str, int, int],
+    drawing: random.Random,
+    number_types: tuple[str, ...] = _NUMBER_TYPES,
+) -> Case:
     strategy, copies, shards = layout
-    number_type = drawing.choice(("fp32", "bf16", "pure"))
+    number_type = drawing.choice(number_types)
     pictures = family in ("vit", "residual")
     return Case(
         family=family,

@@ -30,7 +30,7 @@ from torchmuster.plan.proof.real_steps import Steps
 _BENCHMARKS = Path(__file__).parents[1]
 _COUNTER = Path(__file__).with_name("tensor_bytes.c")
 STEADY = 2  # from this step on, counted from 0, steps are alike
-_LEAST_STEPS, _MOST_STEPS = 5, 24
+_LEAST_STEPS, _MOST_STEPS = 4, 24
 _PAUSE_S = 0.001
 # A rank that waits in a collective for one that died would wait long.
 _COLLECTIVE_S = 600
