@@ -35,8 +35,7 @@ def hardware(ranks: int = 4, link: Link | None = None, **changes: Any) -> Hardwa
 
 
 def products(flops: int) -> tuple[Operation, ...]:
-    asked = Operation(name="prim.device", dtype="float32", count=9, flops=0, moved_bytes=10**12)
-    return asked, Operation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0)
+    return (Operation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0),)
 
 
 def collective(kind: Any, size_bytes: int, **changes: Any) -> Collective:

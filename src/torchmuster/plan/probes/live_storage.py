@@ -119,6 +119,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return func(*args, **kwargs)
         self._added_to = None, 0
+        if func is torch.ops.prim.device.default:  # asked more often than anything is computed
+            self._see_tensor(args[0], "")
+            return func(*args, **kwargs)
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         for one in given:  # what C++ made without telling
             self._see_tensor(one, "")

@@ -22,7 +22,7 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof import fresh_ranks, real_steps
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.rates import Rates, usual
+from torchmuster.plan.timing.rates import Rates, key_of, usual
 from torchmuster.runfolder import write_atomically
 from torchmuster.train.strategies.sharding import Layout
 
@@ -82,13 +82,17 @@ def measure(
         say(f"measuring with {number} {'rank' if number == 1 else 'ranks'}")
         by_ranks[number] = _measure_with(number, device, say)
     return Calibration(
-        machine=platform.node() or "this machine",
+        machine=_machine(),
         date=datetime.date.today().isoformat(),
         by_ranks=by_ranks,
         device=device,
         cores=usable_cores().value,
         torch=_torch(),
     )
+
+
+def _machine() -> str:
+    return platform.node() or "this machine"
 
 
 def _torch() -> str | None:
@@ -160,6 +164,8 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
 
 def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
     """Say what was measured that is not what is planned for; empty where it is."""
+    if calibration.machine != _machine():  # a cache folder may be that of many machines
+        return f"on {calibration.machine}, not on {_machine()}"
     names = {"cpu": "the CPU", "gpu": "GPUs"}
     device = "cpu" if hardware.card.kind == "cpu" else "gpu"
     if calibration.device != device:
@@ -181,7 +187,27 @@ def hardware_as_measured(calibration: Calibration, hardware: Hardware) -> Hardwa
         bandwidth_bytes_s=found.bandwidth_bytes_s,
         source=calibration.source,
     )
-    return dataclasses.replace(hardware, card=card)
+    return dataclasses.replace(hardware, card=card, within=_within(calibration, hardware))
+
+
+def _within(calibration: Calibration, hardware: Hardware) -> Link:
+    """Return the link of which a ring takes what the measured sums took; as it was where none was measured.
+
+    What was measured as a whole is computed with as a whole; this is for all other collectives.
+    """
+    ranks = hardware.cards_per_machine
+    sums = [
+        one.collectives.get(key_of("all_reduce", ranks)) for one in calibration.by_ranks.values()
+    ]
+    measured = next((one for one in sums if one is not None), None)
+    if measured is None or ranks < 2:
+        return hardware.within
+    share = usual(hardware.card.kind).communication
+    return Link(
+        latency_s=measured.latency_s / (2 * (ranks - 1)),
+        bytes_s=measured.bytes_s * 2 * (1 - 1 / ranks) / share,
+        source=calibration.source,
+    )
 
 
 def rates(calibration: Calibration, hardware: Hardware) -> Rates:
@@ -326,9 +352,8 @@ def keep(calibration: Calibration, folder: Path) -> Path:
 
 
 def kept(folder: Path) -> Calibration | None:
-    """Return this machine's calibration from the cache folder; None if there is none, or another's."""
+    """Return the calibration in the cache folder, whatever was measured; None if there is none."""
     try:
-        found = msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError):
         return None
-    return found if found.machine == (platform.node() or "this machine") else None
