@@ -23,6 +23,7 @@ MEASURED = RankRates(
     flops={"float32": 1e11, "bfloat16": 2e11},
     bandwidth_bytes_s=1e10,
     operation_s=0.0,
+    sharded_operation_s=2e-5,
     collectives={"all_reduce 2": Link(latency_s=1e-3, bytes_s=1e9, source="measured")},
 )
 FOUND = Calibration(machine="somewhere", date="2026-01-02", by_ranks={1: MEASURED, 2: MEASURED})
@@ -95,7 +96,12 @@ def test_measured_rates_take_the_place_of_others() -> None:
     assert rates.source == "measured on somewhere on 2026-01-02"
     assert rates.measured("all_reduce", 2) == MEASURED.collectives["all_reduce 2"]
     assert rates.measured("all_reduce", 4) is None
+    assert rates.sharded_operation_s == 2e-5
     assert not rates.beside
+    alone = dataclasses.replace(MEASURED, sharded_operation_s=None)
+    without = dataclasses.replace(FOUND, by_ranks={2: alone})
+    usually = usual("cpu").sharded_operation_s
+    assert calibration.rates(without, on).sharded_operation_s == usually
 
 
 def test_links_are_those_that_were_measured() -> None:
@@ -119,6 +125,7 @@ def test_numbers_of_ranks_that_were_not_measured_have_their_share() -> None:
     eight = calibration.hardware_as_measured(FOUND, many)
     assert eight.card.flops["float32"] == 1e11 * 2 / 8
     assert eight.card.bandwidth_bytes_s == 1e10 * 2 / 8
+    assert calibration.rates(FOUND, many).sharded_operation_s == 2e-5 * 8 / 2
     crowded = dataclasses.replace(FOUND, by_ranks={2: MEASURED, 8: MEASURED}, cores=2)
     assert calibration.hardware_as_measured(crowded, many).card.flops["float32"] == 1e11 * 2 / 8
     on_gpus = dataclasses.replace(FOUND, device="gpu")

@@ -16,14 +16,18 @@ from torch.distributed.tensor import DTensor
 from torchmuster.plan.probes.batch_norm import with_kept_statistics
 from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
 from torchmuster.plan.probes.log import Done, Log, Sized, Storage
-from torchmuster.plan.probes.operations import ATTENTION_BACKWARD, flops_of, moved_bytes_of
+from torchmuster.plan.probes.operations import (
+    ATTENTION_BACKWARD,
+    flops_of,
+    moved_bytes_of,
+    tensors_in,
+)
 from torchmuster.plan.probes.private_torch import (
     CANNOT_FOLLOW,
     TorchDispatchMode,
     backward_under_way,
     computing_backward,
     paused_in_sharding_propagation,
-    tree_leaves,
 )
 from torchmuster.plan.probes.stages import Stage, Stages
 from torchmuster.plan.probes.workspace import workspace_bytes
@@ -122,7 +126,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # asked more often than anything is computed
             self._see_tensor(args[0], "")
             return func(*args, **kwargs)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         for one in given:  # what C++ made without telling
             self._see_tensor(one, "")
         if func.namespace == "c10d":
@@ -140,7 +144,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = with_kept_statistics(func, args, result, on_host=self._on_host)
         if func is _aten.add.Tensor and self._adds_gradients(*args[:2]):
             self._added_to = self._see_tensor(args[0], name), len(self.log.events)
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        made = tensors_in((result,))
         numbers = [self._see_tensor(one, name) for one in made]
         flops = flops_of(func, args, kwargs, result)
         if self._on_host:

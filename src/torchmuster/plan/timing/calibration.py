@@ -46,6 +46,7 @@ class RankRates:
     flops: Mapping[str, float]
     bandwidth_bytes_s: float
     operation_s: float
+    sharded_operation_s: float | None = None  # None: one rank alone has no shards
     collectives: Mapping[str, Link]  # by rates.key_of
 
 
@@ -133,6 +134,7 @@ def weakest(found: Sequence[RankRates]) -> RankRates:
         flops={key: min(one.flops[key] for one in found) for key in found[0].flops},
         bandwidth_bytes_s=min(one.bandwidth_bytes_s for one in found),
         operation_s=max(one.operation_s for one in found),
+        sharded_operation_s=max(one.sharded_operation_s or 0.0 for one in found) or None,
         collectives={
             key: Link(
                 latency_s=max(one.collectives[key].latency_s for one in found),
@@ -216,11 +218,13 @@ def rates(calibration: Calibration, hardware: Hardware) -> Rates:
     collectives: dict[str, Link] = {}
     for one in calibration.by_ranks.values():
         collectives.update(one.collectives)
+    as_usual = usual(hardware.card.kind)
     return dataclasses.replace(
-        usual(hardware.card.kind),
+        as_usual,
         compute=calibration.compute,
         memory=calibration.memory,
         operation_s=found.operation_s,
+        sharded_operation_s=found.sharded_operation_s or as_usual.sharded_operation_s,
         collectives=collectives,
         source=calibration.source,
     )
@@ -248,6 +252,7 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
         flops={key: rate * share for key, rate in one.flops.items()},
         bandwidth_bytes_s=one.bandwidth_bytes_s * share,
         operation_s=one.operation_s / share,
+        sharded_operation_s=one.sharded_operation_s and one.sharded_operation_s / share,
     )
 
 
