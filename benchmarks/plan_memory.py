@@ -121,6 +121,7 @@ def main() -> None:
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "muster-plan-memory"
     )
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--case", action="append", help="this one instead, by its name")
     parser.add_argument("--drawn", type=int, help="so many cases drawn at random instead")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--peers", type=Path, help="what plan_peers.py wrote, for the table")
@@ -131,6 +132,8 @@ def main() -> None:
     if not options.table:
         seed = options.seed if options.drawn else None
         cases = drawn(options.drawn, options.seed) if options.drawn else chosen()
+        if options.case:
+            cases = list(map(Case.named, options.case))
         options.folder.mkdir(parents=True, exist_ok=True)
         kept = [case for case in cases if options.only in case.name]
         run(kept, options.out, options.folder, seed=seed)

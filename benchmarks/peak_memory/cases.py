@@ -38,7 +38,7 @@ class Case:
     strategy: str
     copies: int
     shards: int
-    number_type: str  # fp32; bf16: autocast; pure: all weights are bfloat16
+    number_type: str  # fp32; bf16, fp16: autocast; pure: all weights are bfloat16
     recompute: Recompute
     micro_batch_size: int
     accumulation: int
@@ -60,6 +60,33 @@ class Case:
             f"{self.family}/{layout}/{self.number_type}/recompute-{self.recompute}/"
             f"{self.micro_batch_size}x{self.accumulation}/{self.optimizer}{clip}"
         )
+
+    @classmethod
+    def named(cls, name: str) -> "Case":
+        """Return the case that has this name."""
+        family, layout, number_type, recompute, portions, optimizer = name.split("/")
+        layout, _, whole = layout.partition("-")
+        strategy = layout.rstrip("x0123456789")
+        copies, shards = map(int, layout.removeprefix(strategy).split("x"))
+        kind = recompute.removeprefix("recompute-")
+        micro_batch_size, accumulation = map(int, portions.split("x"))
+        optimizer, _, clip = optimizer.partition("-")
+        case = cls(
+            family=family,
+            strategy=strategy,
+            copies=copies,
+            shards=shards,
+            number_type=number_type,
+            recompute=int(kind) if kind.isdecimal() else kind,  # type: ignore[arg-type]
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            optimizer=optimizer,
+            clip=clip == "clip",
+            reshard=whole != "whole",
+        )
+        if case.name != name:
+            raise ValueError(f"no case has the name {name}")
+        return case
 
     def work(self, folder: Path) -> Work:
         """Return what is trained; configurations of transformers are written below the folder."""
@@ -93,7 +120,7 @@ class Case:
             strategy=self.strategy,  # type: ignore[arg-type]
             layout=Layout(copies=self.copies, shards=self.shards),
             reshard=self.reshard,
-            precision="bf16" if self.number_type == "bf16" else "fp32",
+            precision="fp32" if self.number_type == "pure" else self.number_type,  # type: ignore[arg-type]
             recompute=self.recompute,
             micro_batch_size=self.micro_batch_size,
             accumulation=self.accumulation,
@@ -132,7 +159,7 @@ def drawn(number: int, seed: int) -> list[Case]:
 
 def _with_options(family: str, layout: tuple[str, int, int], drawing: random.Random) -> Case:
     strategy, copies, shards = layout
-    number_type = drawing.choice(("fp32", "bf16", "pure"))
+    number_type = drawing.choice(("fp32", "bf16", "pure"))  # fp16 takes long on a CPU
     pictures = family in ("vit", "residual")
     return Case(
         family=family,

@@ -1,8 +1,12 @@
 """The peak of tensor bytes in real gloo ranks, counted by torch's own allocator calls (``tensor_bytes.c``).
 
 ``Truth`` is one process that has imported torch under the preloaded counter. It forks the ranks of each case, so that a case
-costs no imports. Each rank takes five steps; from the third on they are alike. The least of their peaks counts: on a busy machine a
-thread of gloo may hold a buffer a moment longer than its collective lasts. Of the ranks, the one with the largest counts.
+costs no imports. Each rank takes steps; from the third that was taken on (fp16 leaves some out) they are alike.
+
+The thread of gloo that runs a collective gives its buffers back a moment after the collective has ended, and on a busy machine that
+may take long: whether they count would be chance. So ranks pause for a moment after each of FSDP's collectives, the
+least peak of the steps counts, and steps of FSDP are taken until it has come twice on every rank. Of the ranks, the one with the
+largest counts.
 """
 
 import ctypes
@@ -12,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,9 +29,11 @@ from torchmuster.plan.proof.real_steps import Steps
 
 _BENCHMARKS = Path(__file__).parents[1]
 _COUNTER = Path(__file__).with_name("tensor_bytes.c")
-_STEPS, STEADY = 5, 2  # from this one on, counted from 0, steps are alike
+STEADY = 2  # from this step on, counted from 0, steps are alike
+_MOST_STEPS = 24
+_PAUSE_S = 0.001
 # A rank that waits in a collective for one that died would wait long.
-_COLLECTIVE_S = 60
+_COLLECTIVE_S = 600
 
 
 def counter_library(folder: Path) -> Path:
@@ -146,6 +154,7 @@ def _peaks(steps: Steps, rank: int, ranks: int, folder: Path) -> list[int]:
     import torch.distributed as dist
 
     from torchmuster.plan.probes.building import build
+    from torchmuster.train.agreement import tell_all
     from torchmuster.train.world import join_world
 
     os.chdir(steps.work.folder)
@@ -159,23 +168,46 @@ def _peaks(steps: Steps, rank: int, ranks: int, folder: Path) -> list[int]:
         world_size=ranks,
         timeout=timedelta(seconds=_COLLECTIVE_S),
     )
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):  # as FSDP calls them
+        setattr(dist, name, _followed_by_a_pause(getattr(dist, name)))
     counter: Any = ctypes.CDLL(None)
     counter.tensor_bytes_peak.restype = counter.tensor_bytes_live.restype = ctypes.c_int64
     before = counter.tensor_bytes_live()
-    peaks = []
+    peaks: list[int] = []
     with join_world("cpu") as world:
         built = build(steps.work, steps.candidate, world)
-        for number in range(_STEPS if ranks > 1 else STEADY + 1):
+        for number in range(_MOST_STEPS):
             dist.barrier()
             counter.tensor_bytes_begin_again()
-            built.train(number)
+            outcome = built.train(number)
             peak = counter.tensor_bytes_peak()
             if peak < 0:
                 raise RuntimeError("the counter had no room for all storages")
-            peaks.append(peak - before)
+            if outcome.applied:
+                peaks.append(peak - before)
+            if all(tell_all(_are_enough(peaks, steps.candidate.strategy), world)):
+                break
         dist.barrier()
     dist.destroy_process_group()
+    if len(peaks) <= STEADY:
+        raise RuntimeError(f"only {len(peaks)} of {_MOST_STEPS} steps were taken")
     return peaks
+
+
+def _are_enough(peaks: list[int], strategy: str) -> bool:
+    steady = peaks[STEADY:]
+    if strategy != "fsdp":  # only its collectives have buffers of their own
+        return len(steady) > 0
+    return len(steady) > 1 and steady.count(min(steady)) > 1
+
+
+def _followed_by_a_pause(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = collective(*args, **kwargs)
+        time.sleep(_PAUSE_S)
+        return result
+
+    return followed
 
 
 if __name__ == "__main__":

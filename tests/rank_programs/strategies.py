@@ -13,6 +13,7 @@ from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
 from torchmuster.errors import MusterError
 from torchmuster.train.models.deferred import deferred
+from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import BF16, FP32, Precision
 from torchmuster.train.strategies.choose import build, memory_of_each_rank
 from torchmuster.train.strategies.protocol import Strategy
@@ -201,6 +202,35 @@ def half_precision(world: World) -> dict[str, Any]:
             "gradients": {
                 str(one.grad.dtype) for one in model.parameters() if one.grad is not None
             },
+        }
+    return told
+
+
+def normalised_batches(world: World) -> dict[str, Any]:
+    """Train a model with batch normalisation in bf16; say what it came to, and what is whole between steps."""
+    told: dict[str, Any] = {}
+    for strategy in _strategies(world, BF16):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)]
+        model = nn.Sequential(nn.BatchNorm1d(8), nn.Sequential(*blocks), nn.Linear(8, 1))
+        rows = torch.randn(16, 8)
+        recompute_blocks(model)
+        prepared = strategy.prepare(model)
+        optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with BF16.autocast(world.device):
+                loss = prepared(rows).float().square().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        told[strategy.name] = {
+            "losses": losses,
+            "means": prepared.get_buffer(
+                "module.0.running_mean" if strategy.name == "ddp" else "0.running_mean"
+            ).tolist(),
+            "sharded": all(isinstance(one, DTensor) for one in prepared.parameters()),
         }
     return told
 

@@ -40,6 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
     "copies of shards, pictures": _WITHIN
     | {"family": "vit", "strategy": "fsdp", "copies": 2, "shards": 2}
     | {"number_type": "fp32", "recompute": "none", "micro_batch_size": 4},
+    "gradients of a weight that is used twice": _WITHIN
+    | {"family": "bert", "strategy": "single", "copies": 1, "shards": 1, "clip": False}
+    | {"number_type": "bf16", "recompute": "full", "micro_batch_size": 1, "optimizer": "sgd"},
+    "shards, tied embeddings, all of 16 bits": _WITHIN
+    | {"family": "bert", "strategy": "fsdp", "copies": 1, "shards": 2}
+    | {"number_type": "pure", "recompute": "full", "micro_batch_size": 1},
+    "shards, running means, autocast": _WITHIN
+    | {"family": "residual", "strategy": "fsdp", "copies": 1, "shards": 2}
+    | {"number_type": "bf16", "recompute": "none", "micro_batch_size": 4},
 }
 
 
@@ -74,6 +83,14 @@ def measured(
             return known[name]
 
         yield peaks
+
+
+def test_a_case_is_found_by_its_name(benchmark_modules: Any) -> None:
+    cases, _ = benchmark_modules
+    for case in cases.chosen():
+        assert cases.Case.named(case.name) == case
+    with pytest.raises(ValueError, match="no case has the name"):
+        cases.Case.named("llama/ddp2x1/fp32/recompute-none/1x1/sgd-clap")
 
 
 def test_what_is_traced_is_what_real_ranks_take(

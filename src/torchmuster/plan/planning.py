@@ -11,6 +11,7 @@ from torchmuster.plan.answer import Answer, Forecast
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory import shard_degree
+from torchmuster.plan.memory.forecast import caches_memory
 from torchmuster.plan.search import decide, refusal
 from torchmuster.plan.search.exploring import Explored, Look, as_forecast, explore, in_order
 from torchmuster.plan.search.pruning import by_formula
@@ -22,7 +23,6 @@ from torchmuster.units import format_bytes
 
 # What the allocator keeps (a tenth of the tensors, where it was simulated) and the band of that simulation.
 _LEAST_RESERVED = 1.15
-_CACHING = ("cuda", "rocm", "xpu")
 
 
 def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
@@ -37,7 +37,7 @@ def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> An
         if not explored.forecasts:
             refused = explored.refused
             raise Impossible(refused.what, why=refused.why, fix=refused.fix)
-    elif simulate and asked.hardware.card.kind in _CACHING:
+    elif simulate and caches_memory(asked.hardware):
         _with_allocator(asked, explored)
     if explored.best is None:
         raise refusal.refusal(asked, explored, look, rates=rates)
@@ -170,7 +170,8 @@ def _sources(best: Forecast, asked: Asked) -> Iterator[tuple[str, str]]:
     yield "memory", best.memory.origin
     if best.time is not None:
         yield "time", best.time.origin
-    yield "card", f"{hardware.card.name}: {hardware.card.source or 'not said'}"
+    label = "processor" if hardware.card.kind == "cpu" else "card"
+    yield label, f"{hardware.card.name}: {hardware.card.source or 'not said'}"
     if hardware.cards_per_machine > 1 and hardware.within.source:
         yield "links within a machine", hardware.within.source
     if hardware.machines > 1 and hardware.between.source:

@@ -32,6 +32,11 @@ def totals(numbers: Sequence[float], world: World) -> list[float]:
     return [float(one) for one in sums.tolist()]
 
 
+def speaks_for_all(world: World) -> bool:
+    """Say whether this rank is the only one there is of many: in the planner's world all are as this one."""
+    return world.backend == "fake"
+
+
 def tell_all(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank has to say (plain JSON types), in the order of ranks.
 
@@ -40,7 +45,7 @@ def tell_all(value: Any, world: World, group: dist.ProcessGroup | None = None) -
     text = json.dumps(value).encode()
     if world.world_size == 1:
         return [json.loads(text)]  # as the others would hear it: tuples are lists
-    if world.backend == "fake":  # the planner's: there are no others, and all are as this one
+    if speaks_for_all(world):
         return [json.loads(text)] * world.world_size
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     if group is None:

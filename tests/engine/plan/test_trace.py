@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from made_up_worlds import made_up_world
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.real_steps import real_steps
@@ -53,6 +53,36 @@ class Model(nn.Module):
     def forward(self, x):
         print("a model may print")
         return self.last(self.blocks(self.first(self.running(x))))
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3))
+        )
+
+    def forward(self, x):
+        return self.blocks(x)
+
+class Tied(nn.Module):
+    def __init__(self, spare=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 4000, bias=False), nn.Linear(16, 4000, bias=False)
+        self.last.weight = self.first.weight
+        if spare:
+            self.spare = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.last(self.first(x.to(self.first.weight.dtype))[:, :16])
+
+def normed():
+    return Normed()
+
+def tied():
+    return Tied()
+
+def with_spare():
+    return Tied(spare=True)
 
 def make():
     return Model()
@@ -133,6 +163,44 @@ def test_the_peak_is_that_of_a_real_step(llama: Work, own: Work) -> None:
     ):
         found = trace(Request(work=work, candidate=candidate)).peak_bytes
         assert found == pytest.approx(real_peak(work, candidate), abs=64), (work, candidate)
+
+
+def built_by(name: str, own: Work, **more: Any) -> Work:
+    return replace(own, build=str(own.build).replace("make", name), **more)
+
+
+def test_batch_normalisation_of_what_autocast_made_is_followed(own: Work) -> None:
+    work, candidate = built_by("normed", own), single(micro_batch_size=32, precision="bf16")
+    found = trace(Request(work=work, candidate=candidate)).peak_bytes
+    assert found == pytest.approx(real_peak(work, candidate), abs=64)
+    trace(Request(work=work, candidate=candidate, kernels="cuda"))
+
+
+def test_what_is_tied_stays_so_in_another_type(own: Work) -> None:
+    work = built_by("tied", own, torch_dtype="bfloat16")
+    record = trace(Request(work=work, candidate=single()))
+    assert record.states["parameters"] == record.states["gradients"] == 16 * 4000 * 2
+    assert record.parameter_count == 16 * 4000
+
+
+def test_a_gradient_is_added_to_where_it_lies(own: Work) -> None:
+    work = built_by("tied", own, optimizer="sgd")
+    weight_bytes = 16 * 4000 * 4
+    for kernels in KERNELS:
+        record = trace(Request(work=work, candidate=single(), kernels=kernels))
+        # Two gradients of the weight, which is used at several places; their sum lies where one of them was.
+        largest = max(one.peak_bytes for one in record.peaks if one.phase == "backward")
+        gradients = largest - record.states["parameters"] - record.states["optimizer"]
+        assert 2 * weight_bytes < gradients < 3 * weight_bytes
+
+
+def test_parameters_that_ddp_would_wait_for_are_named(own: Work) -> None:
+    candidate = Candidate(strategy="ddp", layout=Layout(copies=4, shards=1))
+    with pytest.raises(MusterError) as caught:
+        trace(Request(work=built_by("with_spare", own), candidate=candidate))
+    assert caught.value.what == (
+        "a trained parameter got no gradient in the first step on any rank: spare"
+    )
 
 
 def test_packed_rows_take_the_masks_that_they_need(llama: Work) -> None:
@@ -338,7 +406,7 @@ def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_pat
 
 
 def test_what_reads_values_is_refused_by_name(own: Work) -> None:
-    work = replace(own, build=str(own.build).replace("make", "reads_values"))
+    work = built_by("reads_values", own)
     candidate = single(micro_batch_size=2)
     request = Request(work=work, candidate=candidate)
     with pytest.raises(Impossible) as caught:

@@ -11,6 +11,7 @@ from torch import nn
 from live_bytes import live_bytes
 from torchmuster.errors import Impossible
 from torchmuster.train.models.deferred import (
+    copied,
     deferred,
     is_deferred,
     materialise,
@@ -306,3 +307,16 @@ def test_weights_of_another_model_are_refused_with_all_that_is_wrong(tmp_path: P
 def _line_of(words: str) -> int:
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if words in line)
+
+
+def test_a_copy_gets_the_same_values_and_leaves_the_first_without_memory() -> None:
+    with deferred():
+        model = Everything()
+    copy = copied(model)
+    assert copy.tied.weight is copy.embedding.weight is not model.embedding.weight
+    materialise(copy, device=CPU, seed=3)
+    assert is_deferred(model)
+    assert not is_deferred(copy)
+    materialise(model, device=CPU, seed=3)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, copy.state_dict()[name]), name

@@ -1,4 +1,4 @@
-"""Rates that were measured: the weakest rank's, fitted to one run, kept for this machine only."""
+"""Rates that were measured: the weakest rank's, fitted to one run, used for this machine only."""
 
 import dataclasses
 from pathlib import Path
@@ -12,9 +12,10 @@ from torchmuster.errors import MusterError
 from torchmuster.plan.hardware.model import Card, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.record import Operation, Record, Request, Stretch
-from torchmuster.plan.timing import calibration
+from torchmuster.plan.timing import calibration, links
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.calibration import Calibration, RankRates, RealRun
+from torchmuster.plan.timing.links import Group
 from torchmuster.plan.timing.rates import Rates, usual
 from torchmuster.train.strategies.sharding import Layout
 
@@ -22,6 +23,7 @@ MEASURED = RankRates(
     flops={"float32": 1e11, "bfloat16": 2e11},
     bandwidth_bytes_s=1e10,
     operation_s=0.0,
+    sharded_operation_s=2e-5,
     collectives={"all_reduce 2": Link(latency_s=1e-3, bytes_s=1e9, source="measured")},
 )
 FOUND = Calibration(machine="somewhere", date="2026-01-02", by_ranks={1: MEASURED, 2: MEASURED})
@@ -94,7 +96,28 @@ def test_measured_rates_take_the_place_of_others() -> None:
     assert rates.source == "measured on somewhere on 2026-01-02"
     assert rates.measured("all_reduce", 2) == MEASURED.collectives["all_reduce 2"]
     assert rates.measured("all_reduce", 4) is None
+    assert rates.sharded_operation_s == 2e-5
     assert not rates.beside
+    alone = dataclasses.replace(MEASURED, sharded_operation_s=None)
+    without = dataclasses.replace(FOUND, by_ranks={2: alone})
+    usually = usual("cpu").sharded_operation_s
+    assert calibration.rates(without, on).sharded_operation_s == usually
+
+
+def test_links_are_those_that_were_measured() -> None:
+    on = calibration.hardware_as_measured(FOUND, HERE)
+    assert on.within.source == "measured on somewhere on 2026-01-02"
+    sums = calibration.rates(FOUND, on)
+    pair = Group(ranks=2, ranks_of_machine=2)
+    whole = links.seconds("all_reduce", 3e9, pair, hardware=on, rates=sums)
+    as_a_ring = dataclasses.replace(sums, collectives={})
+    assert links.seconds("all_reduce", 3e9, pair, hardware=on, rates=as_a_ring) == pytest.approx(
+        whole
+    )
+    many = dataclasses.replace(HERE, cards_per_machine=8)
+    assert calibration.hardware_as_measured(FOUND, many).within == HERE.within
+    alone = dataclasses.replace(HERE, cards_per_machine=1)
+    assert calibration.hardware_as_measured(FOUND, alone).within == HERE.within
 
 
 def test_numbers_of_ranks_that_were_not_measured_have_their_share() -> None:
@@ -102,6 +125,7 @@ def test_numbers_of_ranks_that_were_not_measured_have_their_share() -> None:
     eight = calibration.hardware_as_measured(FOUND, many)
     assert eight.card.flops["float32"] == 1e11 * 2 / 8
     assert eight.card.bandwidth_bytes_s == 1e10 * 2 / 8
+    assert calibration.rates(FOUND, many).sharded_operation_s == 2e-5 * 8 / 2
     crowded = dataclasses.replace(FOUND, by_ranks={2: MEASURED, 8: MEASURED}, cores=2)
     assert calibration.hardware_as_measured(crowded, many).card.flops["float32"] == 1e11 * 2 / 8
     on_gpus = dataclasses.replace(FOUND, device="gpu")
@@ -114,6 +138,7 @@ def test_what_was_measured_of_something_else_is_left_out_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(calibration, "usable_cores", lambda: Decision(value=4, reason=""))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13")
+    monkeypatch.setattr("platform.node", lambda: "somewhere")
     mine = dataclasses.replace(FOUND, device="cpu", cores=4, torch="2.13")
     on, rates = calibration.as_known(mine, HERE)
     assert (on.card.flops["float32"], rates.source) == (1e11, mine.source)
@@ -124,6 +149,7 @@ def test_what_was_measured_of_something_else_is_left_out_and_that_is_said(
         (dataclasses.replace(mine, cores=8), HERE, "with 8 cores, not with 4"),
         (FOUND, HERE, "with an unknown number of cores, not with 4"),
         (dataclasses.replace(mine, torch="2.12"), HERE, "with torch 2.12, not with 2.13"),
+        (dataclasses.replace(mine, machine="elsewhere"), HERE, "on elsewhere, not on somewhere"),
     ]
     for found, hardware, why in elsewhere:
         on, rates = calibration.as_known(found, hardware)
@@ -184,13 +210,9 @@ def test_a_few_blocks_of_the_model_are_trained_here_to_fit_to(
     assert len(ran) == 1
 
 
-def test_it_is_kept_for_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_kept_and_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     assert calibration.kept(tmp_path) is None
-    monkeypatch.setattr("platform.node", lambda: "somewhere")
     path = calibration.keep(FOUND, tmp_path / "cache")
     assert calibration.kept(tmp_path / "cache") == FOUND
-    monkeypatch.setattr("platform.node", lambda: "elsewhere")
-    assert calibration.kept(tmp_path / "cache") is None
     path.write_text("{", encoding="utf-8")
-    monkeypatch.setattr("platform.node", lambda: "somewhere")
     assert calibration.kept(tmp_path / "cache") is None

@@ -7,7 +7,7 @@ import pytest
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.config.settings import Settings
-from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
 from torchmuster.errors import Impossible, NoSuchDevice
 from torchmuster.plan.hardware import catalogue, here
 from torchmuster.plan.hardware.model import Hardware
@@ -142,3 +142,13 @@ def test_an_unlisted_card_has_the_number_types_of_its_compute_capability(
 ) -> None:
     found = of(node(card(0, "Novelty", 8, compute_capability=capability)))
     assert found.card.number_types == types
+
+
+def test_cards_that_others_have_are_planned_with_and_named() -> None:
+    process = DeviceProcess(pid=12, user="anna", memory_bytes=GiB, compute=True)
+    busy = of(node(card(0), card(1, processes=(process,))))
+    assert busy.cards == 2
+    assert busy.assumed == (
+        "GPU 1 is in use by anna (pid 12); the plan takes it as if it were free",
+    )
+    assert of(node(card(0), card(1))).assumed == ()

@@ -73,3 +73,12 @@ def test_waiting_for_others_is_said_of_what_is_chosen(monkeypatch: pytest.Monkey
     MadeUpModel(parameters=1_000_000_000).stand_in(monkeypatch)
     alone = planned(monkeypatch, hardware(cards=1, memory_gib=288))
     assert "of a step waits for other" not in text(alone, line="")
+
+
+def test_a_cpu_has_ranks_and_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = hardware(cards=2)
+    on = dataclasses.replace(on, card=dataclasses.replace(on.card, kind="cpu", name="a CPU"))
+    answer = planned(monkeypatch, on)
+    for shown in (text(answer, line=""), page(answer, line="")):
+        assert "card" not in shown
+        assert "rank" in shown

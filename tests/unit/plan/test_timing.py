@@ -23,7 +23,13 @@ MB = 10**6
 PARAMETERS = 16 * MB  # of one block, in numbers
 BLOCKS = 10
 RATES = Rates(
-    compute=1.0, memory=1.0, communication=1.0, operation_s=0.0, beside=True, source="made up"
+    compute=1.0,
+    memory=1.0,
+    communication=1.0,
+    operation_s=0.0,
+    sharded_operation_s=0.0,
+    beside=True,
+    source="made up",
 )
 CARD = Card(name="card", memory_bytes=10**10, flops={"float32": 1e12}, bandwidth_bytes_s=1e12)
 
@@ -35,8 +41,7 @@ def hardware(ranks: int = 4, link: Link | None = None, **changes: Any) -> Hardwa
 
 
 def products(flops: int) -> tuple[Operation, ...]:
-    asked = Operation(name="prim.device", dtype="float32", count=9, flops=0, moved_bytes=10**12)
-    return asked, Operation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0)
+    return (Operation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0),)
 
 
 def collective(kind: Any, size_bytes: int, **changes: Any) -> Collective:
@@ -259,6 +264,17 @@ def test_beginning_operations_takes_a_card_s_processor_time_only_where_it_is_lon
     assert predict(candidate(), rates=slow).step_s == pytest.approx(0.04, rel=0.01)
     on_cpu = hardware(kind="cpu")
     assert predict(candidate(), on_cpu, rates=slow).step_s > predict(candidate(), on_cpu).step_s
+
+
+def test_the_update_of_shards_begins_its_operations_by_another_way() -> None:
+    on_cpu = hardware(kind="cpu")
+    slow = dataclasses.replace(RATES, sharded_operation_s=1e-3)
+    for wanted, longer_s in (
+        (candidate("ddp", copies=4), 0.0),
+        (candidate("fsdp", shards=4), 1e-3),  # its update is one operation
+    ):
+        longer = predict(wanted, on_cpu, rates=slow).step_s - predict(wanted, on_cpu).step_s
+        assert longer == pytest.approx(longer_s)
 
 
 def test_more_is_never_slower() -> None:

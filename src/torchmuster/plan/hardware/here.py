@@ -1,11 +1,14 @@
 """This machine as hardware: what the devices' drivers say, what the catalogue knows of them, what was measured."""
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from torchmuster.config.settings import Settings
 from torchmuster.devices import snapshot
+from torchmuster.devices.claims import Claims
+from torchmuster.devices.conditions import obstacle
 from torchmuster.devices.identify import candidates
 from torchmuster.devices.model import Device, Kind, LinkKind, Node
 from torchmuster.devices.readers.cpu import usable_cores
@@ -76,7 +79,17 @@ def hardware(
     request = Request(ids=None if ids is None else tuple(ids), count=ranks)
     devices = candidates(node, request, environment)
     _refuse_too_few(node, devices, ranks)
-    return _on_cards(node, devices[:ranks])
+    found = _on_cards(node, devices[:ranks])
+    taken = tuple(_taken(devices[:ranks], environment))
+    return dataclasses.replace(found, assumed=(*found.assumed, *taken))
+
+
+def _taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
+    """Say which cards others have: a plan is for the time when they are free."""
+    claims = Claims.here(environment).glance(one.uuid for one in devices).in_the_way
+    for one in devices:
+        if found := obstacle(one, Request(), claims):
+            yield f"{one.label} is {found.text}; the plan takes it as if it were free"
 
 
 def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:

@@ -16,6 +16,11 @@ class Card:
     source: str = ""  # where these figures come from
     number_types: tuple[str, ...] | None = None  # those it computes fast; None: nobody says
 
+    @property
+    def noun(self) -> str:
+        """What people call one of them: a CPU has no cards, but ranks that share it."""
+        return "rank" if self.kind == "cpu" else "card"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

@@ -4,9 +4,11 @@ They serve real steps, and imagined ones (``imagined_world.py``), in which no te
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.utils.data import default_collate
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.depth import Depth, cut, depth_of
+from torchmuster.plan.probes.depth import Depth, copied_with, cut, depth_of
 from torchmuster.plan.probes.imagined_world import forget_values, values_matter
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.step import MicroBatch, Step
@@ -111,11 +113,8 @@ def build(work: Work, candidate: Candidate, world: World, *, blocks: int | None 
 
 def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> Built:
     with values_matter(world):
-        model = _model(work, may_be_whole=candidate.strategy != "fsdp")
+        model, depth, counts = _model(work, candidate, world, blocks)
         sample = _sample_of(work, model)
-    depth, counts = depth_of(model), _counts(model)
-    if blocks is not None:
-        cut(model, blocks)
     recompute = candidate.recompute
     if isinstance(recompute, int):
         recompute_blocks(model, every=recompute)
@@ -146,8 +145,8 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         precision=precision,
         blocks=found,
         depth=depth,
-        parameter_count=counts[0],
-        trained_count=counts[1],
+        parameter_count=counts.parameters,
+        trained_count=counts.trained,
         _sample=sample,
     )
 
@@ -171,7 +170,45 @@ def sharding_of(candidate: Candidate) -> Sharding | None:
     return Sharding(kind=kind, cpu_offload=candidate.cpu_offload)  # type: ignore[arg-type]
 
 
-def _model(work: Work, *, may_be_whole: bool) -> nn.Module:
+class _Counts(NamedTuple):
+    """How many numbers a whole model has."""
+
+    parameters: int
+    trained: int
+
+
+def _model(
+    work: Work, candidate: Candidate, world: World, blocks: int | None
+) -> tuple[nn.Module, Depth, _Counts]:
+    """Return a model without memory, with so many repeated layers, and what the whole one is like."""
+    recipe = _recipe(work)
+    if recipe.files is not None and world.backend == "fake":
+        config = (recipe.files.folder / "config.json").read_bytes()
+        whole, depth, counts = _of_transformers(recipe, Path.cwd(), config)
+        model = copied_with(whole, blocks)
+    else:  # a model of the user's own may have functions that know its modules, and a copy would have the same
+        model = recipe.without_memory(may_be_whole=candidate.strategy != "fsdp").value
+        depth, counts = depth_of(model), _counts(model)
+        if blocks is not None:
+            cut(model, blocks)
+    if work.sequence_length is not None:
+        check_tokens(model, vocabulary=None, sequence_length=work.sequence_length)
+    return model, depth, counts
+
+
+@functools.lru_cache(maxsize=2)
+def _of_transformers(
+    recipe: Recipe, folder: Path, config: bytes
+) -> tuple[nn.Module, Depth, _Counts]:
+    """Return a whole model, which is kept: a process traces the same one many times, and copies a few layers of it.
+
+    ``folder`` and ``config`` are what else the model depends on.
+    """
+    model = recipe.without_memory(may_be_whole=False).value
+    return model, depth_of(model), _counts(model)
+
+
+def _recipe(work: Work) -> Recipe:
     files = None
     if work.model_name_or_path is not None:
         files = hugging_face.find(work.model_name_or_path)
@@ -180,23 +217,19 @@ def _model(work: Work, *, may_be_whole: bool) -> nn.Module:
     adapters = None
     if work.lora_rank is not None:
         adapters = Lora(rank=work.lora_rank, alpha=work.lora_alpha, targets=work.lora_targets)
-    recipe = Recipe(
+    return Recipe(
         files=files,
         build=work.build,
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
         attention=work.attention,
         lora=adapters,
     )
-    model = recipe.without_memory(may_be_whole=may_be_whole).value
-    if work.sequence_length is not None:
-        check_tokens(model, vocabulary=None, sequence_length=work.sequence_length)
-    return model
 
 
-def _counts(model: nn.Module) -> tuple[int, int]:
+def _counts(model: nn.Module) -> _Counts:
     parameters = list(model.parameters())
-    trained = (one.numel() for one in parameters if one.requires_grad)
-    return sum(one.numel() for one in parameters), sum(trained)
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    return _Counts(parameters=sum(one.numel() for one in parameters), trained=trained)
 
 
 def _loss(work: Work) -> losses.Loss:

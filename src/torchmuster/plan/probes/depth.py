@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchmuster.train.models.blocks import repeated_blocks
+from torchmuster.train.models.deferred import copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,22 @@ def cut(model: nn.Module, blocks: int) -> None:
     if list(map(id, repeated_blocks(model))) != list(map(id, found[:blocks])):
         # Beside so few layers, others look like the repeated ones, and would be sharded instead.
         holder._modules = before
+
+
+def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
+    """Return a copy of a deferred model with its first so many repeated layers; None: with all of them.
+
+    The rest is not copied, and the model itself is as it was.
+    """
+    holder = _list_of(model, repeated_blocks(model))
+    if blocks is None or holder is None:
+        return copied(model)
+    whole = dict(holder._modules)
+    cut(model, blocks)
+    try:
+        return copied(model)
+    finally:
+        holder._modules = whole
 
 
 def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:

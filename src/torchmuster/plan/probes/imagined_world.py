@@ -40,7 +40,7 @@ def imagined_world(
     try:
         with ExitStack() as stack:
             stack.enter_context(_replaced(Tape, "play", _room))
-            stack.enter_context(_replaced(nn.Module, "_apply", _applied))
+            stack.enter_context(_replaced(nn.Module, "_apply", _apply_that_keeps_ties()))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (
@@ -81,21 +81,43 @@ def _room(tape: Tape, window: Window, device: torch.device, seed: int) -> torch.
     return torch.empty_strided(window.size, window.stride, dtype=window.dtype, device=device)
 
 
-def _applied(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Stand for ``Module.to``: torch's swaps tensors, which those without memory often refuse.
+def _apply_that_keeps_ties() -> Callable[..., nn.Module]:
+    """Return what stands for ``Module.to``: torch's swaps tensors, which those without memory often refuse.
 
-    FSDP calls it within its own, which looks for its shards anew.
+    A parameter that several modules have is changed once and stays theirs. FSDP calls it within its own, which looks
+    for its shards anew.
     """
-    for child in module.children() if recurse else ():
-        child._apply(change)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for name, one in module._parameters.items():
-            if one is not None and (changed := change(one)) is not one:
-                module._parameters[name] = nn.Parameter(changed, requires_grad=one.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = change(buffer)
-    return module
+    done: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # in the call that is under way
+    depth = 0
+
+    def changed(one: nn.Parameter, change: Callable[[Any], Any]) -> nn.Parameter:
+        if id(one) not in done:
+            made = change(one)
+            if made is not one:
+                made = nn.Parameter(made, requires_grad=one.requires_grad)
+            done[id(one)] = one, made
+        return done[id(one)][1]
+
+    def applied(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        nonlocal depth
+        depth += 1
+        try:
+            for child in module.children() if recurse else ():
+                child._apply(change)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for name, one in module._parameters.items():
+                    if one is not None:
+                        module._parameters[name] = changed(one, change)
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = change(buffer)
+        finally:
+            depth -= 1
+            if not depth:
+                done.clear()
+        return module
+
+    return applied
 
 
 class _Reducer:

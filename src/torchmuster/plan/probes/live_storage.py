@@ -13,15 +13,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchmuster.plan.probes.batch_norm import with_kept_statistics
 from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
 from torchmuster.plan.probes.log import Done, Log, Sized, Storage
-from torchmuster.plan.probes.operations import ATTENTION_BACKWARD, flops_of, moved_bytes_of
+from torchmuster.plan.probes.operations import (
+    ATTENTION_BACKWARD,
+    flops_of,
+    moved_bytes_of,
+    tensors_in,
+)
 from torchmuster.plan.probes.private_torch import (
     CANNOT_FOLLOW,
     TorchDispatchMode,
+    backward_under_way,
     computing_backward,
     paused_in_sharding_propagation,
-    tree_leaves,
 )
 from torchmuster.plan.probes.stages import Stage, Stages
 from torchmuster.plan.probes.workspace import workspace_bytes
@@ -52,7 +58,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host = on_host
         self._numbers: dict[int, int] = {}  # by a storage's address, while it lives
         self._sizes: dict[int, int] = {}
+        self._made_by: dict[int, int | None] = {}  # the backward of which operation
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._added_to: tuple[int | None, int] = (
+            None,
+            0,
+        )  # a gradient, and where in the log its sum came
         self._paused = 0
         self._first = 0  # number of the first storage that was made in a step
         self.lost_in = ""  # the module that could not be followed
@@ -111,7 +122,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _as(answer, args[0])
         if self._paused:
             return func(*args, **kwargs)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        self._added_to = None, 0
+        if func is torch.ops.prim.device.default:  # asked more often than anything is computed
+            self._see_tensor(args[0], "")
+            return func(*args, **kwargs)
+        given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         for one in given:  # what C++ made without telling
             self._see_tensor(one, "")
         if func.namespace == "c10d":
@@ -126,7 +141,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.lost_in or self.stages.module
             )  # hooks leave the module before it is told
             raise
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        result = with_kept_statistics(func, args, result, on_host=self._on_host)
+        if func is _aten.add.Tensor and self._adds_gradients(*args[:2]):
+            self._added_to = self._see_tensor(args[0], name), len(self.log.events)
+        made = tensors_in((result,))
         numbers = [self._see_tensor(one, name) for one in made]
         flops = flops_of(func, args, kwargs, result)
         if self._on_host:
@@ -149,6 +167,20 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
         return result
+
+    def _adds_gradients(self, first: Any, second: Any) -> bool:
+        """Say whether a backward adds up what several operations gave for one tensor, and not within an operation.
+
+        What an operation itself adds to is made by it, or kept until it has ended.
+        """
+        if torch.is_grad_enabled() or not computing_backward():
+            return False
+        numbers = [
+            self._see_tensor(one, "") for one in (first, second) if isinstance(one, torch.Tensor)
+        ]
+        if len(set(numbers)) < 2 or numbers[0] is None:
+            return False
+        return self._made_by.get(numbers[0]) != backward_under_way()
 
     def _is_recomputing(self) -> bool:
         # A backward records no gradients; a forward that is computed again in it does.
@@ -224,6 +256,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.storages.append(
                 Storage(made_in=self.stages.now, recomputed=self._is_recomputing())
             )
+            self._made_by[number] = backward_under_way()
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         size = storage.nbytes()
         if size != self._sizes.get(number, 0):
@@ -242,8 +275,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         number = self._numbers.pop(key)
         del self._references[key]
-        if self._sizes.pop(number, 0):
-            self.log.events.append(Sized(number, 0, "", ""))
+        del self._made_by[number]
+        if not self._sizes.pop(number, 0):
+            return
+        added_to, summed_at = self._added_to
+        # A gradient that nobody else has is added to where it lies. Where a mode looks on, torch makes a new tensor
+        # instead, after which the old one is gone at once.
+        place = summed_at if number == added_to else len(self.log.events)
+        self.log.events.insert(place, Sized(number, 0, "", ""))
 
 
 _KINDS = {

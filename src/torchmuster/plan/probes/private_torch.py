@@ -44,6 +44,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "backward_under_way",
     "computing_backward",
     "flop_registry",
     "paused_in_sharding_propagation",
@@ -69,6 +70,12 @@ def computing_backward() -> bool:
     Hooks tell of a backward's parts, not of its end.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_under_way() -> int | None:
+    """Return which operation's backward is under way, or has just given what is passed on; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node() if computing_backward() else None
+    return None if node is None else int(node._sequence_nr())
 
 
 def single_allocations(seen: torch.profiler.profile) -> list[int]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.plan.hardware.model import Link
@@ -38,7 +40,8 @@ def measure(world: World) -> RankRates:
     return RankRates(
         flops={str(one).removeprefix("torch."): _products(world, one) for one in types},
         bandwidth_bytes_s=_stream(world),
-        operation_s=_beginning(world),
+        operation_s=_beginning(world, torch.zeros(1, device=world.device)),
+        sharded_operation_s=_beginning(world, _shard(world)) if world.world_size > 1 else None,
         collectives=_collectives(world) if world.world_size > 1 else {},
     )
 
@@ -79,8 +82,7 @@ def _stream(world: World) -> float:
     return 12.0 * count / _turn_s(world, lambda: torch.add(one, two, out=out))
 
 
-def _beginning(world: World) -> float:
-    one = torch.zeros(1, device=world.device)
+def _beginning(world: World, one: torch.Tensor) -> float:
     times = 200
 
     def turn() -> None:
@@ -88,6 +90,13 @@ def _beginning(world: World) -> float:
             torch.add(one, one)
 
     return _turn_s(world, turn) / times
+
+
+def _shard(world: World) -> torch.Tensor:
+    """Return a tensor of which each rank has one number, as fsdp shards parameters."""
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    own = torch.zeros(1, device=world.device)
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
 
 
 def _collectives(world: World) -> dict[str, Link]:

@@ -6,6 +6,7 @@ As a program it answers requests, one a line::
 """
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -280,6 +281,7 @@ def main() -> None:
     """Answer requests from stdin on stdout, one a line; what a model prints goes to stderr."""
     logs = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     answers = sys.stdout.buffer
+    gc.freeze()  # what is imported stays: the collector need not look through all of it again and again
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin.buffer:
             answers.write(msgspec.json.encode(answer(line, logs)) + b"\n")

@@ -27,18 +27,18 @@ _FONT = "font-family:system-ui,sans-serif;font-size:11px"
 def bars(answer: Answer) -> str:
     """Return a bar for each way, over what a card has."""
     rows = answer.table
-    card = answer.asked.hardware.card.memory_bytes
+    card, noun = answer.asked.hardware.card.memory_bytes, answer.asked.hardware.card.noun
     most = max([card, *(one.memory.high_bytes for one in rows)])
     most = min(most, 3 * card)  # what is far too large would make everything else small
     height = _TOP + len(rows) * _ROW + 64
     width = _LEFT + _WIDE + 110
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="memory of a card">',
+        f'height="{height}" role="img" aria-label="memory of a {noun}">',
         f"<style>text{{{_FONT};fill:{_INK}}}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        '<text x="12" y="20" style="font-size:14px;font-weight:600">memory of a card at the peak of '
-        "a step</text>",
+        '<text x="12" y="20" style="font-size:14px;font-weight:600">'
+        f"memory of a {noun} at the peak of a step</text>",
     ]
     for place, one in enumerate(rows):
         body += _row(one, _TOP + place * _ROW, _WIDE / most)
@@ -52,7 +52,7 @@ def bars(answer: Answer) -> str:
         f'<text x="{x:.1f}" y="{_TOP - 12}" text-anchor="middle" style="fill:{_LIMIT}">'
         f"{escape(format_bytes(card))}</text>"
     )
-    body += _legend(rows, bottom + 20)
+    body += _legend(rows, bottom + 20, noun)
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
@@ -87,7 +87,7 @@ def _tip(part: Part) -> str:
     return f"{part.name}: {format_bytes(part.size_bytes)} ({part.source})"
 
 
-def _legend(rows: Sequence[Forecast], y: int) -> Iterator[str]:
+def _legend(rows: Sequence[Forecast], y: int, noun: str) -> Iterator[str]:
     names = [name for name in _COLOURS if any(one.memory.by_category.get(name) for one in rows)]
     x = 12.0
     for name in [*names, "beside tensors"]:
@@ -95,6 +95,6 @@ def _legend(rows: Sequence[Forecast], y: int) -> Iterator[str]:
         yield f'<text x="{x + 16:.0f}" y="{y + 10}">{escape(name)}</text>'
         x += 28 + 6.6 * len(name)
     yield (
-        f'<text x="12" y="{y + 30}">black lines: the band of each forecast; the dashed line: what a card '
+        f'<text x="12" y="{y + 30}">black lines: the band of each forecast; the dashed line: what a {noun} '
         "has; ✕ does not fit</text>"
     )

@@ -60,7 +60,8 @@ def scaling(answer: Answer) -> str | None:
     if one.time is None or one.candidate.layout.ranks == 1:
         return None
     efficiency = 100 * one.time.scaling_efficiency
-    return f"efficiency {efficiency:.0f} %: the rest of a step waits for other cards"
+    others = f"{answer.asked.hardware.card.noun}s"
+    return f"efficiency {efficiency:.0f} %: the rest of a step waits for other {others}"
 
 
 def _way(one: Forecast, cards: int) -> tuple[str, str, str]:

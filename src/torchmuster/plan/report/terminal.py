@@ -19,7 +19,7 @@ from torchmuster.verify.report.terminal import columns
 _BAR = 40
 _MOST_ROWS = 10
 # A number stays with its unit; the sign that joins them is one that textwrap knows no border in.
-_AMOUNT = re.compile(r"(\d) ([KMGT]iB|%|tokens/s|samples/s|cards?)")
+_AMOUNT = re.compile(r"(\d) ([KMGT]iB|%|tokens/s|samples/s|cards?|ranks?)")
 _JOINED = "\N{NO-BREAK SPACE}"
 
 
@@ -52,8 +52,8 @@ def question(answer: Answer) -> str:
         parts_of_it.append(f"{answer.tokens_per_sample:,} tokens a sample")
     if asked.global_batch_size is not None:
         parts_of_it.append(f"global batch {asked.global_batch_size:,}")
-    card = format_bytes(asked.hardware.card.memory_bytes)
-    where = f"on {in_words(asked.hardware)} ({card} a card)"
+    card = asked.hardware.card
+    where = f"on {in_words(asked.hardware)} ({format_bytes(card.memory_bytes)} a {card.noun})"
     return harmless(f"{', '.join(parts_of_it)}, {where}")
 
 
@@ -71,7 +71,7 @@ def _table(answer: Answer, width: int) -> Iterator[str]:
 def _picture(answer: Answer) -> Iterator[str]:
     one = answer.chosen.value
     whole = max(answer.asked.hardware.card.memory_bytes, one.memory.total_bytes)
-    yield f"memory of a card at its peak, {place(one)}"
+    yield f"memory of a {answer.asked.hardware.card.noun} at its peak, {place(one)}"
     left = spare(one, answer.asked)
     shown = [(part.name, part.size_bytes, "█") for part in parts(one)]
     shown.append(("left over", max(left, 0), "░"))

@@ -107,12 +107,13 @@ def choose(
     fastest = max(map(_rate, fitting))
     others = (one for one in fitting if not _is_alike(one.candidate, best.candidate))
     second = next(others, None)
-    reason = f"{in_words(best.candidate)}: {figures(best, asked)}"
-    if because := _why_no_simpler(best, explored, fastest):
+    noun = asked.hardware.card.noun
+    reason = f"{in_words(best.candidate, noun)}: {figures(best, asked)}"
+    if because := _why_no_simpler(best, explored, fastest, noun):
         reason += f"; {because}"
     runner_up = None
     if second is not None:
-        runner_up = Decision(value=second, reason=_why_not(second, best, fastest))
+        runner_up = Decision(value=second, reason=_why_not(second, best, fastest, noun))
     return Decision(value=best, reason=reason), runner_up
 
 
@@ -120,14 +121,17 @@ def _is_alike(one: Candidate, other: Candidate) -> bool:
     return way(one) == way(other) and one.recompute == other.recompute
 
 
-def in_words(candidate: Candidate) -> str:
-    """Say a way in a few words: ``fsdp over 8 cards, micro-batch 2 x 4, bf16, recompute full``."""
+def in_words(candidate: Candidate, noun: str) -> str:
+    """Say a way in a few words: ``fsdp over 8 cards, micro-batch 2 x 4, bf16, recompute full``.
+
+    ``noun`` is what it is spread over: cards, or ranks of a CPU.
+    """
     portions = f"micro-batch {candidate.micro_batch_size}"
     if candidate.accumulation > 1:
         portions += f" x {candidate.accumulation}"
     words = [name_of(candidate), portions, candidate.precision]
     if candidate.layout.ranks > 1:
-        words[0] += f" over {counted(candidate.layout.ranks, 'card')}"
+        words[0] += f" over {counted(candidate.layout.ranks, noun)}"
     if candidate.recompute != "none":
         words.append(f"recompute {recompute_of(candidate)}")
     return ", ".join(words)
@@ -135,9 +139,9 @@ def in_words(candidate: Candidate) -> str:
 
 def figures(one: Forecast, asked: Asked) -> str:
     """Say what a way takes and gives."""
-    card = format_bytes(asked.hardware.card.memory_bytes)
+    card = asked.hardware.card
     room = (
-        f"{format_bytes(one.memory.total_bytes)} of the {card} of each card, "
+        f"{format_bytes(one.memory.total_bytes)} of the {format_bytes(card.memory_bytes)} of each {card.noun}, "
         f"{format_bytes(one.spare_bytes)} to spare above the band"
     )
     return room if one.time is None else f"{room}, {rate(one)}"
@@ -150,7 +154,7 @@ def rate(one: Forecast) -> str:
     return f"{one.samples_per_s or 0.0:,.1f} samples/s"
 
 
-def _why_no_simpler(best: Forecast, explored: Explored, fastest: float) -> str:
+def _why_no_simpler(best: Forecast, explored: Explored, fastest: float, noun: str) -> str:
     """Say what kept the simplest of the other ways from being chosen."""
     if best.candidate.strategy != "fsdp":
         return ""
@@ -162,13 +166,13 @@ def _why_no_simpler(best: Forecast, explored: Explored, fastest: float) -> str:
         return ""
     fitting = in_preference(one for one in tried if one.fits)
     if fitting:
-        return _why_not(fitting[0], best, fastest)
+        return _why_not(fitting[0], best, fastest, noun)
     nearest = max(tried, key=lambda one: one.spare_bytes)
     return f"ddp lacks {format_bytes(-nearest.spare_bytes)}"
 
 
-def _why_not(other: Forecast, best: Forecast, fastest: float) -> str:
-    name = in_words(other.candidate)
+def _why_not(other: Forecast, best: Forecast, fastest: float, noun: str) -> str:
+    name = in_words(other.candidate, noun)
     if not other.samples_per_s or not best.samples_per_s:
         return f"{name} is less simple"
     if other.samples_per_s * SAME_RATE >= fastest:
@@ -190,14 +194,15 @@ def would_change(
     rates: Rates,
 ) -> Iterator[str]:
     """Say what would make another answer, hardware before all, each computed."""
-    yield from _more_memory(best, explored)
-    yield from _less_memory(best, explored)
+    noun = asked.hardware.card.noun
+    yield from _more_memory(best, explored, noun)
+    yield from _less_memory(best, explored, noun)
     yield from _larger_steps(best, explored, asked, rates=rates)
     if best.time is not None and best.candidate.layout.ranks > 1:
         yield from _faster_links(best, explored, asked, rates=rates)
 
 
-def _more_memory(best: Forecast, explored: Explored) -> Iterator[str]:
+def _more_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]:
     faster = [
         one
         for one in explored.forecasts
@@ -208,16 +213,16 @@ def _more_memory(best: Forecast, explored: Explored) -> Iterator[str]:
         nearest = max(faster, key=lambda one: one.spare_bytes)
         gain = _percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
         yield (
-            f"with {format_bytes(-nearest.spare_bytes)} more on each card: "
-            f"{in_words(nearest.candidate)}, {gain} faster"
+            f"with {format_bytes(-nearest.spare_bytes)} more on each {noun}: "
+            f"{in_words(nearest.candidate, noun)}, {gain} faster"
         )
     needs = [one for one in explored.passed_over if one.of_states]
     if needs:
         least = min(needs, key=lambda one: one.needs_bytes or 0)
-        yield f"{least.name} needs more than {format_bytes(least.needs_bytes or 0)} on each card"
+        yield f"{least.name} needs more than {format_bytes(least.needs_bytes or 0)} on each {noun}"
 
 
-def _less_memory(best: Forecast, explored: Explored) -> Iterator[str]:
+def _less_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]:
     smaller = [
         one
         for one in explored.forecasts
@@ -225,11 +230,12 @@ def _less_memory(best: Forecast, explored: Explored) -> Iterator[str]:
     ]
     border = format_bytes(best.memory.high_bytes)
     if not smaller:
-        yield f"with less than {border} on each card nothing that was looked at fits"
+        yield f"with less than {border} on each {noun} nothing that was looked at fits"
         return
     following = preferred(smaller)
     needed = format_bytes(following.memory.high_bytes)
-    yield f"with less than {border} on each card: {in_words(following.candidate)}, at most {needed}"
+    words = in_words(following.candidate, noun)
+    yield f"with less than {border} on each {noun}: {words}, at most {needed}"
 
 
 def _larger_steps(
@@ -253,7 +259,8 @@ def _larger_steps(
     if found is not best:
         gain = _percent(_rate(found) / _rate(best) - 1.0)
         batch = found.candidate.global_batch_size
-        yield f"with a global batch of {batch:,}: {in_words(found.candidate)}, {gain} faster"
+        words = in_words(found.candidate, asked.hardware.card.noun)
+        yield f"with a global batch of {batch:,}: {words}, {gain} faster"
 
 
 def _faster_links(

@@ -37,7 +37,7 @@ def too_large(candidate: Candidate, asked: Asked, record: Record) -> PassedOver 
     return PassedOver(
         name=_over_some(name_of(candidate), candidate, asked),
         why=f"weights, gradients and optimiser alone take at least {format_bytes(least)} of the "
-        f"{format_bytes(asked.hardware.card.memory_bytes)} of a card",
+        f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
         needs_bytes=least,
         of_states=True,
     )
@@ -46,7 +46,11 @@ def too_large(candidate: Candidate, asked: Asked, record: Record) -> PassedOver 
 def _over_some(name: str, candidate: Candidate, asked: Asked) -> str:
     """Name a way that leaves cards alone by those it takes: over all of them it may well fit."""
     ranks = candidate.layout.ranks
-    return name if ranks in (1, asked.hardware.cards) else f"{name} over {counted(ranks, 'card')}"
+    return (
+        name
+        if ranks in (1, asked.hardware.cards)
+        else f"{name} over {counted(ranks, asked.hardware.card.noun)}"
+    )
 
 
 def by_formula(candidate: Candidate, asked: Asked) -> Memory | None:
@@ -65,7 +69,7 @@ def too_large_by_formula(candidate: Candidate, asked: Asked) -> PassedOver | Non
     return PassedOver(
         name=_over_some(in_short(candidate), candidate, asked),
         why=f"at least about {format_bytes(needed.low_bytes)} by a formula, more than the "
-        f"{format_bytes(asked.hardware.card.memory_bytes)} of a card",
+        f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
         needs_bytes=needed.low_bytes,
     )
 

@@ -42,21 +42,21 @@ _FIXED = {
 
 def refusal(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
     """Return the error that says what is missing, and what would help."""
-    where = in_words_of(asked.hardware)
+    where, noun = in_words_of(asked.hardware), asked.hardware.card.noun
     changes = [*_changes(asked, explored, look, rates=rates)]
     nearest = nearest_of(explored)
     if nearest is None:
         why = _why_not_even_forecast(explored)
     elif nearest.spare_bytes < 0:
         why = (
-            f"the nearest is {in_words(nearest.candidate)}: it needs "
+            f"the nearest is {in_words(nearest.candidate, noun)}: it needs "
             f"{format_bytes(nearest.memory.high_bytes)} at the high end of its band, "
-            f"{format_bytes(-nearest.spare_bytes)} more than a card has "
+            f"{format_bytes(-nearest.spare_bytes)} more than a {noun} has "
             f"({format_bytes(asked.hardware.card.memory_bytes)})"
         )
     else:
         why = (
-            f"the nearest is {in_words(nearest.candidate)}: it keeps "
+            f"the nearest is {in_words(nearest.candidate, noun)}: it keeps "
             f"{format_bytes(nearest.memory.host_bytes)} in the memory of a machine, which has "
             f"{format_bytes(asked.hardware.host_memory_bytes or 0)}"
         )
@@ -102,7 +102,7 @@ def _left_open(asked: Asked, look: Look, *, rates: Rates) -> Iterator[str]:
 
 def _room(one: Forecast, asked: Asked) -> str:
     return (
-        f"{in_words(one.candidate)} needs {format_bytes(one.memory.high_bytes)} of "
+        f"{in_words(one.candidate, asked.hardware.card.noun)} needs {format_bytes(one.memory.high_bytes)} of "
         f"{format_bytes(asked.hardware.card.memory_bytes)}"
     )
 
@@ -193,7 +193,7 @@ def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[s
             most, found = middle, attempt
     cards = most * asked.hardware.cards_per_machine
     yield (
-        f"{counted(cards, 'card')} ({counted(most, 'machine')}) instead of "
+        f"{counted(cards, asked.hardware.card.noun)} ({counted(most, 'machine')}) instead of "
         f"{asked.hardware.cards}: {_room(found, asked)}"
     )
 
@@ -208,5 +208,5 @@ def _larger_card(asked: Asked, explored: Explored) -> Iterator[str]:
     if larger is not None:
         yield (
             f"cards with {format_bytes(needed)}, such as {larger.name} "
-            f"({format_bytes(larger.memory_bytes)}): {in_words(nearest.candidate)}"
+            f"({format_bytes(larger.memory_bytes)}): {in_words(nearest.candidate, asked.hardware.card.noun)}"
         )

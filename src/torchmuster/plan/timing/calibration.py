@@ -22,7 +22,7 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof import fresh_ranks, real_steps
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.rates import Rates, usual
+from torchmuster.plan.timing.rates import Rates, key_of, usual
 from torchmuster.runfolder import write_atomically
 from torchmuster.train.strategies.sharding import Layout
 
@@ -46,6 +46,7 @@ class RankRates:
     flops: Mapping[str, float]
     bandwidth_bytes_s: float
     operation_s: float
+    sharded_operation_s: float | None = None  # None: one rank alone has no shards
     collectives: Mapping[str, Link]  # by rates.key_of
 
 
@@ -82,13 +83,17 @@ def measure(
         say(f"measuring with {number} {'rank' if number == 1 else 'ranks'}")
         by_ranks[number] = _measure_with(number, device, say)
     return Calibration(
-        machine=platform.node() or "this machine",
+        machine=_machine(),
         date=datetime.date.today().isoformat(),
         by_ranks=by_ranks,
         device=device,
         cores=usable_cores().value,
         torch=_torch(),
     )
+
+
+def _machine() -> str:
+    return platform.node() or "this machine"
 
 
 def _torch() -> str | None:
@@ -129,6 +134,7 @@ def weakest(found: Sequence[RankRates]) -> RankRates:
         flops={key: min(one.flops[key] for one in found) for key in found[0].flops},
         bandwidth_bytes_s=min(one.bandwidth_bytes_s for one in found),
         operation_s=max(one.operation_s for one in found),
+        sharded_operation_s=max(one.sharded_operation_s or 0.0 for one in found) or None,
         collectives={
             key: Link(
                 latency_s=max(one.collectives[key].latency_s for one in found),
@@ -160,6 +166,8 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
 
 def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
     """Say what was measured that is not what is planned for; empty where it is."""
+    if calibration.machine != _machine():  # a cache folder may be that of many machines
+        return f"on {calibration.machine}, not on {_machine()}"
     names = {"cpu": "the CPU", "gpu": "GPUs"}
     device = "cpu" if hardware.card.kind == "cpu" else "gpu"
     if calibration.device != device:
@@ -181,7 +189,27 @@ def hardware_as_measured(calibration: Calibration, hardware: Hardware) -> Hardwa
         bandwidth_bytes_s=found.bandwidth_bytes_s,
         source=calibration.source,
     )
-    return dataclasses.replace(hardware, card=card)
+    return dataclasses.replace(hardware, card=card, within=_within(calibration, hardware))
+
+
+def _within(calibration: Calibration, hardware: Hardware) -> Link:
+    """Return the link of which a ring takes what the measured sums took; as it was where none was measured.
+
+    What was measured as a whole is computed with as a whole; this is for all other collectives.
+    """
+    ranks = hardware.cards_per_machine
+    sums = [
+        one.collectives.get(key_of("all_reduce", ranks)) for one in calibration.by_ranks.values()
+    ]
+    measured = next((one for one in sums if one is not None), None)
+    if measured is None or ranks < 2:
+        return hardware.within
+    share = usual(hardware.card.kind).communication
+    return Link(
+        latency_s=measured.latency_s / (2 * (ranks - 1)),
+        bytes_s=measured.bytes_s * 2 * (1 - 1 / ranks) / share,
+        source=calibration.source,
+    )
 
 
 def rates(calibration: Calibration, hardware: Hardware) -> Rates:
@@ -190,11 +218,13 @@ def rates(calibration: Calibration, hardware: Hardware) -> Rates:
     collectives: dict[str, Link] = {}
     for one in calibration.by_ranks.values():
         collectives.update(one.collectives)
+    as_usual = usual(hardware.card.kind)
     return dataclasses.replace(
-        usual(hardware.card.kind),
+        as_usual,
         compute=calibration.compute,
         memory=calibration.memory,
         operation_s=found.operation_s,
+        sharded_operation_s=found.sharded_operation_s or as_usual.sharded_operation_s,
         collectives=collectives,
         source=calibration.source,
     )
@@ -222,6 +252,7 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
         flops={key: rate * share for key, rate in one.flops.items()},
         bandwidth_bytes_s=one.bandwidth_bytes_s * share,
         operation_s=one.operation_s / share,
+        sharded_operation_s=one.sharded_operation_s and one.sharded_operation_s / share,
     )
 
 
@@ -326,9 +357,8 @@ def keep(calibration: Calibration, folder: Path) -> Path:
 
 
 def kept(folder: Path) -> Calibration | None:
-    """Return this machine's calibration from the cache folder; None if there is none, or another's."""
+    """Return the calibration in the cache folder, whatever was measured; None if there is none."""
     try:
-        found = msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError):
         return None
-    return found if found.machine == (platform.node() or "this machine") else None

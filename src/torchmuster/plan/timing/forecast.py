@@ -46,7 +46,9 @@ def predict(
     def duration(pace: timeline.Pace) -> float:
         if pace.phase == "update" and candidate.cpu_offload and card.kind != "cpu":
             return sum(one.moved_bytes for one in pace.work) / rates.host_memory_bytes_s
-        return _seconds(pace.work, card, rates)
+        sharded = candidate.strategy == "fsdp" and pace.phase == "update"
+        begin_s = rates.sharded_operation_s if sharded else rates.operation_s
+        return _seconds(pace.work, card, rates, begin_s)
 
     spent = schedule.run(
         *(step, duration),
@@ -73,7 +75,7 @@ def predict(
     )
 
 
-def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates) -> float:
+def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates, begin_s: float) -> float:
     """Return what operations take: each kind is held up by computing or by memory, whichever is slower."""
     if card.bandwidth_bytes_s is None:
         raise _unknown(card, "how fast its memory is")
@@ -84,7 +86,7 @@ def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates) -> float:
         computing = one.flops / (_rate(card, one.dtype) * rates.compute) if one.flops else 0.0
         total += max(moving, computing)
         begun += one.times
-    beginning = begun * rates.operation_s
+    beginning = begun * begin_s
     # A processor begins operations while the card still works on others; on the CPU there is nobody else.
     return total + beginning if card.kind == "cpu" else max(total, beginning)
 

@@ -14,6 +14,8 @@ class Rates:
     memory: float  # of the memory's bandwidth, for everything that is not held up by computing
     communication: float  # of a link's rate
     operation_s: float  # what beginning one operation takes
+    # The same on a sharded tensor, as the update of fsdp has them: DTensor first works out where the result goes.
+    sharded_operation_s: float
     beside: bool  # whether collectives run beside computing, or hold it up
     # Collectives measured as a whole, by "kind ranks": over the bytes of a gather's result or a reduction's input.
     collectives: Mapping[str, Link] = field(default_factory=dict)
@@ -42,6 +44,7 @@ CATALOGUED = Rates(
     memory=0.8,
     communication=0.8,
     operation_s=6e-6,
+    sharded_operation_s=6e-6,  # of all parameters in one operation: they are few
     beside=True,
     source="usual shares of its maker's rates, not measured",
 )
@@ -50,6 +53,7 @@ ON_CPU = Rates(
     memory=0.8,
     communication=1.0,
     operation_s=5e-6,
+    sharded_operation_s=4e-5,
     beside=False,
     source="usual shares of a processor's rates, not measured",
 )

@@ -17,7 +17,6 @@ from torchmuster.plan.memory.depth import period
 from torchmuster.plan.memory.shard_degree import shard_elements
 from torchmuster.plan.record import Collective, Operation, Record, Shape
 
-_QUESTIONS = "prim."  # such as prim.device: answered without looking at a tensor's memory
 _OF_MICRO_BATCHES = ("forward", "loss", "backward")
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -119,8 +118,6 @@ def _merged(same: _Same) -> list[_Merged]:
 
 def _add(loads: dict[tuple[str, str], Load], operations: Sequence[Operation]) -> None:
     for one in operations:
-        if one.name.startswith(_QUESTIONS):
-            continue
         key = one.name, one.dtype
         _, count, flops, moved = loads.get(key, (one.dtype, 0.0, 0.0, 0.0))
         loads[key] = Load(one.dtype, count + one.count, flops + one.flops, moved + one.moved_bytes)

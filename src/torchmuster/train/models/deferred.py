@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -116,6 +117,15 @@ def _seeded_alike() -> Iterator[None]:
 def is_deferred(model: nn.Module) -> bool:
     """Say whether any part of a model is still without memory."""
     return any(one.tensor.is_meta for module in model.modules() for one in _own_tensors(module))
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a deferred model, whose values come from where those of the first do."""
+    copy = deepcopy(model)
+    for one, same in zip(model.modules(), copy.modules(), strict=True):
+        if one in _sources:
+            _sources[same] = dict(_sources[one])
+    return copy
 
 
 def take_values_from(model: nn.Module, sources: Mapping[str, Source]) -> None:

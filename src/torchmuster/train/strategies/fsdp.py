@@ -29,13 +29,16 @@ from torchmuster.train.strategies.placing import take_values_of_rank_0
 from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
 from torchmuster.train.world import World
 
+# Their running means stay in 32 bits, and torch has no kernel for weights of fewer bits beside such means.
+_WITH_RUNNING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class Fsdp:
     """Shards the model over the ranks with torch's ``fully_shard``: each repeated block, then the rest.
 
     ``precision`` is what blocks are gathered and computed in; shards, sums of gradients and the optimiser
-    keep the model's own number type. It goes together with the loop's ``autocast``, which then finds most
-    things in the right type already. ``seed`` is for models that get their values only here (``deferred.py``).
+    keep the model's own number type, and so do the weights of batch normalisation. It goes together with the
+    loop's ``autocast``, which then finds most things in the right type already. ``seed`` is for models that get their values only here (``deferred.py``).
     """
 
     name = "fsdp"
@@ -76,6 +79,9 @@ class Fsdp:
         self.layout = self._lay_out()
         mesh = _mesh(self.layout.value, self._world)
         keep_whole = self._sharding.kind == "shard_grad_op"
+        if self._precision.compute is not torch.float32:
+            for norm in _with_running_means(model):  # few numbers, so they may stay whole
+                self._shard(norm, mesh, precision=FP32, reshard_after_forward=False)
         for block in _blocks_of_their_own(model):
             self._shard(block, mesh, reshard_after_forward=not keep_whole)
         # The rest of the model is needed first and last, so torch keeps it whole in between.
@@ -96,15 +102,23 @@ class Fsdp:
             sizes = [self._world.world_size]
         return lay_out(self._sharding, ranks_of_machines=sizes)
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+    def _shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        reshard_after_forward: bool,
+        precision: Precision | None = None,
+    ) -> None:
         on_host = self._world.device.type == "cpu"
-        reduced = self._precision.compute is not torch.float32
+        compute = (precision or self._precision).compute
+        reduced = compute is not torch.float32
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=self._precision.compute if reduced else None,
+                param_dtype=compute if reduced else None,
                 reduce_dtype=torch.float32 if reduced else None,
             ),
             offload_policy=CPUOffloadPolicy(pin_memory=not on_host)
@@ -190,6 +204,14 @@ def _running(model: nn.Module) -> list[str]:
     saved = model.state_dict().keys()
     return [
         name for name, one in model.named_buffers() if name in saved and one.is_floating_point()
+    ]
+
+
+def _with_running_means(model: nn.Module) -> list[nn.Module]:
+    return [
+        one
+        for one in model.modules()
+        if isinstance(one, _WITH_RUNNING_MEANS) and one.affine and one.track_running_stats
     ]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchmuster.errors import MusterError
-from torchmuster.train.agreement import tell_all
+from torchmuster.train.agreement import speaks_for_all, tell_all
 from torchmuster.train.names import own_name
 from torchmuster.train.world import World
 
@@ -37,8 +37,8 @@ def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
 
     The others come here at about the same time, or never, if they wait in their backward.
     """
-    if world.world_size == 1:
-        return [0]
+    if world.world_size == 1 or speaks_for_all(world):
+        return list(range(world.world_size))
     store = PrefixStore("torchmuster-unused-parameters", _get_default_store())
     text = json.dumps(names)
     store.set(str(world.global_rank), text)
