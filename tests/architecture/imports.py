@@ -25,11 +25,11 @@ LEVELS = {
     "verify": 3,
     "train": 3,
     "plan": 4,
-    "measure": 4,
-    "worker": 5,
-    "distributed": 5,
-    "cli": 5,
-    "__main__": 6,
+    "measure": 5,
+    "worker": 6,
+    "distributed": 6,
+    "cli": 6,
+    "__main__": 7,
 }
 # Where torch may be imported at all, and where only inside functions.
 TORCH_ROOMS = {"train", "worker"}

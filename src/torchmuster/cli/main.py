@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": Command("torchmuster.cli.doctor", "examine this machine; explain an error"),
     "check": Command("torchmuster.cli.check", "see whether machines can train together"),
     "plan": Command("torchmuster.cli.plan", "see if it fits, how to split it, how fast it will be"),
+    "bench": Command("torchmuster.cli.bench", "measure what this machine reaches; compare"),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
     "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),

@@ -1,0 +1,115 @@
+"""``muster bench``: what this machine reaches, in figures that can be compared."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from torchmuster.cli import output, parsers
+from torchmuster.decision import Decision
+from torchmuster.devices import snapshot
+from torchmuster.devices.model import label_all
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.finding import exit_code
+from torchmuster.measure import record
+from torchmuster.measure.report.keeping import keep
+from torchmuster.measure.report.report import Report
+from torchmuster.measure.report.terminal import screen
+
+# Where each bench lives, and its line in the help. Its module has add_arguments(parser) and
+# run(options), and imports in run what takes time to import.
+BENCHES = {
+    "matmul": ("torchmuster.cli.benches.matmul", "products of matrices: FLOP/s by size and type"),
+    "precision": ("torchmuster.cli.benches.precision", "fp32, tf32, bf16, fp16: speed and accuracy"),
+    "attention": ("torchmuster.cli.benches.attention", "kinds of attention by sequence length"),
+    "memory": ("torchmuster.cli.benches.memory", "memory by training stage; what checkpointing gives"),
+    "data": ("torchmuster.cli.benches.data", "the loader: workers, prefetching, pinning"),
+    "collectives": ("torchmuster.cli.benches.collectives", "messages between ranks by size"),
+    "scaling": ("torchmuster.cli.benches.scaling", "1, 2, 4, … ranks: what more of them give"),
+    "compare": ("torchmuster.cli.benches.compare", "two measurements: better, worse or within noise"),
+}  # fmt: skip
+_EXAMPLES = (
+    "muster bench matmul                    how fast are matrix products here",
+    "muster bench collectives --ranks 4     how fast do ranks talk to each other",
+    "muster bench compare before after      is it better, worse, or within the noise",
+)
+_WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one subcommand for each bench."""
+    parsers.show_examples(parser, _EXAMPLES)
+    parts = parser.add_subparsers(title="what to measure", metavar="BENCH", required=True)
+    for name, (module, summary) in BENCHES.items():
+        if importlib.util.find_spec(module) is None:  # still being written
+            continue
+        sub = parsers.add_action(parts, name, summary)
+        bench: Any = importlib.import_module(module)
+        bench.add_arguments(sub)
+        sub.set_defaults(run=bench.run)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what every bench has: where to measure, how long, and where to leave it."""
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), help="where to measure (a GPU if there is one)"
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything, in seconds")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to keep it (bench/NAME-DATE-TIME)"
+    )
+    parsers.add_json_flag(parser)
+
+
+def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
+    """Return where to measure, and why there."""
+    seen = visible(snapshot.take().accelerators, os.environ).devices
+    if options.device == "gpu" and not seen:
+        raise Impossible(
+            "asked to measure on a GPU",
+            why="no GPU is visible here",
+            fix="leave --device out to measure on the processor, or see what muster doctor says",
+        )
+    if options.device is not None:
+        return Decision(value=options.device, reason="as --device says")
+    if seen:
+        return Decision(value="gpu", reason=f"{label_all(seen)} can be seen")
+    return Decision(value="cpu", reason="no GPU is visible here")
+
+
+def finish(report: Report, options: argparse.Namespace) -> ExitCode:
+    """Keep a report, show it, and return the exit code that its findings call for."""
+    folder = options.out or _new_folder(report.bench)
+    page = keep(report, folder)
+    if options.json:
+        document = msgspec.json.decode(record.encode(report.record))
+        document["findings"] = [one.as_json() for one in report.findings]
+        document["kept"] = str(folder)
+        output.print_json(document)
+    else:
+        width = min(shutil.get_terminal_size().columns, _WIDTH)
+        print(screen(report, width=width, colour=output.wants_colour(sys.stdout)))
+        print(f"\nkept in {folder}: {page.name}, {record.FILE}", flush=True)
+    return exit_code(report.findings)
+
+
+def now() -> str:
+    """Return the time as records have it."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _new_folder(bench: str) -> Path:
+    stem = f"bench/{bench}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = Path(stem), 1
+    while folder.exists():
+        number += 1
+        folder = Path(f"{stem}-{number}")
+    return folder

@@ -1,0 +1,1 @@
+"""One module for each bench of ``muster bench``, imported on use."""

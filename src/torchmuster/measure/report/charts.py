@@ -1,0 +1,241 @@
+"""Pictures of measurements: SVG that needs nothing else, readable in light and dark and without colours."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torchmuster.measure.report.figures import amount
+from torchmuster.measure.report.scales import Scale, linear, logarithmic
+
+_WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
+_ROW, _BAR_HEIGHT = 30, 18
+_LETTER = 6.4  # the width of a letter of 11 px
+# Okabe and Ito's colours, which also those tell apart who cannot tell red from green; lighter ones for dark paper.
+_LIGHT = ("#0072b2", "#c04e00", "#00845f", "#a8508a", "#8a6d00", "#4a4a9e", "#666666")
+_DARK = ("#56b4e9", "#ff9e4a", "#3dd6a3", "#f0a3d0", "#f0d040", "#a9a9ff", "#bbbbbb")
+_FONT = "font-family:system-ui,sans-serif;font-size:11px"
+_STYLE = (
+    f"<style>.chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
+    ".chart{--ink:#1a1a1a;--paper:#ffffff;--grid:#0002;"
+    + "".join(f"--c{place}:{one};" for place, one in enumerate(_LIGHT))
+    + "}@media (prefers-color-scheme:dark){.chart{--ink:#e8e8e8;--paper:#1b1b1f;--grid:#fff3;"
+    + "".join(f"--c{place}:{one};" for place, one in enumerate(_DARK))
+    + "}}</style>"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What an axis shows. ``unit`` as in :func:`figures.amount`; ``log``: equal factors are equally far apart."""
+
+    title: str
+    unit: str = ""
+    log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Points (x, y); ``low`` and ``high`` are the ends of y's interval, point by point."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One value; ``label`` is written beside it instead of the value with its unit."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Parts that make a whole, in order."""
+
+    name: str
+    parts: Mapping[str, float]
+
+
+def lines(title: str, x: Axis, y: Axis, curves: Sequence[Curve]) -> str:
+    """Draw curves over a common x axis, with the intervals of their points where they are given."""
+    right = _LEFT + _WIDTH - 240
+    bottom = _TOP + _HEIGHT
+    across = _scale(x, [one[0] for curve in curves for one in curve.points], _LEFT + 12, right)
+    ends = [value for curve in curves for value in (*(curve.low or ()), *(curve.high or ()))]
+    values = [one[1] for curve in curves for one in curve.points]
+    up = _scale(y, [*values, *ends], bottom - 6, _TOP + 8, from_zero=True)
+    body = [
+        *_grid_of_lines(x, y, across, up, right, bottom),
+        *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
+        *_names([curve.name for curve in curves], right + 24, _TOP + 10, shapes=True),
+    ]
+    return _svg(title, _WIDTH, bottom + 50, body)
+
+
+def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
+    """Draw a bar for each value, one below the other, with its interval where it is given."""
+    left = _room([one.name for one in bars])
+    ends = [one.value if one.high is None else max(one.high, one.value) for one in bars]
+    along = linear([*ends, *(one.value for one in bars)] or [1.0], left, _WIDTH - 130)
+    body: list[str] = []
+    for place, one in enumerate(bars):
+        y = _TOP + place * _ROW
+        body.append(_text(left - 8, y + 13, one.name, anchor="end"))
+        label = one.label or amount(one.value, unit)
+        body.append(
+            _rectangle(along.place(0), y, along.place(one.value), 0, f"{one.name}: {label}")
+        )
+        end = along.place(max(one.value, 0))
+        if one.low is not None and one.high is not None:
+            body.append(_whisker(along.place(one.low), along.place(one.high), y))
+            end = max(end, along.place(one.high))
+        body.append(_text(end + 6, y + 13, label))
+    return _svg(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
+
+
+def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
+    """Draw wholes as bars that are made of their parts; equal names have equal colours."""
+    left = _room([one.name for one in stacks])
+    names = list(dict.fromkeys(name for one in stacks for name in one.parts))
+    along = linear([sum(one.parts.values()) for one in stacks] or [1.0], left, _WIDTH - 130)
+    body: list[str] = []
+    for place, one in enumerate(stacks):
+        y = _TOP + place * _ROW
+        body.append(_text(left - 8, y + 13, one.name, anchor="end"))
+        so_far = 0.0
+        for name, value in one.parts.items():
+            tip = f"{one.name}, {name}: {amount(value, unit)}"
+            start, end = along.place(so_far), along.place(so_far + value)
+            body.append(_rectangle(start, y, end, names.index(name), tip))
+            if end - start > _LETTER * len(amount(value, unit)) + 4:
+                middle = (start + end) / 2
+                body.append(
+                    f'<text x="{middle:.1f}" y="{y + 13}" text-anchor="middle" pointer-events="none" '
+                    f'style="fill:var(--paper)">{escape(amount(value, unit))}</text>'
+                )
+            so_far += value
+        body.append(_text(along.place(so_far) + 6, y + 13, amount(so_far, unit)))
+    y, x = _TOP + len(stacks) * _ROW + 14, 14.0
+    for place, name in enumerate(names):
+        wide = 30 + _LETTER * len(name)
+        if x + wide > _WIDTH:
+            x, y = 14.0, y + 20
+        body.append(_square(x, y - 9, place))
+        body.append(_text(x + 16, y, name))
+        x += wide
+    return _svg(title, _WIDTH, y + 16, body)
+
+
+def _scale(axis: Axis, values: Sequence[float], start: float, end: float, **how: bool) -> Scale:
+    if axis.log:
+        return logarithmic(values, start, end)
+    return linear(values or [1.0], start, end, **how)
+
+
+def _svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}">',
+            _STYLE,
+            f'<rect width="{width:g}" height="{height:g}" style="fill:var(--paper)"/>',
+            f'<text x="14" y="24" class="title">{escape(title)}</text>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _grid_of_lines(
+    x: Axis, y: Axis, across: Scale, up: Scale, right: float, bottom: float
+) -> Iterator[str]:
+    for value in up.ticks:
+        place = up.place(value)
+        yield _line(_LEFT, place, right + 8, place, "var(--grid)")
+        yield _text(_LEFT - 6, place + 4, amount(value, y.unit), anchor="end")
+    last = -1e9
+    for value in across.ticks:
+        place, words = across.place(value), amount(value, x.unit)
+        yield _line(place, _TOP, place, bottom, "var(--grid)")
+        half = _LETTER * len(words) / 2 + 3
+        if place - half > last:  # a label that would be written over the one before is left out
+            yield _text(place, bottom + 16, words, anchor="middle")
+            last = place + half
+    yield _text((_LEFT + right) / 2, bottom + 36, x.title, anchor="middle")
+    yield _text(14, _TOP - 6, y.title)
+
+
+def _curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterator[str]:
+    points = [(across.place(x), up.place(y)) for x, y in curve.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dash = ' stroke-dasharray="6 4"' if curve.dashed else ""
+    colour = f"var(--c{place % len(_LIGHT)})"
+    yield f'<polyline points="{path}" style="stroke:{colour};fill:none;stroke-width:2"{dash}/>'
+    if curve.low is not None and curve.high is not None:
+        for (x, _), low, high in zip(points, curve.low, curve.high, strict=True):
+            yield _line(x, up.place(low), x, up.place(high), colour, wide=1.5)
+    for (x, y), (_, value) in zip(points, curve.points, strict=True):
+        yield _shape(x, y, place, f"{curve.name}: {value:.4g}")
+
+
+def _names(names: Sequence[str], x: float, y: float, *, shapes: bool) -> Iterator[str]:
+    for place, name in enumerate(names):
+        yield _shape(x, y + place * 20, place, name)
+        yield _text(x + 12, y + place * 20 + 4, name)
+
+
+def _shape(x: float, y: float, place: int, tip: str) -> str:
+    """Return a mark; each curve has its own, for those who print without colours."""
+    fill = f'style="fill:var(--c{place % len(_LIGHT)})"'
+    title = f"<title>{escape(tip)}</title>"
+    match place % 4:
+        case 0:
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}>{title}</circle>'
+        case 1:
+            return f'<rect x="{x - 3.5:.1f}" y="{y - 3.5:.1f}" width="7" height="7" {fill}>{title}</rect>'
+        case 2:
+            return f'<path d="M{x:.1f} {y - 5:.1f}l5 9h-10z" {fill}>{title}</path>'
+        case _:
+            return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" {fill}>{title}</path>'
+
+
+def _room(names: Sequence[str]) -> float:
+    return min(320.0, 24 + _LETTER * max((len(name) for name in names), default=0))
+
+
+def _rectangle(start: float, y: float, end: float, colour: int, tip: str) -> str:
+    return (
+        f'<rect x="{min(start, end):.1f}" y="{y}" width="{abs(end - start):.1f}" height="{_BAR_HEIGHT}" '
+        f'style="fill:var(--c{colour % len(_LIGHT)});stroke:var(--paper);stroke-width:.5">'
+        f"<title>{escape(tip)}</title></rect>"
+    )
+
+
+def _square(x: float, y: float, colour: int) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="11" height="11" style="fill:var(--c{colour % len(_LIGHT)})"/>'
+
+
+def _whisker(low: float, high: float, y: float) -> str:
+    middle = y + _BAR_HEIGHT / 2
+    return (
+        f'<path d="M{low:.1f} {middle - 4}v8M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 4}v8" '
+        'style="stroke:var(--ink);stroke-width:1.2;fill:none"/>'
+    )
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, colour: str, wide: float = 1) -> str:
+    return (
+        f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" '
+        f'style="stroke:{colour};stroke-width:{wide:g}"/>'
+    )
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

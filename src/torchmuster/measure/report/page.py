@@ -1,0 +1,97 @@
+"""A bench as one page that needs no other file and no network."""
+
+from html import escape
+
+from torchmuster.finding import Status, worst_first
+from torchmuster.measure.environment import Environment
+from torchmuster.measure.record import BenchRecord, Series
+from torchmuster.measure.report.figures import amount
+from torchmuster.measure.report.report import Report, Table
+from torchmuster.measure.statistics import estimate
+from torchmuster.units import format_bytes, format_seconds
+from torchmuster.verify.report.page import article, head, table
+from torchmuster.verify.report.terminal import or_unknown
+
+
+def page(report: Report) -> str:
+    """Return the page. Pictures are ours; everything else is shown as text, never as markup."""
+    record = report.record
+    parts = [
+        f"<h1>muster bench {escape(report.bench)}: {_verdict(report)}</h1>",
+        f"<p>{escape(report.question)}</p>",
+        f"<p>measured {escape(record.date)} on {escape(record.environment.host)}, "
+        f"in {format_seconds(report.took_s)}</p>",
+        *(article(one) for one in worst_first(report.findings)),
+    ]
+    if report.choices:
+        chosen = (
+            f"<li><b>{escape(one.value)}</b>: {escape(one.reason)}</li>" for one in report.choices
+        )
+        parts += ["<ul>", *chosen, "</ul>"]
+    for picture in report.pictures:
+        parts.append(
+            f"<figure>{picture.svg}<figcaption>{escape(picture.caption)}</figcaption></figure>"
+        )
+    parts += [_table(one) for one in report.tables]
+    parts += [
+        _folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
+        _folded("measured on", _environment(record.environment)),
+        _folded("settings", _settings(record)),
+    ]
+    return head(f"muster bench {report.bench}") + "\n".join(parts) + "\n</body>\n</html>\n"
+
+
+def _verdict(report: Report) -> str:
+    for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "with warnings")):
+        if any(finding.status is status for finding in report.findings):
+            return f'<b class="{status.value}">{word}</b>'
+    return '<b class="ok">done</b>'
+
+
+def _table(one: Table) -> str:
+    note = f"<p>{escape(one.note)}</p>" if one.note else ""
+    return (
+        f"<details open><summary>{escape(one.title)}</summary>{table(one.head, one.rows)}"
+        f"{note}</details>"
+    )
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+_TITLES = ("what", "median", "95 % interval", "noise", "samples")
+
+
+def _row(series: Series) -> tuple[str, ...]:
+    found = estimate(series.samples)
+    return (
+        series.title,
+        amount(found.median, series.unit),
+        f"{amount(found.low, series.unit)} to {amount(found.high, series.unit)}",
+        f"± {found.noise:.1%}",
+        str(found.count),
+    )
+
+
+def _environment(one: Environment) -> str:
+    memory = None if one.memory_bytes is None else format_bytes(one.memory_bytes)
+    busy = f"{or_unknown(one.busy_before_cores)} before, {or_unknown(one.busy_after_cores)} after"
+    rows = (
+        ("machine", one.host),
+        ("devices", ", ".join(one.devices) or "none: on the processor"),
+        ("processor", f"{one.cpu}, {one.cores} cores usable"),
+        ("OMP_NUM_THREADS", one.threads or "not set"),
+        ("memory", or_unknown(memory)),
+        ("driver", or_unknown(one.driver)),
+        ("torch", or_unknown(one.torch)),
+        ("Python", one.python),
+        ("torchmuster", one.torchmuster),
+        ("system", one.system),
+        ("cores busy with other things", busy),
+    )
+    return table(("", ""), rows)
+
+
+def _settings(record: BenchRecord) -> str:
+    return table(("", ""), ((key, str(value)) for key, value in record.settings.items()))
