@@ -7,7 +7,6 @@ from typing import Literal, TypeVar
 import msgspec
 
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding
 from torchmuster.plan.proof import fresh_ranks
 
 T = TypeVar("T")
@@ -39,11 +38,14 @@ def run_probe(
         folder=str(Path(folder).absolute()),
         name="bench",
         environment=environment,
+        typed=("bench",),
         doing=doing,
         say=say,
     )
     if ran.trouble is not None:
-        raise MusterError(f"{doing} failed", why=_seen(ran.trouble), fix=ran.trouble.fix)
+        raise MusterError(
+            f"{doing} failed", why=fresh_ranks.in_words(ran.trouble), fix=ran.trouble.fix
+        )
     if len(ran.texts) != ranks:
         raise MusterError(
             f"{doing} failed",
@@ -51,9 +53,3 @@ def run_probe(
             fix="try again; nothing was kept of it",
         )
     return [msgspec.json.decode(ran.texts[rank], type=answer) for rank in range(ranks)]
-
-
-def _seen(trouble: Finding) -> str:
-    """Return what became of the ranks; their logs are gone with the folder that they ran in."""
-    parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
-    return "\n".join(part for part in parts if part and not part.startswith("log: "))

@@ -1,5 +1,6 @@
 """Where values stand in a picture: scales and their ticks."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,10 +39,8 @@ def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
     if high <= low:
         low, high = low / 2, high * 2
     length = math.log(high / low)
-    own = 1 < len(values) <= _MOST_OF_THE_DATA and all(
-        later / earlier >= _NARROW
-        for earlier, later in zip(values, values[1:], strict=False)
-    )  # fmt: skip
+    apart = all(later / earlier >= _NARROW for earlier, later in itertools.pairwise(values))
+    own = apart and 1 < len(values) <= _MOST_OF_THE_DATA
     return Scale(
         place=lambda value: start + math.log(max(value, low / 1e6) / low) / length * (end - start),
         ticks=tuple(values) if own else _decades(low, high),

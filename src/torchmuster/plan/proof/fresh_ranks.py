@@ -72,16 +72,17 @@ def run(
     folder: str,
     name: str,
     environment: dict[str, str] | None = None,
+    typed: tuple[str, ...] = ("plan",),
     doing: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> Ran:
     """Run a module as so many ranks and wait for its end.
 
     It is given two words: a file that holds the ``request``, and a folder in which each rank leaves its
-    answer as ``rank-N.json``. ``folder`` is where it runs. ``say`` hears every ten seconds what the ranks are ``doing``.
-    ``KeyboardInterrupt`` leaves no rank behind.
+    answer as ``rank-N.json``. ``folder`` is where it runs, ``typed`` what people typed after ``muster``.
+    ``say`` hears every ten seconds what the ranks are ``doing``. ``KeyboardInterrupt`` leaves no rank behind.
     """
-    with tempfile.TemporaryDirectory(prefix="muster-plan-") as place:
+    with tempfile.TemporaryDirectory(prefix=f"muster-{typed[0]}-") as place:
         asked, answers = Path(place) / "request.json", Path(place) / "answers"
         answers.mkdir()
         write_atomically(asked, request, durable=False)
@@ -89,7 +90,7 @@ def run(
             name=name,
             command=(program, str(asked), str(answers)),
             module=True,
-            typed=("plan",),
+            typed=typed,
             folder=folder,
             device=device,
             ranks=ranks,
@@ -127,6 +128,12 @@ def _heard_of(doing: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         ended.set()
         speaker.join()
+
+
+def in_words(trouble: Finding) -> str:
+    """Say what became of the ranks; their logs are gone with the folder that they ran in."""
+    parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
+    return "\n".join(part for part in parts if part and not part.startswith("log: "))
 
 
 def leave_answer(answers: str, rank: int, text: str) -> None:

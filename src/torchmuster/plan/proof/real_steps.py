@@ -8,7 +8,6 @@ from typing import Literal
 import msgspec
 
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof import fresh_ranks
 
@@ -90,11 +89,7 @@ def run(
             fix="try again; the plan itself is not touched by it",
         )
     raise MusterError(
-        "the real steps did not end well", why=_seen(ran.trouble), fix=ran.trouble.fix
+        "the real steps did not end well",
+        why=fresh_ranks.in_words(ran.trouble),
+        fix=ran.trouble.fix,
     )
-
-
-def _seen(trouble: Finding) -> str:
-    """Return what became of the ranks; their logs are gone with the folder that they ran in."""
-    parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
-    return "\n".join(part for part in parts if part and not part.startswith("log: "))
