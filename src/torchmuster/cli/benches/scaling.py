@@ -1,0 +1,202 @@
+"""``muster bench scaling``: what 1, 2, 4, … ranks bring to a training."""
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.config.resolve import Resolved
+from torchmuster.decision import Decision
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.finding import Finding, Status
+
+if TYPE_CHECKING:
+    from torchmuster.measure.environment import Environment
+    from torchmuster.measure.scaling import Study
+
+_USUAL_RANKS = (1, 2, 4)
+_USUAL_WHOLE = 8
+_ROUNDS, _PASSES = 8, 2
+_QUICK_ROUNDS, _QUICK_PASSES = 4, 1
+_SMALL_GPT = "torchmuster.measure.probes.small_gpt:make"
+_SMALL_GPT_LENGTH = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster bench scaling``."""
+    parser.description = (
+        f"{parser.description}\nTakes real steps of a settings file's training, or of a small GPT, on 1, 2, 4, "
+        "… ranks of this\nmachine; each step also without sending anything. Shows speed-up and efficiency, strong "
+        "(the\nranks share the samples of one) and weak (each has as many), where the rest of the time goes,\nand what "
+        "would have been forecast for the most ranks from the fewest."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench scaling                              a small GPT on 1, 2, 4 ranks",
+            "muster bench scaling --config config.yaml         your training",
+            "muster bench scaling --ranks 1,2,4,8 --batch-size 64",
+            "muster bench scaling --strategy fsdp",
+        ],
+    )
+    add_setting_flags(parser)
+    parser.add_argument(
+        "--ranks",
+        type=_numbers,
+        metavar="N,N,…",
+        help="numbers of ranks (1,2,4; GPUs: all of them)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="samples of a step of one rank (train.global_batch_size, or 8)",
+    )
+    parser.add_argument(
+        "--strategy", choices=("ddp", "fsdp"), help="how ranks share the model (as the settings)"
+    )
+    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples in a pass ({_ROUNDS})")
+    add_common_flags(parser)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({count(part.strip()) for part in text.split(",")}))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers of ranks; write for example 1,2,4"
+        ) from None
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure, keep it and say it."""
+    from torchmuster.measure import environment, scaling
+    from torchmuster.measure.scaling_report import report
+
+    begun_s = time.monotonic()
+    device = device_of(options)
+    before = environment.here(device.value)
+    resolved = settings_from(options)
+    study, choices = _study(options, resolved, device, before)
+    scaling.check(study)
+    output.say(f"on {device.value}: {device.reason}; ranks: {', '.join(map(str, study.ranks))}")
+    measured = scaling.measure(study, say=output.say)
+    return finish(
+        report(
+            *(study, measured),
+            what=_what(options, resolved),
+            choices=choices,
+            notes=_notes(resolved),
+            environment=before.ended(),
+            date=now(),
+            took_s=time.monotonic() - begun_s,
+        ),
+        options,
+    )
+
+
+def _has_model(resolved: Resolved) -> bool:
+    model = resolved.settings.model
+    return model.build is not None or model.model_name_or_path is not None
+
+
+def _what(options: argparse.Namespace, resolved: Resolved) -> str:
+    model = resolved.settings.model
+    if not _has_model(resolved):
+        return "a small GPT"
+    named = model.build or model.model_name_or_path
+    return f"{named} ({options.config})" if options.config else str(named)
+
+
+def _study(
+    options: argparse.Namespace,
+    resolved: Resolved,
+    device: Decision[Literal["cpu", "gpu"]],
+    seen: "Environment",
+) -> tuple["Study", list[Decision[str]]]:
+    from torchmuster.measure.scaling import Study
+    from torchmuster.plan.asked import asked_of
+    from torchmuster.plan.hardware import here
+    from torchmuster.plan.job import Work
+
+    settings = resolved.settings
+    on_cpu = device.value == "cpu"
+    ranks = options.ranks or (_USUAL_RANKS if on_cpu else _doublings(len(seen.devices)))
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    micro_batch_size = settings.train.micro_batch_size
+    strategy = options.strategy
+    if _has_model(resolved):
+        hardware = here.of_settings(settings, ranks=max(ranks), device=device.value)
+        asked = asked_of(resolved, hardware, folder=str(Path.cwd()))
+        work, precision = asked.work, asked.precision.value
+        strategy = strategy or (asked.strategy if asked.strategy != "single" else None)
+    else:
+        work = Work(
+            build=_SMALL_GPT, sequence_length=_SMALL_GPT_LENGTH, loss="language_model",
+            folder=str(Path.cwd()),
+        )  # fmt: skip
+    whole = options.batch_size or settings.train.global_batch_size or _USUAL_WHOLE
+    threads, slots, choice = _cores(ranks, seen, on_cpu=on_cpu)
+    study = Study(
+        work=work,
+        strategy=strategy or "ddp",
+        precision=precision,
+        ranks=ranks,
+        whole=whole,
+        micro_batch_size=micro_batch_size,
+        workers=settings.data.workers if work.dataset else 0,
+        device=device.value,
+        threads=threads,
+        slots=slots,
+        rounds=options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
+        passes=_QUICK_PASSES if options.quick else _PASSES,
+    )
+    reason = "as asked" if strategy else "every rank holds the whole model, which is the simplest"
+    return study, [*choice, Decision(value=study.strategy, reason=reason)]
+
+
+def _cores(
+    ranks: tuple[int, ...], seen: "Environment", *, on_cpu: bool
+) -> tuple[int | None, int, list[Decision[str]]]:
+    """Return the threads of each rank, how many ranks can compute at once, and why."""
+    if not on_cpu:
+        return None, len(seen.devices), []
+    threads = max(1, seen.cores // max(ranks))
+    words = "1 thread" if threads == 1 else f"{threads} threads"
+    reason = (
+        f"in each rank, however many there are: {seen.cores} cores over {max(ranks)} ranks, so that one "
+        "more rank is one more of the same"
+    )
+    return threads, max(1, seen.cores // threads), [Decision(value=words, reason=reason)]
+
+
+def _doublings(most: int) -> tuple[int, ...]:
+    numbers = [1]
+    while numbers[-1] * 2 <= most:
+        numbers.append(numbers[-1] * 2)
+    if len(numbers) < 2:
+        raise Impossible(
+            "asked what more ranks bring",
+            why="there is one GPU, and each rank has its own",
+            fix="muster bench scaling --device cpu --ranks 1,2",
+        )
+    return tuple(numbers)
+
+
+def _notes(resolved: Resolved) -> list[Finding]:
+    data = resolved.settings.data
+    if not _has_model(resolved) or data.dataset is not None:
+        return []
+    return [
+        Finding(
+            name="made-up-data",
+            status=Status.NOTE,
+            what="rows of made-up tokens were trained on, so reading your text is no part of the figures",
+            fix="muster bench data --config …  # measures the reading",
+        )
+    ]

@@ -1,0 +1,77 @@
+"""The step on more ranks, forecast from steps on one and on a few: computing, waiting and sending, each by its own rule.
+
+- Computing is slower beside others. As long as every rank has cores or a device to itself, by as much for each further
+  rank as was measured; ranks beyond that take turns, and a step lasts as many turns.
+- What waits for messages grows as messages do: their latency with the passes of a ring, their bytes with what a ring carries,
+  2 (n - 1) / n of the gradients, in the proportion of the measured line (``alpha_beta.py``). Ranks that take turns
+  on a core also carry messages in turns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchmuster.measure import alpha_beta
+from torchmuster.measure.scaling import Mode, OnRanks, Study
+from torchmuster.measure.statistics import estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A step that was not taken, or not looked at."""
+
+    ranks: int
+    mode: Mode
+    portion: int
+    step_s: float
+    computing_s: float
+    waiting_s: float  # for slower ranks
+    sending_s: float
+    from_ranks: tuple[int, ...]
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second of all ranks."""
+        return self.portion * self.ranks / self.step_s
+
+
+def forecast(
+    study: Study, measured: Mapping[int, OnRanks], ranks: int, mode: Mode, *, few: int
+) -> Forecast | None:
+    """Forecast a step of so many ranks from those of one rank and of ``few``; None without such a portion there."""
+    portion = study.whole if mode == "weak" else study.whole // ranks
+    if portion not in measured[1].by_portion or portion not in measured[few].by_portion:
+        return None
+    one, some = measured[1].by_portion[portion], measured[few].by_portion[portion]
+    turns = study.crowding(ranks) / study.crowding(few)
+    alone_s, beside_s = _median(one.alone_s), _median(some.alone_s)
+    together = ranks if study.slots is None else min(ranks, max(few, study.slots))
+    slower_s = max(0.0, beside_s - alone_s) / (few - 1) * (together - few)
+    computing_s = (beside_s + slower_s) * turns
+    waiting_s = (_median(some.alone_slowest_s) - beside_s) * turns
+    exposed_s = max(0.0, _median(some.step_s) - _median(some.alone_slowest_s))
+    sending_s = exposed_s * _growth(measured[few], ranks) * turns
+    return Forecast(
+        ranks=ranks,
+        mode=mode,
+        portion=portion,
+        step_s=computing_s + waiting_s + sending_s,
+        computing_s=computing_s,
+        waiting_s=waiting_s,
+        sending_s=sending_s,
+        from_ranks=(1, few),
+    )
+
+
+def _growth(few: OnRanks, ranks: int) -> float:
+    """Return how many times as long the gradients take among so many ranks, each with a core to itself."""
+    carried = ((ranks - 1) / ranks) / ((few.ranks - 1) / few.ranks)
+    line = alpha_beta.fit(few.messages_s)
+    if line is None or not line.bytes_s:
+        return carried
+    passes = (ranks - 1) / (few.ranks - 1)
+    bytes_s = few.sent_bytes / line.bytes_s
+    return (line.latency_s * passes + bytes_s * carried) / (line.latency_s + bytes_s)
+
+
+def _median(samples: tuple[float, ...]) -> float:
+    return estimate(samples).median
