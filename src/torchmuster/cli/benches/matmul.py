@@ -1,0 +1,93 @@
+"""``muster bench matmul``: how fast matrices are multiplied here."""
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Literal
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.config.layers import Flag
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.measure import environment, matmul, matmul_verdict
+from torchmuster.measure.matmul import MatmulRequest
+from torchmuster.plan.asked import work_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which products."""
+    parser.description = (
+        f"{parser.description}\nMultiplies square matrices, or those of a model's linear layers, in every number "
+        "type the\ndevice has; with a GPU also on the CPU. Shows FLOP/s, the share of the card's peak where a\n"
+        "source gives one, and checks what comes out."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench matmul                          sizes 128 to 4096",
+            "muster bench matmul --sizes 1024 4096        these sizes, however long they take",
+            "muster bench matmul --config config.yaml     the linear layers of a model of yours",
+            "muster bench matmul --model ./llama-8b       those of a model's folder, without its weights",
+        ],
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=count, metavar="N", help="rows and columns (128 … 4096)"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
+    add_setting_flags(parser)
+    add_common_flags(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure and show."""
+    begun = time.monotonic()
+    where = device_of(options)
+    request = _request(options, "cpu" if where.value == "cpu" else "auto")
+    seen = environment.here(where.value)
+    answer = matmul.measure(request, device=where.value, say=output.say)
+    report = matmul_verdict.report(
+        answer,
+        where=where,
+        environment=seen.ended(),
+        settings={
+            "shapes": [dataclasses.asdict(one) for one in request.shapes],
+            "model": dataclasses.asdict(request.work) if request.work else None,
+            "micro_batch_size": request.micro_batch_size if request.work else None,
+            "rounds": request.rounds,
+        },
+        date=now(),
+        took_s=time.monotonic() - begun,
+    )
+    return finish(report, options)
+
+
+def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> MatmulRequest:
+    rounds = matmul.ROUNDS_QUICK if options.quick else matmul.ROUNDS
+    longest_s = matmul.LONGEST_QUICK_S if options.quick else matmul.LONGEST_S
+    if not (options.model or options.config or options.set):
+        return MatmulRequest(
+            device=device,
+            shapes=matmul.squares(tuple(options.sizes or matmul.SIZES)),
+            rounds=rounds,
+            longest_s=None if options.sizes else longest_s,
+        )
+    if options.sizes:
+        raise Impossible(
+            "asked for sizes and for the shapes of a model",
+            why="its layers have their own",
+            fix="leave one of the two out",
+        )
+    if options.model is not None:
+        flag = Flag(flag="--model", path="model.model_name_or_path", text=options.model)
+        options.set.append(flag)
+    resolved = settings_from(options)
+    return MatmulRequest(
+        device=device,
+        work=work_of(resolved, folder=str(Path.cwd())),
+        micro_batch_size=resolved.settings.train.micro_batch_size or 1,
+        rounds=rounds,
+        longest_s=longest_s,
+    )
