@@ -1,14 +1,57 @@
-"""``muster bench compare``: placeholder until it is written."""
+"""``muster bench compare``: is the second measurement better, worse, or within the noise."""
 
 import argparse
+import shutil
+import sys
+from pathlib import Path
 
+from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
+from torchmuster.finding import exit_code
+from torchmuster.runfolder import write_atomically
+
+_WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing yet."""
+    """Add the two sides."""
+    parser.description = (
+        f"{parser.description}\nThe exit code is 1 if something is worse. One record on each side tells large "
+        "changes; several, measured\nin turns in a folder each, tell small ones."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench compare bench/matmul-20260131-120000 bench/matmul-20260207-120000",
+            "muster bench compare before after       folders that have several records each",
+        ],
+    )
+    parser.add_argument(
+        "before", type=Path, metavar="BEFORE", help="a record, its folder, or a folder of those"
+    )
+    parser.add_argument("after", type=Path, metavar="AFTER", help="what is compared with it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page")
+    parsers.add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Do nothing yet."""
-    return ExitCode.GOOD
+    """Read both sides, compare them, and show what came of it."""
+    from torchmuster.measure.comparison import compare
+    from torchmuster.measure.kept_records import records_at
+    from torchmuster.measure.report import comparing
+
+    before, after = (
+        comparing.Side(name=str(path), records=records_at(path))
+        for path in (options.before, options.after)
+    )
+    compared = comparing.Compared(
+        before=before, after=after, comparison=compare(before.records, after.records)
+    )
+    if options.html is not None:
+        write_atomically(options.html, comparing.page(compared))
+    if options.json:
+        output.print_json(comparing.as_json(compared))
+    else:
+        width = min(shutil.get_terminal_size().columns, _WIDTH)
+        print(comparing.text(compared, width=width, colour=output.wants_colour(sys.stdout)))
+    return exit_code(comparing.findings(compared))
