@@ -4,6 +4,7 @@ Bandwidth should grow with the size of messages until it no longer does. A size 
 smaller and larger ones (a dip) is one where a library takes another, worse way.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def shape_of(points: Sequence[Point]) -> Shape:
 
 def _half_at(points: Sequence[Point], half: float) -> int | None:
     """Return the size at which so much is reached first, between two points by a straight line of logarithms."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in itertools.pairwise(points):
         low, high = before.bytes_s.median, after.bytes_s.median
         if low < half <= high:
             share = math.log(half / low) / math.log(high / low)

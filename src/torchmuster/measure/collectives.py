@@ -1,49 +1,21 @@
-"""What messages between ranks take, by collective and size, in the words and factors of nccl-tests.
+"""What messages between ranks take, by kind and size: on ranks of this machine, or of several.
 
-Algorithm bandwidth is the size of a message over its time. Bus bandwidth is that times a factor by which it becomes what the
-narrowest link carries, whatever the number of ranks: it can be held against the hardware. Sizes and factors are those of
-nccl-tests' PERFORMANCE.md. There a time is the mean over the ranks unless asked otherwise; here it is the slowest rank's.
+A time is the slowest rank's, for which all others wait. (nccl-tests gives the mean over the ranks unless asked otherwise.)
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.errors import Impossible
+from torchmuster.launch.spec import JobSpec
+from torchmuster.measure.on_machines import run_probe_on_machines
 from torchmuster.measure.probing import run_probe
 from torchmuster.measure.record import Series
 
 PROGRAM = "torchmuster.measure.probes.collectives"
 SERIES = "collective"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One kind of message: what its size means, and the factor of its bus bandwidth."""
-
-    size: str
-    bus_factor: Callable[[int], float]
-
-
-OPERATIONS: dict[str, Operation] = {
-    "all-reduce": Operation(
-        size="of each rank's buffer", bus_factor=lambda ranks: 2 * (ranks - 1) / ranks
-    ),
-    "all-gather": Operation(
-        size="of the result: all ranks' parts", bus_factor=lambda ranks: (ranks - 1) / ranks
-    ),
-    "reduce-scatter": Operation(
-        size="of each rank's input: the parts for all", bus_factor=lambda ranks: (ranks - 1) / ranks
-    ),
-    "all-to-all": Operation(
-        size="of each rank's buffer: the parts for all",
-        bus_factor=lambda ranks: (ranks - 1) / ranks,
-    ),
-    "send-receive": Operation(
-        size="of what each rank sends to the next one and gets from the one before",
-        bus_factor=lambda _: 1.0,
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +121,26 @@ def measure(
     )
 
 
+def measure_on(
+    asked: Asked,
+    spec: JobSpec,
+    *,
+    python: str | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Measured:
+    """Measure with the ranks of a job, on the machines that it names."""
+    return together(
+        run_probe_on_machines(
+            dataclasses.replace(spec, command=(PROGRAM,)),
+            asked,
+            RankTimes,
+            python=python,
+            doing="timing messages",
+            say=say,
+        )
+    )
+
+
 def together(answers: Sequence[RankTimes]) -> Measured:
     """Put together what the ranks saw: who waits for a message waits for the slowest."""
     first = answers[0]
@@ -177,16 +169,6 @@ def together(answers: Sequence[RankTimes]) -> Measured:
             if timed.wrong
         ),
     )
-
-
-def algorithm_bytes_s(size_bytes: int, seconds: float) -> float:
-    """Return the algorithm bandwidth: what one who waits for the message sees."""
-    return size_bytes / seconds
-
-
-def bus_bytes_s(operation: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth: what the narrowest link carries."""
-    return algorithm_bytes_s(size_bytes, seconds) * OPERATIONS[operation].bus_factor(ranks)
 
 
 def series_of(measured: Measured) -> tuple[Series, ...]:

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from torchmuster.finding import Finding, Status
 from torchmuster.measure import alpha_beta
 from torchmuster.measure.bandwidth_curve import Point, Shape, points_of, shape_of
-from torchmuster.measure.collectives import OPERATIONS, Asked, Measured, series_of
+from torchmuster.measure.bus_bandwidth import OPERATIONS
+from torchmuster.measure.collectives import Asked, Measured, series_of
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.record import BenchRecord
 from torchmuster.measure.report.charts import Axis, Curve, lines

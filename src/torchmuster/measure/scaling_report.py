@@ -22,7 +22,6 @@ from torchmuster.measure.scaling_losses import (
     Scaled,
     scaled,
 )
-from torchmuster.units import format_bytes
 
 BENCH = "scaling"
 _GOOD_FORECAST = 0.15
@@ -311,9 +310,3 @@ def _pictures(seen: Sequence[Scaled], checks: Sequence[Checked]) -> Iterator[Pic
         ),
         caption=f"Ideal is what n times as fast would take; the rest is lost: {', '.join(LOSSES)}.",
     )
-
-
-def sent_words(measured: Mapping[int, OnRanks]) -> str:
-    """Say what a step sends."""
-    most = measured[max(measured)]
-    return f"{format_bytes(most.sent_bytes)} of gradients over {most.backend}"

@@ -2,12 +2,15 @@
 
 import argparse
 import time
+from pathlib import Path
+from typing import Literal
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.job_flags import count
 from torchmuster.errors import ExitCode
-from torchmuster.measure.collectives import OPERATIONS
+from torchmuster.launch.spec import Host, JobSpec, Limits, parse_hosts
+from torchmuster.measure.bus_bandwidth import OPERATIONS
 from torchmuster.units import KiB, MiB, parse_bytes
 
 _SMALLEST_BYTES = 1 * KiB
@@ -15,6 +18,7 @@ _LARGEST_BYTES = {"cpu": 16 * MiB, "gpu": 256 * MiB}
 _LARGEST_QUICK_BYTES = 1 * MiB
 _ROUNDS, _QUICK_ROUNDS = 15, 6
 _RANKS_ON_A_CPU = 2
+_HANGS_AFTER_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench collectives                       a rank on each GPU, or two on the CPU",
             "muster bench collectives --ranks 4 --largest 64MiB",
             "muster bench collectives --operations all-reduce,send-receive",
+            "muster bench collectives --hosts a,b:2         three ranks on two machines, over ssh",
         ],
     )
-    parser.add_argument("--ranks", type=count, metavar="N", help="ranks (one per GPU; CPU: 2)")
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="ranks, on each machine (one per GPU; CPU: 2)"
+    )
     parser.add_argument(
         "--operations",
         type=_operations,
@@ -51,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=count, metavar="N", help=f"samples of each ({_ROUNDS})")
     add_common_flags(parser)
+    job_flags.add_host_flags(job_flags.add_meeting_flags(parser))
 
 
 def _operations(text: str) -> tuple[str, ...]:
@@ -78,7 +86,10 @@ def run(options: argparse.Namespace) -> ExitCode:
     begun_s = time.monotonic()
     device = device_of(options)
     before = environment.here(device.value)
-    ranks = options.ranks or (len(before.devices) if device.value == "gpu" else _RANKS_ON_A_CPU)
+    hosts = parse_hosts(options.hosts) if options.hosts else ()
+    usual = len(before.devices) if device.value == "gpu" else 1 if hosts else _RANKS_ON_A_CPU
+    each = options.ranks or usual
+    ranks = sum(host.ranks or each for host in hosts) if hosts else each
     largest = _LARGEST_QUICK_BYTES if options.quick else _LARGEST_BYTES[device.value]
     asked = collectives.Asked(
         operations=options.operations,
@@ -90,7 +101,11 @@ def run(options: argparse.Namespace) -> ExitCode:
     )
     collectives.check(asked, ranks=ranks)
     output.say(f"on {device.value}: {device.reason}; {ranks} ranks")
-    measured = collectives.measure(asked, ranks=ranks, say=output.say)
+    if hosts:
+        spec = _job(options, hosts, device.value)
+        measured = collectives.measure_on(asked, spec, python=options.remote_python, say=output.say)
+    else:
+        measured = collectives.measure(asked, ranks=ranks, say=output.say)
     return finish(
         report(
             *(measured, asked),
@@ -99,4 +114,26 @@ def run(options: argparse.Namespace) -> ExitCode:
             took_s=time.monotonic() - begun_s,
         ),
         options,
+    )
+
+
+def _job(
+    options: argparse.Namespace, hosts: tuple[Host, ...], device: Literal["cpu", "gpu"]
+) -> JobSpec:
+    return JobSpec(
+        name="bench",
+        command=(),
+        typed=("bench", "collectives"),
+        folder=str(Path.cwd()),
+        device=device,
+        ranks=options.ranks,
+        hosts=hosts,
+        port=options.port,
+        address=options.address,
+        limits=Limits(
+            join_s=options.join_timeout,
+            lost_after_s=options.lost_after,
+            grace_s=1.0,
+            end_hangs_s=_HANGS_AFTER_S,
+        ),
     )

@@ -1,7 +1,6 @@
 """``muster bench scaling``: what 1, 2, 4, … ranks bring to a training."""
 
 import argparse
-import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal

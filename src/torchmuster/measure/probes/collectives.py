@@ -1,7 +1,7 @@
 """A rank that times messages with the others, and looks at every value that arrives.
 
-As a program: ``python -m torchmuster.measure.probes.collectives REQUEST ANSWERS``. Each kind of message is what PyTorch users
-call, on whole tensors; a time has as many calls in a row as make it long enough, as in nccl-tests.
+As a program: ``python -m torchmuster.measure.probes.collectives REQUEST ANSWERS``: a file or JSON, and a folder or ``-`` for
+standard output. Each kind of message is what PyTorch users call, on whole tensors; a time has as many calls in a row as make it long enough, as in nccl-tests.
 """
 
 import socket
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.measure.collectives import Asked, RankTimes, Timed
+from torchmuster.measure.on_machines import TO_OUTPUT, print_answer
 from torchmuster.measure.probes.clock_on_ranks import interleaved_on_ranks
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.world import World, join_world
@@ -151,10 +152,15 @@ def _first_wrong(values: Values) -> str:
 
 def main(request: str, answers: str) -> None:
     """Read what is asked for, measure, and leave the answer."""
-    asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
+    inline = answers == TO_OUTPUT
+    asked = msgspec.json.decode(request if inline else Path(request).read_bytes(), type=Asked)
     with join_world("cpu" if asked.device == "cpu" else "auto") as world:
         found = times(asked, world)
-        leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
+        text = msgspec.json.encode(found).decode()
+        if inline:
+            print_answer(text)
+        else:
+            leave_answer(answers, found.rank, text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,182 @@
+"""Bus bandwidths of ``muster bench collectives`` beside a measurement written by hand, on the same ranks, in turns.
+
+    python benchmarks/bench_collectives.py --ranks 2 4 --out docs/measured/bench-collectives.md
+
+In each of the repeats the product's probe measures all messages, then a plain loop does (or the other way round): a barrier,
+20 calls, the time over 20, the largest over the ranks. The loop shares no code with the probe: it has tensors, calls and
+factors of its own. Figures are medians over all repeats. Nothing else may run beside it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+KIB = 1024
+SIZES = (16 * KIB, 256 * KIB, 1024 * KIB, 8192 * KIB)
+CALLS = 20
+BAR = 0.10
+
+
+def by_hand(ranks: int, rank: int) -> dict[str, float]:
+    """Return seconds per call, "kind size" by "kind size", of the slowest rank."""
+    found = {}
+    for size in SIZES:
+        count = size // 4
+        for kind, call in calls(count, ranks, rank).items():
+            for _ in range(2):
+                call()
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            took = torch.tensor([(time.perf_counter() - begun) / CALLS], dtype=torch.float64)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            found[f"{kind} {size}"] = took.item()
+    return found
+
+
+def calls(count: int, ranks: int, rank: int) -> dict[str, Callable[[], object]]:
+    """Return the calls on tensors of so many floats."""
+    whole, other, part = torch.rand(count), torch.rand(count), torch.rand(count // ranks)
+    sums = torch.zeros(count) + 0.0
+
+    def ring() -> None:
+        sent = dist.isend(whole, (rank + 1) % ranks)
+        got = dist.irecv(other, (rank + ranks - 1) % ranks)
+        assert sent is not None
+        assert got is not None
+        sent.wait()
+        got.wait()
+
+    return {
+        "all-reduce": lambda: dist.all_reduce(sums),
+        "all-gather": lambda: dist.all_gather_single(whole, part),
+        "reduce-scatter": lambda: dist.reduce_scatter_single(part, whole),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "send-receive": ring,
+    }
+
+
+def bus(kind: str, size: int, seconds: float, ranks: int) -> float:
+    """Return the bus bandwidth by nccl-tests' PERFORMANCE.md, bytes a second."""
+    factor = {"all-reduce": 2 * (ranks - 1) / ranks, "send-receive": 1.0}
+    return size / seconds * factor.get(kind, (ranks - 1) / ranks)
+
+
+def rank_program(repeats: int, answers: str) -> None:
+    """Measure in both ways, in turns; each rank leaves what it saw."""
+    import msgspec
+
+    from torchmuster.measure.bus_bandwidth import OPERATIONS
+    from torchmuster.measure.collectives import Asked
+    from torchmuster.measure.probes import collectives
+    from torchmuster.train.world import join_world
+
+    torch.set_num_threads(1)
+    asked = Asked(operations=tuple(OPERATIONS), sizes_bytes=SIZES, rounds=2, device="cpu")
+    with join_world("cpu") as world:
+        ours, hand = [], []
+        for number in range(repeats):
+            for turn in (0, 1) if number % 2 else (1, 0):
+                if turn:
+                    ours.append(collectives.times(asked, world))
+                else:
+                    hand.append(by_hand(world.world_size, world.global_rank))
+        text = msgspec.json.encode({"ours": ours, "hand": hand})
+        Path(answers, f"rank-{world.global_rank}.json").write_bytes(text)
+
+
+def measured(ranks: int, repeats: int) -> list[tuple[str, int, float, float]]:
+    """Return kind, size, and bus bandwidth by the product and by hand."""
+    import msgspec
+
+    from torchmuster.measure import collectives
+    from torchmuster.measure.bus_bandwidth import bus_bytes_s
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={ranks}", __file__, "--as-rank", folder),
+            *("--repeats", str(repeats)),
+        ]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        seen = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    ours: dict[str, list[float]] = {}
+    for number in range(repeats):
+        answers = [
+            msgspec.convert(one["ours"][number], collectives.RankTimes, strict=False)
+            for one in seen
+        ]
+        for kind, by_size in collectives.together(answers).times.items():
+            for size, samples in by_size.items():
+                ours.setdefault(f"{kind} {size}", []).extend(samples)
+    rows = []
+    for name, samples in ours.items():
+        kind, size = name.split()
+        hand = statistics.median(one[name] for one in seen[0]["hand"])
+        product = bus_bytes_s(kind, int(size), statistics.median(samples), ranks)
+        rows.append((kind, int(size), product, bus(kind, int(size), hand, ranks)))
+    return rows
+
+
+def page(rows: dict[int, list[tuple[str, int, float, float]]], repeats: int, words: str) -> str:
+    """Return what was measured, as Markdown."""
+    errors = [abs(ours / hand - 1) for many in rows.values() for _, _, ours, hand in many]
+    within = sum(one <= BAR for one in errors)
+    lines = [
+        "# Bus bandwidth: the product and a loop written by hand",
+        "",
+        "The page is written by",
+        "",
+        f"    {words}",
+        "",
+        f"{date.today()}: {platform.machine()}, {os.cpu_count()} cores, gloo; medians of {repeats} repeats, in "
+        "which both took turns on the same ranks.",
+        "",
+        f"Within {BAR:.0%} of each other: **{within} of {len(errors)}**; median difference "
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}.",
+        "",
+        "| ranks | message | size | bus bandwidth, product | by hand | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ranks, many in rows.items():
+        for kind, size, ours, hand in many:
+            lines.append(
+                f"| {ranks} | {kind} | {size // KIB} KiB | {ours / 1e6:.0f} MB/s | {hand / 1e6:.0f} MB/s | "
+                f"{ours / hand - 1:+.1%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure with each number of ranks, and write the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        rank_program(options.repeats, options.as_rank)
+        return
+    rows = {ranks: measured(ranks, options.repeats) for ranks in options.ranks}
+    text = page(rows, options.repeats, "python " + " ".join(sys.argv))
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
