@@ -22,7 +22,8 @@ _MAY_CHANGE = (
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
     *("train.precision", "train.activation_checkpointing", "train.compile"),
     *("train.on_bad_numbers", "train.log_every", "train.evaluate_every"),
-    *("data.workers", "data.evaluation_", "model.device_map", "model.attention"),
+    *("data.workers", "data.prefetch", "data.evaluation_", "model.device_map"),
+    "model.attention",
 )
 _LENGTHS = ("train.epochs", "train.steps")
 

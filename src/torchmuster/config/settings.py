@@ -153,6 +153,9 @@ class Data:
         Annotated[int, Meta(ge=0)],
         Meta(description="Processes for each rank that read ahead; 0 reads in the rank itself."),
     ] = 0
+    prefetch: Annotated[
+        Count, Meta(description="Batches that each worker has ready, where there are workers.")
+    ] = 2
     evaluation_dataset: Annotated[
         Text | None,
         Meta(description="module:function of yours that returns what is evaluated on."),

@@ -5,8 +5,7 @@ Memory is followed in the first steps and time is taken in those after them: on 
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.live_storage import LiveStorages
-from torchmuster.plan.probes.log import Sized
+from torchmuster.plan.probes.tensor_memory import Look, tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.proof.real_steps import FOLLOWED, RankSteps, Steps
 from torchmuster.train.world import World, join_world
@@ -24,9 +22,9 @@ from torchmuster.train.world import World, join_world
 
 def real_steps(steps: Steps, world: World) -> RankSteps:
     """Take the steps; all ranks do."""
-    with _followed(world.device) as peak_of:
+    with tensor_memory(world.device) as look:
         built = build(steps.work, steps.candidate, world, blocks=steps.blocks)
-        peaks = tuple(peak_of(partial(built.train, number)) for number in range(FOLLOWED))
+        peaks = tuple(_peak(look, partial(built.train, number)) for number in range(FOLLOWED))
     step_s = tuple(_timed(built, FOLLOWED + number) for number in range(steps.timed))
     reserved = None
     if world.device.type != "cpu":
@@ -41,45 +39,11 @@ def real_steps(steps: Steps, world: World) -> RankSteps:
     )
 
 
-@contextmanager
-def _followed(device: torch.device) -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Yield what does something and returns the most that tensors took of the device meanwhile."""
-    if device.type != "cpu":
-        # Its allocator counts by itself.
-        def peak_on_device(work: Callable[[], object]) -> int:
-            torch.accelerator.reset_peak_memory_stats(device)
-            work()
-            return int(torch.accelerator.max_memory_allocated(device))
-
-        yield peak_on_device
-        return
-    seen = LiveStorages(answer=lambda _: None, on_host=True)
-    live: dict[int, int] = {}
-    begin = 0
-
-    def peak_on_host(work: Callable[[], object]) -> int:
-        nonlocal begin
-        begin = _settle(seen, live, begin)[0]
-        work()
-        begin, peak = _settle(seen, live, begin)
-        return peak
-
-    with seen.followed():
-        yield peak_on_host
-
-
-def _settle(seen: LiveStorages, live: dict[int, int], begin: int) -> tuple[int, int]:
-    """Bring what lives up to date with the log; return where the log ends and the peak since ``begin``."""
-    total = peak = sum(live.values())
-    events = seen.log.events
-    end = len(events)
-    for event in events[begin:end]:
-        if isinstance(event, Sized):
-            total += event.size_bytes - live.pop(event.number, 0)
-            peak = max(peak, total)
-            if event.size_bytes:
-                live[event.number] = event.size_bytes
-    return end, peak
+def _peak(look: Look, work: Callable[[], object]) -> int:
+    """Do something, and return the most that tensors took of the device meanwhile."""
+    look()
+    work()
+    return look().peak_bytes
 
 
 def _timed(built: Built, number: int) -> float:

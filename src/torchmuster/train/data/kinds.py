@@ -25,6 +25,7 @@ class Batches:
     seed: int = 0
     shuffle: bool = True
     workers: int = 0
+    prefetch: int = 2
 
     def in_order(self) -> "Batches":
         """Return the same without shuffling, for evaluation."""

@@ -14,7 +14,7 @@ from torchmuster.train.data.order import Order
 from torchmuster.train.data.portions import Portions, choose_portions
 from torchmuster.train.data.reading import Portion, Reader
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.data.workers import Workers
+from torchmuster.train.data.workers import PREFETCH, Workers
 from torchmuster.train.world import World
 
 # Computing the order costs a few hundred microseconds however few places are asked for.
@@ -28,7 +28,7 @@ class BatchLoader:
     ranks, workers or micro-batches. At the end of an epoch what is left is a smaller step (with
     ``drop_tail`` it is left out); a rank that gets nothing of it computes a sample that counts nothing.
 
-    ``workers`` are processes that read ahead; they get random numbers of their own for each micro-batch, by
+    ``workers`` are processes that read ahead, each up to ``prefetch`` micro-batches; they get random numbers of their own for each micro-batch, by
     the seed, the epoch and its first sample. With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the
     seed, the epoch and the sample alone. With 0 workers it otherwise draws from this process's numbers.
     """
@@ -47,6 +47,7 @@ class BatchLoader:
         drop_tail: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
+        prefetch: int = PREFETCH,
         pin_memory: bool | None = None,
         random_per_sample: bool = False,
     ) -> None:
@@ -58,6 +59,7 @@ class BatchLoader:
             accumulation=accumulation,
         )
         self.workers = workers
+        self._prefetch = prefetch
         self._world = world
         self._seed = seed
         self._shuffle = shuffle
@@ -142,6 +144,7 @@ class BatchLoader:
                 seed=self._seed,
                 local_ranks=self._world.local_world_size,
                 pin_memory=self._pin_memory,
+                prefetch=self._prefetch,
             )
         return self._workers_at_work.read(portions)
 

@@ -13,7 +13,13 @@ from torchmuster.train.data.nested import placed
 from torchmuster.train.data.portions import Portions, choose_portions
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.data.streams.laps import lap_order, owners, rounds
-from torchmuster.train.data.streams.reading import Begin, Blocks, read_laps, read_laps_ahead
+from torchmuster.train.data.streams.reading import (
+    PREFETCH,
+    Begin,
+    Blocks,
+    read_laps,
+    read_laps_ahead,
+)
 from torchmuster.train.data.streams.source import Cursor, Source
 from torchmuster.train.world import World
 
@@ -50,8 +56,8 @@ class StreamLoader:
     ended earlier compute a sample that counts nothing until all have ended.
 
     ``block`` samples of each lane are read at a time, which is also how far they are shuffled: a rank
-    holds ``block`` samples for each of its lanes. With ``workers`` other processes read them ahead. The
-    ranks tell each other once for each such lap how many samples their lanes have.
+    holds ``block`` samples for each of its lanes. With ``workers`` other processes read them ahead, each up
+    to ``prefetch`` laps. The ranks tell each other once for each such lap how many samples their lanes have.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class StreamLoader:
         block: int = 64,
         collate: Callable[[list[Any]], Any] = default_collate,
         workers: int = 0,
+        prefetch: int = PREFETCH,
     ) -> None:
         self.portions: Portions = choose_portions(
             world.world_size,
@@ -77,6 +84,7 @@ class StreamLoader:
             accumulation=accumulation,
         )
         self.workers = workers
+        self._prefetch = prefetch
         self._source = source
         self._world = world
         self._seed = seed
@@ -218,7 +226,13 @@ class StreamLoader:
     def _blocks(self, begin: Begin) -> Iterator[Blocks]:
         if not self.workers:
             return read_laps(self._source, begin)
-        return read_laps_ahead(self._source, begin, workers=self.workers, world=self._world)
+        return read_laps_ahead(
+            self._source,
+            begin,
+            workers=self.workers,
+            world=self._world,
+            prefetch=self._prefetch,
+        )
 
     def _agreed(self, laps: Iterator[Blocks], number: int) -> _Lap:
         """Read this rank's blocks and tell how long they are; an error of one rank ends all."""

@@ -14,7 +14,7 @@ from torchmuster.train.data.shared_memory import Room, free_bytes
 from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
 from torchmuster.train.seeds import derive, seed_process
 
-_PREFETCH = 2  # batches that each worker has ready; torch's default
+PREFETCH = 2  # batches that each worker has ready; torch's default
 
 
 class Workers:
@@ -28,9 +28,10 @@ class Workers:
         seed: int,
         local_ranks: int,
         pin_memory: bool,
+        prefetch: int = PREFETCH,
     ) -> None:
         room = Room(
-            free_bytes=free_bytes(), workers=count, batches=count * _PREFETCH, ranks=local_ranks
+            free_bytes=free_bytes(), workers=count, batches=count * prefetch, ranks=local_ranks
         )
         self._upcoming = _Upcoming()
         self._batches: DataLoader[Any] = DataLoader(
@@ -39,7 +40,7 @@ class Workers:
             sampler=self._upcoming,
             collate_fn=_as_it_is,
             num_workers=count,
-            prefetch_factor=_PREFETCH,
+            prefetch_factor=prefetch,
             persistent_workers=True,
             pin_memory=pin_memory,
             worker_init_fn=HeedingOnlyTheRank(),

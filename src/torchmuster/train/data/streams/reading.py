@@ -18,7 +18,7 @@ from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
 from torchmuster.train.seeds import derive
 from torchmuster.train.world import World
 
-_PREFETCH = 2  # laps that each process has ready
+PREFETCH = 2  # laps that each process has ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +98,23 @@ class _Reading(IterableDataset[Parcel]):
 
 
 def read_laps_ahead(
-    source: Source, begin: Begin, *, workers: int, world: World
+    source: Source, begin: Begin, *, workers: int, world: World, prefetch: int = PREFETCH
 ) -> Iterator[Blocks]:
-    """Yield the same as :func:`read_laps`, read by other processes up to two laps ahead."""
+    """Yield the same as :func:`read_laps`, read by other processes up to ``prefetch`` laps ahead."""
     workers = min(workers, len(begin.lanes))
     if not workers:
         yield from read_laps(source, begin)
     room = Room(
         free_bytes=free_bytes(),
         workers=workers,
-        batches=workers * _PREFETCH,
+        batches=workers * prefetch,
         ranks=world.local_world_size,
     )
     loader = DataLoader(
         _Reading(source, begin, room),
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=_PREFETCH,
+        prefetch_factor=prefetch,
         worker_init_fn=HeedingOnlyTheRank(),
         # Without one it would take a number from the process's own, as often as an epoch begins.
         generator=torch.Generator().manual_seed(derive(begin.seed, "loader", world.global_rank)),

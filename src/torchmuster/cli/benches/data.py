@@ -1,0 +1,164 @@
+"""``muster bench data``: how fast data can be read, and by how many workers."""
+
+import argparse
+import dataclasses
+import math
+import time
+from functools import partial
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.config.layers import Flag
+from torchmuster.config.settings import Settings
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.measure import environment, loader_choice, loader_report
+from torchmuster.measure.loader import LoaderRequest, Read, Reading, measure, readings_for, together
+from torchmuster.plan.hardware import here
+
+_ROUNDS, _WINDOW_S = 3, 1.0
+_ROUNDS_QUICK, _WINDOW_QUICK_S = 2, 0.3
+_PREFETCH = (1, 2, 4, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which data, and in which ways it is read."""
+    parser.description = (
+        f"{parser.description}\nReads as a training would, by 0, 1, 2, 4, … workers up to twice the cores of a "
+        "rank, then further\nahead with the best of them. Compares what was read, bit by bit, and says how short "
+        "a step may be\nbefore it waits for data."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench data --config config.yaml             the data of a training of yours",
+            "muster bench data --dataset my.data:train --ranks 8",
+            "muster bench data --config config.yaml --needed 1200",
+            "muster bench data --config config.yaml --workers 8 16 32",
+        ],
+    )
+    parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="a dataset of your own")
+    parser.add_argument(
+        "--workers", nargs="+", type=_number, metavar="N", help="these numbers (0, 1, 2, 4, …)"
+    )
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="so many that read at once (one per GPU; CPU: 1)"
+    )
+    parser.add_argument(
+        "--needed", type=_rate, metavar="N", help="samples a second that each rank computes"
+    )
+    add_setting_flags(parser)
+    add_common_flags(parser)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: 0, 1, 2, …")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of samples a second; write for example 1200"
+        )
+    return number
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure and show."""
+    begun = time.monotonic()
+    where = device_of(options)
+    if options.dataset is not None:
+        flag = Flag(flag="--dataset", path="data.dataset", text=options.dataset)
+        options.set.append(flag)
+    settings = settings_from(options).settings
+    name = _data(settings)
+    machine = here.of_settings(settings, ranks=options.ranks, device=where.value)
+    seen = environment.here(where.value)
+    readings = readings_for(seen.cores, machine.cards)
+    if options.workers:
+        readings = tuple(Reading(workers=one) for one in sorted(set(options.workers)))
+    request = LoaderRequest(
+        settings=settings,
+        device="cpu" if where.value == "cpu" else "auto",
+        readings=readings,
+        rounds=_ROUNDS_QUICK if options.quick else _ROUNDS,
+        window_s=_WINDOW_QUICK_S if options.quick else _WINDOW_S,
+    )
+    ask = partial(
+        measure, ranks=machine.cards, device=where.value, folder=str(Path.cwd()), say=output.say
+    )
+    answers = ask(request)
+    by_workers = together(answers)
+    chosen = loader_choice.best(by_workers, needed_samples_s=options.needed)
+    measured = loader_report.Measured(
+        data=name,
+        answer=answers[0],
+        ranks=machine.cards,
+        cores=seen.cores,
+        needed_samples_s=options.needed,
+        by_workers=by_workers,
+        chosen=chosen,
+    )
+    if loader_choice.oversubscription(by_workers, cores=seen.cores, ranks=machine.cards):
+        usual = max(by_workers, key=lambda one: one.reading.workers)
+        output.say("workers compute with several threads: reading once more with one thread each")
+        (alone,) = together(
+            ask(dataclasses.replace(request, readings=(usual.reading,)), one_thread=True)
+        )
+        measured = dataclasses.replace(measured, one_thread=(usual, alone))
+    if chosen.value.reading.workers and not options.quick:
+        measured = _further_ahead(measured, request, ask)
+    report = loader_report.report(
+        measured,
+        where=where,
+        environment=seen.ended(),
+        settings={
+            "data": dataclasses.asdict(settings.data),
+            "ranks": machine.cards,
+            "needed": options.needed,
+            "rounds": request.rounds,
+            "window_s": request.window_s,
+        },
+        date=now(),
+        took_s=time.monotonic() - begun,
+    )
+    return finish(report, options)
+
+
+def _further_ahead(
+    measured: loader_report.Measured, request: LoaderRequest, ask: "partial[list[object]]"
+) -> loader_report.Measured:
+    """Try other numbers of batches ahead with the workers that were chosen."""
+    workers = measured.chosen.value.reading.workers
+    readings = tuple(Reading(workers=workers, prefetch=one) for one in _PREFETCH)
+    found: list[Read] = together(ask(dataclasses.replace(request, readings=readings)))  # type: ignore[arg-type]
+    return dataclasses.replace(measured, by_prefetch=found, prefetch=loader_choice.best(found))
+
+
+def _data(settings: Settings) -> str:
+    """Return what is read, as people know it; refuse what cannot be."""
+    data = settings.data
+    name = data.dataset or data.files or data.hugging_face
+    if name is None:
+        raise Impossible(
+            "there is no data to read",
+            why="no settings name any",
+            fix="--dataset module:function, or --config with data.dataset, data.files or data.hugging_face",
+        )
+    has_tokens = name.endswith(".safetensors")
+    tokenizer = data.tokenizer or settings.model.model_name_or_path
+    if data.dataset is None and not has_tokens and tokenizer is None:
+        raise Impossible(
+            f"{name} is text, and nothing says how it becomes tokens",
+            why="that is a large part of reading it",
+            fix="--set data.tokenizer=bytes, a folder, or a name on the hub",
+        )
+    return name

@@ -1,0 +1,155 @@
+"""``muster bench memory``: what fills memory in a training step, and what computing again saves."""
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.config.layers import Flag
+from torchmuster.config.resolve import Resolved
+from torchmuster.errors import ExitCode
+from torchmuster.measure import environment, memory_report, memory_stages
+from torchmuster.measure.memory_forecast import Forecast, forecast
+from torchmuster.measure.memory_stages import MemoryAnswer, MemoryRequest
+from torchmuster.plan.asked import work_of
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.tracing.tracer import Tracer
+from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import parse_bytes
+
+_ROUNDS, _ROUNDS_QUICK = 11, 3
+_USUAL_MICRO_BATCH_SIZE = 8
+_SMALL_GPT = Work(
+    build="torchmuster.measure.probes.small_gpt:make", loss="language_model", sequence_length=128
+)
+_SMALL_GPT_NAME = "a small GPT of ours (8 blocks, 2 million parameters)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which training, and how much memory there is for it."""
+    parser.description = (
+        f"{parser.description}\nTakes real steps in one process and follows every tensor: what is there before, in and "
+        "after each\nstage, in fp32 and in a reduced precision. Then recomputes every block, every 2nd, 3rd, … "
+        "and none,\nand finds which is best: the fastest within --limit, or the knee of peak over time."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench memory                                a small GPT of ours",
+            "muster bench memory --config config.yaml           the model of a training of yours",
+            "muster bench memory --config config.yaml --limit 20GiB",
+            "muster bench memory --build my.models:make --set data.sequence_length=512",
+        ],
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
+    parser.add_argument("--build", metavar="MODULE:FUNCTION", help="a model of your own")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=count,
+        metavar="N",
+        help="samples at once (8, or as settings say)",
+    )
+    parser.add_argument(
+        "--limit", type=_size, metavar="SIZE", help="what a step may take, such as 20GiB"
+    )
+    add_setting_flags(parser)
+    add_common_flags(parser)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure and show."""
+    begun = time.monotonic()
+    where = device_of(options)
+    resolved = _resolved(options)
+    model = resolved.settings.model
+    if model.build is None and model.model_name_or_path is None:
+        name, work = _SMALL_GPT_NAME, dataclasses.replace(_SMALL_GPT, folder=str(Path.cwd()))
+    else:
+        name = str(model.build or model.model_name_or_path)
+        work = work_of(resolved, folder=str(Path.cwd()))
+    request = MemoryRequest(
+        work=work,
+        candidate=_candidate(resolved),
+        precision=resolved.settings.train.precision,
+        device="cpu" if where.value == "cpu" else "auto",
+        rounds=_ROUNDS_QUICK if options.quick else _ROUNDS,
+    )
+    seen = environment.here(where.value)
+    answer = memory_stages.measure(request, device=where.value, say=output.say)
+    seen = seen.ended()
+    planned = Forecast(planned_bytes={}, not_planned="--quick leaves that out")
+    if not options.quick:
+        planned = _forecast(request, answer)
+    report = memory_report.report(
+        memory_report.Measured(
+            answer=answer,
+            model=name,
+            micro_batch_size=request.candidate.micro_batch_size,
+            limit_bytes=options.limit,
+            planned_bytes=planned.planned_bytes,
+            not_planned=planned.not_planned,
+        ),
+        where=where,
+        environment=seen,
+        settings={
+            "work": dataclasses.asdict(work),
+            "candidate": dataclasses.asdict(request.candidate),
+            "limit_bytes": options.limit,
+            "rounds": request.rounds,
+        },
+        date=now(),
+        took_s=time.monotonic() - begun,
+    )
+    return finish(report, options)
+
+
+def _resolved(options: argparse.Namespace) -> Resolved:
+    for flag, path, value in (
+        ("--model", "model.model_name_or_path", options.model),
+        ("--build", "model.build", options.build),
+        ("--micro-batch-size", "train.micro_batch_size", options.micro_batch_size),
+    ):
+        if value is not None:
+            options.set.append(Flag(flag=flag, path=path, text=str(value)))
+    return settings_from(options)
+
+
+def _candidate(resolved: Resolved) -> Candidate:
+    """Return a training in one process; of several micro-batches in a step two show all there is to see."""
+    train = resolved.settings.train
+    size = train.micro_batch_size or max(train.micro_batch_sizes or (0,))
+    size = size or min(train.global_batch_size or math.inf, _USUAL_MICRO_BATCH_SIZE)
+    several = train.global_batch_size is not None and train.global_batch_size > size
+    return Candidate(
+        strategy="single",
+        layout=Layout(copies=1, shards=1),
+        recompute=train.activation_checkpointing,
+        micro_batch_size=int(size),
+        accumulation=2 if several else 1,
+    )
+
+
+def _forecast(request: MemoryRequest, answer: MemoryAnswer) -> Forecast:
+    output.say("imagining the same steps, as muster plan does")
+    with Tracer(cache=cache_folder(), say=output.say) as tracer:
+        return forecast(
+            request.work,
+            dataclasses.replace(request.candidate, precision=answer.precision),  # type: ignore[arg-type]
+            [one.recompute for one in answer.ways],
+            blocks=answer.blocks,
+            kernels="cpu" if answer.device == "cpu" else "cuda",
+            look=tracer.records,
+        )

@@ -1,0 +1,56 @@
+"""A small GPT: what is measured where no model of one's own is named."""
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+VOCABULARY = 2048
+LENGTH = 128
+_WIDTH, _BLOCKS, _HEADS = 128, 8, 4
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small network for each place."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        """Return what each place has become."""
+        parts = self.queries_keys_values(self.before_attention(places)).chunk(3, dim=-1)
+        by_head = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        seen = scaled_dot_product_attention(*by_head, is_causal=True)
+        places = places + self.attended(seen.transpose(1, 2).flatten(2))
+        return places + self.feed_forward(places)
+
+
+class SmallGpt(nn.Module):
+    """Says for each place of a text how likely each token is as the next."""
+
+    def __init__(self, *, width: int = _WIDTH, blocks: int = _BLOCKS, heads: int = _HEADS) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return logits of the shape (texts, places, tokens)."""
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        states = self.tokens(input_ids) + self.places(places)
+        for block in self.blocks:
+            states = block(states)
+        logits: torch.Tensor = self.last(states)
+        return logits
+
+
+def make() -> nn.Module:
+    """Return the model; about two million parameters."""
+    return SmallGpt()

@@ -1,0 +1,62 @@
+"""What a process launched by ``muster bench data`` runs: the data that settings name, read in several ways."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from torchmuster.measure.loader import LoaderAnswer, LoaderRequest, Reading
+from torchmuster.measure.probes.loader import to_device, visit_all
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.train.assembly import portions_of
+from torchmuster.train.data.kinds import loader_for
+from torchmuster.train.data.nested import tensors_in
+from torchmuster.train.data.step import Loader
+from torchmuster.train.world import World, join_world
+from torchmuster.worker.data import batches_of, rows_of, samples_of
+
+_COPIES_TIMED = 15
+
+
+def measure(request: LoaderRequest, world: World) -> LoaderAnswer:
+    """Read in each way; all ranks do, at the same time."""
+    settings = request.settings
+    rows = rows_of(settings, world)
+    samples = samples_of(settings, rows, world)
+    batches = batches_of(settings, world, kept=None).value
+
+    def make(reading: Reading) -> Loader:
+        ahead = replace(batches, workers=reading.workers, prefetch=reading.prefetch)
+        return loader_for(samples, world, ahead)
+
+    plain = make(Reading(workers=0))
+    portions = portions_of(plain)
+    assert portions is not None, "loaders of ours know their portions"
+    batch = next(iter(next(plain.epoch(0)))).batch
+    ordinary, pinned = to_device(batch, world, rounds=_COPIES_TIMED)
+    steps = plain.steps_in_epoch()
+    return LoaderAnswer(
+        rank=world.global_rank,
+        device=str(world.device),
+        samples_per_step=max(1, portions.global_batch_size // world.world_size),
+        samples_per_batch=portions.micro_batch_sizes[world.global_rank],
+        batch_bytes=sum(one.nbytes for one in tensors_in(batch)),
+        samples=None if steps is None else len(samples),
+        visits=visit_all(request, make, world),
+        to_device_s=ordinary,
+        pinned_to_device_s=pinned,
+    )
+
+
+def main() -> None:
+    """Read what is asked for, measure, and leave the answer."""
+    asked, answers = sys.argv[1:]
+    request = msgspec.json.decode(Path(asked).read_bytes(), type=LoaderRequest)
+    with join_world(request.device) as world:
+        found = measure(request, world)
+    leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()
