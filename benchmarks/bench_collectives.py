@@ -136,9 +136,9 @@ def page(rows: dict[int, list[tuple[str, int, float, float]]], repeats: int, wor
     errors = [abs(ours / hand - 1) for many in rows.values() for _, _, ours, hand in many]
     within = sum(one <= BAR for one in errors)
     lines = [
-        "# Bus bandwidth: the product and a loop written by hand",
+        "## Measured: the product and a loop written by hand",
         "",
-        "The page is written by",
+        "This part is written by",
         "",
         f"    {words}",
         "",

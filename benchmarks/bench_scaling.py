@@ -102,16 +102,16 @@ def main() -> None:
             print(f"  {forecasts[-1]}", flush=True)
     within = sum(one <= BAR for one in errors)
     lines = [
-        "# Scaling: forecast and measured",
+        "## Measured: forecasts and speeds",
         "",
-        "The page is written by",
+        "This part is written by",
         "",
         f"    python {' '.join(sys.argv)}",
         "",
         f"{date.today()}: {platform.machine()}, {usable_cores().value} cores, gloo; each rank has 1 thread, so 2 ranks "
         f"have a core each and 4 take turns. Medians of {options.passes} x {options.rounds} rounds.",
         "",
-        "## 4 ranks, forecast from 1 and 2",
+        "### 4 ranks, forecast from 1 and 2",
         "",
         f"Within {BAR:.0%}: **{within} of {len(errors)}**; mean error {statistics.fmean(errors):.1%}, "
         f"largest {max(errors):.1%}.",
@@ -120,7 +120,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *forecasts,
         "",
-        "## Speed, and where a step's time goes",
+        "### Speed, and where a step's time goes",
         "",
         "| training | mode | ranks | samples/s | speed-up | efficiency | ideal | smaller portions | "
         "computing beside others | data | imbalance | exposed communication |",

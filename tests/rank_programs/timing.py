@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchmuster.measure.bus_bandwidth import OPERATIONS
-from torchmuster.measure.collectives import RankTimes
 from torchmuster.measure.collectives import Asked as AskedMessages
+from torchmuster.measure.collectives import RankTimes
 from torchmuster.measure.probes import collectives, scaling
 from torchmuster.measure.scaling import Asked, Study
 from torchmuster.measure.scaling import RankTimes as RankSteps

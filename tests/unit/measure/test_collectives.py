@@ -1,16 +1,18 @@
 """Messages between ranks: nccl-tests' factors, the slowest rank's time, and what the report says of it."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.measure import collectives
+from torchmuster.measure import collectives, record
 from torchmuster.measure.bus_bandwidth import bus_bytes_s
 from torchmuster.measure.collectives import Asked, Measured, RankTimes, Timed
 from torchmuster.measure.collectives_report import report
 from torchmuster.measure.environment import Environment
+from torchmuster.plan.hardware import given as hardware_given
 
 SIZES = (1024, 4096, 16384, 65536, 262144)
 ASKED = Asked(operations=("all-reduce",), sizes_bytes=SIZES, rounds=9, device="cpu")
@@ -29,15 +31,22 @@ HERE = Environment(
 )
 
 
-def answer(rank: int, *, slower: float = 1.0, wrong: int = 0) -> RankTimes:
+def answer(
+    rank: int,
+    *,
+    slower: float = 1.0,
+    wrong: int = 0,
+    operation: str = "all-reduce",
+    host: str = "gpu-server",
+) -> RankTimes:
     return RankTimes(
         rank=rank,
-        host="gpu-server",
+        host=host,
         device="cpu",
         backend="gloo",
         timed=tuple(
             Timed(
-                operation="all-reduce",
+                operation=operation,
                 size_bytes=size,
                 seconds=tuple(slower * (1e-4 + size / 1e9) for _ in range(9)),
                 compared=size // 4,
@@ -146,3 +155,24 @@ def test_sizes_go_up_by_a_factor_and_end_with_the_largest() -> None:
     assert collectives.sizes_between(1024, 1024) == (1024,)
     with pytest.raises(Impossible, match="no sizes from 2048 to 1024"):
         collectives.sizes_between(2048, 1024)
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_plans_can_be_made_with_links_as_they_were_measured(
+    tmp_path: Path, hosts: tuple[str, str]
+) -> None:
+    sent = [answer(rank, operation="send-receive", host=host) for rank, host in enumerate(hosts)]
+    made = report(
+        collectives.together(sent), ASKED, environment=HERE, date="2026-01-31T12:00:00", took_s=5
+    )
+    record.write(tmp_path / "record.json", made.record)
+    (tmp_path / "cluster.yaml").write_text(
+        "machines: 2\ncards_per_machine: 2\ncard: T4\ncheck: record.json\n", encoding="utf-8"
+    )
+    hardware = hardware_given.parse(str(tmp_path / "cluster.yaml"))
+    near = hosts[0] == hosts[1]
+    link, other = (hardware.within, hardware.between) if near else (hardware.between, hardware.within)  # fmt: skip
+    assert link.latency_s == pytest.approx(1e-4)
+    assert link.bytes_s == pytest.approx(1e9 if near else 5e8)  # two cards share a network
+    assert "measured by muster bench" in link.source
+    assert "measured" not in other.source

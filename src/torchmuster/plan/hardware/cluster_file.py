@@ -12,7 +12,7 @@
     links:
       within: {bandwidth: 450GB/s, latency_s: 2e-6}    # between two cards of a machine
       between: {bandwidth: 400Gbit/s, latency_s: 4e-6} # of one card, to other machines
-    check: runs/20260102-check/check.json              # or what muster check measured
+    check: runs/20260102-check/check.json  # or what muster check measured, or muster bench collectives (record.json)
     price: 2.50             # of a card, for an hour
 
 Everything but ``card`` may be left out: then it is what the catalogue says.
