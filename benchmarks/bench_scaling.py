@@ -17,8 +17,8 @@ from typing import Literal
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.measure import scaling
 from torchmuster.measure.scaling import MODES, OnRanks, Study
+from torchmuster.measure.scaling_forecast import checked_forecasts
 from torchmuster.measure.scaling_losses import scaled
-from torchmuster.measure.scaling_report import checked_forecasts
 from torchmuster.plan.job import Work
 
 HERE = str(Path(__file__).parent)

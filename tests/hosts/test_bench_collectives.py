@@ -21,4 +21,4 @@ def test_ranks_of_two_machines_are_timed_and_named(lab2: Lab) -> None:
     assert told["record"]["facts"]["values_wrong"] == 0
     assert set(told["record"]["facts"]["lines"]) == {"all-reduce", "send-receive"}
     assert "2 of 2 joined" in done.stderr
-    assert leftovers(lab2) == []
+    assert leftovers(lab2) == {}

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchmuster.measure import alpha_beta
-from torchmuster.measure.scaling import Mode, OnRanks, Study
+from torchmuster.measure.scaling import MODES, Mode, OnRanks, Study
+from torchmuster.measure.scaling_losses import Scaled, scaled
 from torchmuster.measure.statistics import estimate
 
 
@@ -32,6 +33,19 @@ class Forecast:
     def throughput(self) -> float:
         """Samples a second of all ranks."""
         return self.portion * self.ranks / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A forecast beside what was then measured."""
+
+    forecast: Forecast
+    measured: Scaled
+
+    @property
+    def error(self) -> float:
+        """How far the forecast throughput is off."""
+        return self.forecast.throughput / self.measured.throughput.median - 1
 
 
 def forecast(
@@ -60,6 +74,19 @@ def forecast(
         sending_s=sending_s,
         from_ranks=(1, few),
     )
+
+
+def checked_forecasts(study: Study, measured: Mapping[int, OnRanks]) -> list[Checked]:
+    """Forecast the largest number of ranks from the two smallest, and put what was measured beside it."""
+    few, most = study.ranks[1], study.ranks[-1]
+    if most == few:
+        return []
+    found = []
+    for mode in MODES:
+        made = forecast(study, measured, most, mode, few=few)
+        if made is not None:
+            found.append(Checked(forecast=made, measured=scaled(study, measured, most, mode)))
+    return found
 
 
 def _growth(few: OnRanks, ranks: int) -> float:

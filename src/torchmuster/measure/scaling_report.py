@@ -1,7 +1,7 @@
 """A scaling study as a report: how much faster more ranks are, where the rest goes, and what still more would bring."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
@@ -11,7 +11,7 @@ from torchmuster.measure.report.charts import Axis, Curve, Stack, lines, stacked
 from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.measure.scaling import MODES, Mode, OnRanks, Study
-from torchmuster.measure.scaling_forecast import Forecast, forecast
+from torchmuster.measure.scaling_forecast import Checked, Forecast, checked_forecasts, forecast
 from torchmuster.measure.scaling_losses import (
     BESIDE,
     COMMUNICATION,
@@ -34,19 +34,6 @@ _ADVICE = {
     COMMUNICATION: "send less often (more samples or micro-batches a step), or over faster links: "
     "muster bench collectives measures these",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A forecast beside what was then measured."""
-
-    forecast: Forecast
-    measured: Scaled
-
-    @property
-    def error(self) -> float:
-        """How far the forecast throughput is off."""
-        return self.forecast.throughput / self.measured.throughput.median - 1
 
 
 def report(
@@ -94,19 +81,6 @@ def report(
         ),
         took_s=took_s,
     )  # fmt: skip
-
-
-def checked_forecasts(study: Study, measured: Mapping[int, OnRanks]) -> list[Checked]:
-    """Forecast the largest number of ranks from the two smallest, and put what was measured beside it."""
-    few, most = study.ranks[1], study.ranks[-1]
-    if most == few:
-        return []
-    found = []
-    for mode in MODES:
-        made = forecast(study, measured, most, mode, few=few)
-        if made is not None:
-            found.append(Checked(forecast=made, measured=scaled(study, measured, most, mode)))
-    return found
 
 
 def _next(study: Study, measured: Mapping[int, OnRanks]) -> list[Forecast]:

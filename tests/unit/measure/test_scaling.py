@@ -7,7 +7,7 @@ from torchmuster.finding import Status
 from torchmuster.measure import scaling
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.scaling import MODES, OnRanks, RankTimes, Study, Taken, Times
-from torchmuster.measure.scaling_forecast import forecast
+from torchmuster.measure.scaling_forecast import checked_forecasts, forecast
 from torchmuster.measure.scaling_losses import (
     BESIDE,
     COMMUNICATION,
@@ -19,7 +19,7 @@ from torchmuster.measure.scaling_losses import (
     scaled,
     settled,
 )
-from torchmuster.measure.scaling_report import checked_forecasts, report
+from torchmuster.measure.scaling_report import report
 from torchmuster.plan.job import Work
 
 STUDY = Study(
