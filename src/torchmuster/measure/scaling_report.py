@@ -1,7 +1,7 @@
 """A scaling study as a report: how much faster more ranks are, where the rest goes, and what still more would bring."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
@@ -86,6 +86,8 @@ def report(
 def _next(study: Study, measured: Mapping[int, OnRanks]) -> list[Forecast]:
     """Forecast twice as many ranks as were measured, where a portion of that size was timed."""
     most = study.ranks[-1]
+    if study.device == "gpu":  # ranks do not share devices: more ranks would have more of them
+        study = replace(study, slots=None)
     made = (forecast(study, measured, 2 * most, mode, few=most) for mode in MODES)
     return [one for one in made if one is not None]
 
@@ -181,8 +183,8 @@ def _outlook(one: Forecast, seen: Sequence[Scaled]) -> Finding:
     return Finding(
         name="outlook",
         status=Status.NOTE,
-        what=f"{one.mode}: {one.ranks} ranks here would have {_rate(one.throughput)}, "
-        f"{one.throughput / alone:.2f} times one (forecast, not measured)",
+        what=f"{one.mode}: {one.ranks} ranks with links and devices as here would have "
+        f"{_rate(one.throughput)}, {one.throughput / alone:.2f} times one (forecast, not measured)",
     )
 
 

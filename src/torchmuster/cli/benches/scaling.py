@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchmuster.measure.scaling import Study
 
 _USUAL_RANKS = (1, 2, 4)
-_USUAL_WHOLE = 8
+_USUAL_SAMPLES_OF_THE_MOST = 2  # with strong scaling, of each of the most ranks
 _ROUNDS, _PASSES = 8, 2
 _QUICK_ROUNDS, _QUICK_PASSES = 4, 1
 _SMALL_GPT = "torchmuster.measure.probes.small_gpt:make"
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=count,
         metavar="N",
-        help="samples of a step of one rank (train.global_batch_size, or 8)",
+        help="samples of a step of one rank (train.global_batch_size, or 2 for each)",
     )
     parser.add_argument(
         "--strategy", choices=("ddp", "fsdp"), help="how ranks share the model (as the settings)"
@@ -139,7 +139,8 @@ def _study(
             build=_SMALL_GPT, sequence_length=_SMALL_GPT_LENGTH, loss="language_model",
             folder=str(Path.cwd()),
         )  # fmt: skip
-    whole = options.batch_size or settings.train.global_batch_size or _USUAL_WHOLE
+    whole = options.batch_size or settings.train.global_batch_size
+    whole = whole or _USUAL_SAMPLES_OF_THE_MOST * max(ranks)
     threads, slots, choice = _cores(ranks, seen, on_cpu=on_cpu)
     study = Study(
         work=work,

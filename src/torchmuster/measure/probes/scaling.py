@@ -41,6 +41,7 @@ class Steps:
 
     def __init__(self, built: Built, loader: Loader) -> None:
         self._built = built
+        self._loader = loader
         self._steps = itertools.chain.from_iterable(map(loader.epoch, itertools.count()))
         self.read_s: list[float] = []
 
@@ -55,6 +56,11 @@ class Steps:
             loss, count = built.loss_of(micro.batch)
             built.update.backward(loss, count)
         built.update.apply()
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if isinstance(self._loader, BatchLoader):
+            self._loader.close()
 
     def _timed(self, step: Step) -> Iterator[MicroBatch]:
         micro_batches = iter(step)
@@ -77,8 +83,6 @@ def times(asked: Asked, world: World) -> RankTimes:
     together = _build(study, world)
     alone = together if world.world_size == 1 else _alone(study, world)
     sent_bytes = sum(one.nbytes for one in together.model.parameters() if one.requires_grad)
-    if study.strategy == "fsdp":
-        sent_bytes *= world.world_size  # what a rank has is a part of it
     for portion in asked.portions:
         kinds = {"alone": alone} if alone is together else {"step": together, "alone": alone}
         for kind, built in kinds.items():
@@ -88,6 +92,8 @@ def times(asked: Asked, world: World) -> RankTimes:
     for size_bytes in _sizes(sent_bytes) if world.world_size > 1 else ():
         turns[f"send {size_bytes}"] = _sending(size_bytes, world)
     taken_s = interleaved_on_ranks(turns, world=world, rounds=study.rounds)
+    for steps in all_steps.values():
+        steps.close()
     return RankTimes(
         rank=world.global_rank,
         device=str(world.device),
