@@ -27,6 +27,9 @@ COMMANDS = {
     "check": Command("torchmuster.cli.check", "see whether machines can train together"),
     "plan": Command("torchmuster.cli.plan", "see if it fits, how to split it, how fast it will be"),
     "bench": Command("torchmuster.cli.bench", "measure what this machine reaches; compare"),
+    "profile": Command(
+        "torchmuster.cli.profile", "see where a training's time goes; what to change"
+    ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
     "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),
@@ -45,7 +48,7 @@ COMMANDS = {
 }
 
 # In these everything from the script on belongs to the script.
-_TAKE_SCRIPT = frozenset({"check", "run", "host", "kubernetes"})
+_TAKE_SCRIPT = frozenset({"check", "run", "host", "kubernetes", "profile"})
 
 _EXAMPLES = (
     "muster gpus                                   who uses which GPU",

@@ -13,7 +13,15 @@ from torchmuster.errors import Impossible
 _TAKE_A_TEXT = frozenset(
     {
         *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
-        *("--namespace", "--partition", "--qos", "--rdzv-endpoint", "--remote-python"),
+        *(
+            "--namespace",
+            "--of",
+            "--out",
+            "--partition",
+            "--qos",
+            "--rdzv-endpoint",
+            "--remote-python",
+        ),
         *("--runs", "--secret", "--set", "--time"),
     }
 )

@@ -32,6 +32,7 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import render
 from torchmuster.train import assembly
 from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.counted_flops import FlopsPerSample
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import Measure, evaluate
 from torchmuster.train.out_of_memory import naming_memory
@@ -83,12 +84,14 @@ class Trainer:
         on_bad_numbers: Literal["skip", "stop"] = "skip",
         reports: Reports | None = None,
         seed: int = 0,
+        peak_flop_s: float | None = None,
     ) -> None:
         """Put the parts together.
 
         A function as ``model`` is called without memory for its parameters; they get their values when the
         model is spread over the ranks, drawn by ``seed``; a strategy that is given has a seed of its own.
-        ``optimizer`` is called with the parameters that are trained.
+        ``optimizer`` is called with the parameters that are trained. ``peak_flop_s`` is what this rank's device can
+        do at most in the precision; lines say then how much of it was used.
         """
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
@@ -136,7 +139,9 @@ class Trainer:
             world,
             communication_of(self.model, world),
             workers=getattr(loader, "workers", None),  # not every loader has some
+            peak_flop_s=peak_flop_s,
         )
+        self._flops = FlopsPerSample(self.model)
         self._lines = StepLines(self.reports, self._tally)
         self._saves: Saves | None = None
         self._last_step: int | None = None
@@ -204,9 +209,10 @@ class Trainer:
         for micro in update.accumulate(step):
             now.phase = "forward"
             tally.work()
-            loss, count = self._loss_of(micro.batch)
-            now.phase = "backward"
-            update.backward(loss, count)
+            with self._flops.counting(micro.samples):
+                loss, count = self._loss_of(micro.batch)
+                now.phase = "backward"
+                update.backward(loss, count)
             tally.add(loss, micro.samples, count)
             now.phase = "loading data"
             tally.wait()
@@ -215,6 +221,7 @@ class Trainer:
         if self._saves is not None:
             tally.checkpoint_s += self._saves.before_update()
         outcome = update.apply()
+        tally.flops_per_sample = self._flops.value
         self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm)
         tally.end_step(applied=outcome.applied)
         now.phase = "loading data"

@@ -28,6 +28,7 @@ from torchmuster.units import parse_seconds
 from torchmuster.worker.comparing import reports_of
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
 from torchmuster.worker.model import model_of, recipe_of
+from torchmuster.worker.peak import peak_flop_s
 from torchmuster.worker.speaking import say
 
 
@@ -79,6 +80,7 @@ def _trainer(
     )
     loss = _loss(settings)
     reports = reports_of(settings, world, folder)
+    precision_of_run = with_weights_of(model, number_type)
     return Trainer(
         world,
         model=model,
@@ -90,7 +92,7 @@ def _trainer(
         ),
         loader=loader,
         strategy=strategy,
-        precision=with_weights_of(model, number_type),
+        precision=precision_of_run,
         clip_norm=wanted.clip_norm,
         schedule=_schedule(settings, loader),
         evaluation=evaluation_of(settings, rows, batches.value, loss, world),
@@ -98,6 +100,7 @@ def _trainer(
         on_bad_numbers=wanted.on_bad_numbers,
         reports=reports,
         seed=wanted.seed,
+        peak_flop_s=peak_flop_s(world.device, model, precision_of_run.value.compute),
     )
 
 

@@ -36,6 +36,8 @@ class StepRecord:
     skipped_steps: int  # since the last record
     memory_peak_bytes: int  # of the rank that used most, since the start
     verdict: str = ""
+    flop_s: float | None = None  # counted, of all ranks together; None where not counted
+    mfu: float | None = None  # of the devices' highest rate; None where that is not known
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -56,6 +58,8 @@ def render(record: StepRecord, *, last_step: int | None = None) -> str:
     parts.append(f"{_amount(record.samples_per_s)} samples/s")
     if record.tokens_per_s is not None:
         parts.append(f"{_amount(record.tokens_per_s)} tokens/s")
+    if record.flop_s is not None:
+        parts.append(_rate(record.flop_s, record.mfu))
     parts.append(_shares(record))
     parts.append(format_bytes(record.memory_peak_bytes))
     if record.skipped_steps:
@@ -67,6 +71,17 @@ def render(record: StepRecord, *, last_step: int | None = None) -> str:
 
 def _amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _rate(flop_s: float, mfu: float | None) -> str:
+    size, name = (1e12, "TFLOP/s") if flop_s >= 1e11 else (1e9, "GFLOP/s")
+    text = f"{flop_s / size:,.3g} {name}"
+    if mfu is None:
+        return text
+    # Nothing computes faster than it can: then one of the two figures is wrong, and the share says nothing.
+    if mfu > 1.0:
+        return f"{text} (error: {mfu * 100:.0f} % of the highest rate, so that rate or the count is wrong)"
+    return f"{text} (MFU {mfu * 100:.0f} %)"
 
 
 def _shares(record: StepRecord) -> str:

@@ -30,9 +30,19 @@ class Tally:
     """
 
     def __init__(
-        self, world: World, communication: Communication, *, workers: int | None = None
+        self,
+        world: World,
+        communication: Communication,
+        *,
+        workers: int | None = None,
+        peak_flop_s: float | None = None,
     ) -> None:
-        """Begin; ``workers`` are those of the loader, if it can tell."""
+        """Begin; ``workers`` are those of the loader, and ``peak_flop_s`` what this rank's device can do at most.
+
+        What is not known of them is None.
+        """
+        self._peak_flop_s = peak_flop_s
+        self.flops_per_sample: float | None = None  # counted once, where it can be
         self._world = world
         if workers is not None:
             cores, ranks = usable_cores().value, world.local_world_size
@@ -151,6 +161,8 @@ class Tally:
             self.data_s,
             float("nan") if waited_s is None else waited_s,
             _memory_peak(world),
+            self.flops_per_sample or 0.0,
+            self._peak_flop_s or 0.0,
         ]
         places = [[0.0] * world.world_size for _ in own]
         for place, number in zip(places, own, strict=True):
@@ -158,7 +170,9 @@ class Tally:
         told = totals(sums + [number for place in places for number in place], world)
         (loss_sum, loss_count, samples, samples_before, items_before), rest = told[:5], told[5:]
         size = world.world_size
-        walls, datas, waits, peaks = (rest[i * size : (i + 1) * size] for i in range(len(own)))
+        walls, datas, waits, memories, flops, rates = (
+            rest[i * size : (i + 1) * size] for i in range(len(own))
+        )
         record = self._as_record(
             _Together(
                 loss=loss_sum / loss_count if loss_count else None,
@@ -168,7 +182,9 @@ class Tally:
                 wall_s=walls[0],
                 data_shares=[_share(one, wall) for one, wall in zip(datas, walls, strict=True)],
                 waits=[_share(one, wall) for one, wall in zip(waits, walls, strict=True)],
-                peak_bytes=round(max(peaks)),
+                peak_bytes=round(max(memories)),
+                flops_per_sample=max(flops) or None,
+                peak_flop_s=sum(rates) if all(rates) else None,
             ),
             step=step,
             epoch=epoch,
@@ -222,6 +238,11 @@ class Tally:
         evaluation = _share(self.evaluation_s, wall_s)
         rest = max(0.0, 1.0 - data - checkpoint - evaluation)
         measured = all(one == one for one in together.waits)
+        flop_s = mfu = None
+        if together.flops_per_sample is not None:
+            flop_s = together.flops_per_sample * together.new_samples / wall_s
+            if together.peak_flop_s is not None:
+                mfu = flop_s / together.peak_flop_s
         # DDP measures some steps only, so its figures are held against what is left of the time.
         communication = min(_mean(together.waits), rest) if measured else None
         waits = [
@@ -245,6 +266,8 @@ class Tally:
             evaluation_share=evaluation,
             skipped_steps=self.skipped,
             memory_peak_bytes=together.peak_bytes,
+            flop_s=flop_s,
+            mfu=mfu,
             # The first record is of a first step, when processes start and much is made only once.
             verdict=""
             if self._is_first
@@ -269,6 +292,8 @@ class _Together:
     data_shares: list[float]
     waits: list[float]
     peak_bytes: int
+    flops_per_sample: float | None
+    peak_flop_s: float | None  # of all devices; None if one of them is not known
 
 
 def _add_exactly(parts: list[float], number: float) -> None:

@@ -1,0 +1,286 @@
+"""``muster profile``: where the time of a training goes, and what would make it faster."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.cli.scripts import script_from
+from torchmuster.config.here import check_here
+from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
+from torchmuster.config.written import as_words
+from torchmuster.devices import snapshot
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.measure.profile.recording_words import WARM_UP_STEPS, Asked
+from torchmuster.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torchmuster.measure.profile.advice import Advice
+    from torchmuster.measure.profile.changes import Trial
+
+_WORKER = "torchmuster.worker"
+_USUAL_STEPS = (20, 23)
+_PLAIN_STEPS = 4  # at least so many are timed without the profiler, before it starts
+_ROUNDS = 3
+_WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster profile``."""
+    parser.usage = "muster profile [options] config.yaml | script.py [the script's own arguments]"
+    parser.description = (
+        f"{parser.description}\nRuns the training up to the steps that are asked for, on ranks of this "
+        "machine, and ends it there. A script\nneeds no change. Says what each rank's time goes into, what "
+        "to change, and how much faster it would be."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster profile train.py --lr 1e-4              one rank, or one on each GPU",
+            "muster profile --ranks 2 config.yaml           what muster train would run",
+            "muster profile --verify train.py               try the first advice, and measure",
+            "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
+            "muster profile --of profile/2026-01-31-120000  say again what was found",
+        ],
+    )
+    add_setting_flags(parser)
+    what = parser.add_argument_group("what is recorded")
+    what.add_argument("--ranks", type=count, metavar="N", help="processes (one per GPU; CPU: 1)")
+    what.add_argument("--device", choices=("cpu", "gpu"), help="GPUs if there are any, else cpu")
+    what.add_argument(
+        "--steps",
+        type=_steps,
+        default=_USUAL_STEPS,
+        metavar="A:B",
+        help="steps to trace, the first and the last (20:23); those before are timed",
+    )
+    what.add_argument(
+        "--on-ranks", type=_on_ranks, metavar="R,…", help="whose traces are kept (all)"
+    )
+    what.add_argument(
+        "--most",
+        type=_size,
+        default=Asked.trace_most_bytes,
+        metavar="SIZE",
+        help="of one rank's trace before it is packed; more means fewer steps (256MiB)",
+    )
+    what.add_argument("--memory", action="store_true", help="trace what takes memory as well")
+    then = parser.add_argument_group("what is done with it")
+    then.add_argument(
+        "--verify", action="store_true", help="make the change that is advised first, and measure"
+    )
+    then.add_argument(
+        "--no-trials", action="store_true", help="no short runs to find what a change would give"
+    )
+    then.add_argument("--of", type=Path, metavar="DIR", help="a profile that was recorded before")
+    then.add_argument("--out", type=Path, default=Path("profile"), metavar="DIR", help="profile/")
+    parsers.add_json_flag(then)
+    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run, command=None)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    numbers = [int(one) for one in (first, last or first) if one.isdecimal()]
+    least = WARM_UP_STEPS + _PLAIN_STEPS + 2
+    if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are no steps that can be traced; write for example 20:23, from {least} on: "
+            "the steps before are timed without the profiler"
+        )
+    return numbers[0], numbers[1]
+
+
+def _on_ranks(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} are no ranks; write all, or for example 0,1")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    # What analyses is imported where there is something to analyse.
+    from torchmuster.measure.profile import advice, analysis, kept, verifying
+
+    asked = None
+    if options.of is not None:
+        folder = options.of
+        trials, proof = kept.read_trials(folder)
+    else:
+        asked = _asked(options)
+        folder = Path(asked.into)
+        _record(asked)
+        trials, proof = (), None
+    found = analysis.analyse(folder, say=output.say)
+    if asked is not None and not options.no_trials and found.wanted:
+        output.say("trying what no formula knows: " + ", ".join(map(str, found.wanted)))
+        trials = verifying.tried(asked, found.wanted, say=output.say)
+    advised = advice.advise(found, trials)
+    if options.verify:
+        asked = asked or kept.read_asked(folder)
+        proof = _proof(asked, advised)
+    kept.write_trials(folder, trials, proof)
+    _show(options, folder, found, advised, proof)
+    return ExitCode.GOOD
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    """Return the question; everything that would stand in its way is said before anything runs."""
+    from torchmuster.measure.profile.capture import new_folder
+
+    device, devices = _device(options)
+    config = _config(options)
+    ranks = options.ranks or devices or 1
+    if device == "gpu" and ranks > devices:
+        raise Impossible(
+            f"asked for {ranks} ranks on GPUs",
+            why=f"{devices} can be seen, and each gets one rank",
+            fix=f"--ranks {devices}, or --device cpu",
+        )
+    beyond = [rank for rank in options.on_ranks or () if rank >= ranks]
+    if beyond:
+        raise Impossible(
+            f"asked for the trace of rank {beyond[0]}",
+            why=f"there are {ranks} ranks, counted from 0",
+            fix="--on-ranks all",
+        )
+    if config is None:
+        script = script_from(options, Path.cwd())
+        command, module = script.command, script.module
+    else:
+        command, module = _training(options, config, device), True
+    first, last = options.steps
+    return Asked(
+        command=command,
+        module=module,
+        with_run_folder=config is not None,
+        folder=str(Path.cwd()),
+        ranks=ranks,
+        device=device,
+        first_step=first,
+        last_step=last,
+        on_ranks=options.on_ranks,
+        trace_most_bytes=options.most,
+        with_memory=options.memory,
+        into=str(new_folder(options.out).absolute()),
+    )
+
+
+def _device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
+    """Return where the ranks compute, and how many GPUs there are for them."""
+    if options.device == "cpu":
+        return "cpu", 0
+    seen = len(visible(snapshot.take().accelerators, os.environ).devices)
+    if seen or options.device == "gpu":
+        return "gpu", seen
+    return "cpu", 0
+
+
+def _config(options: argparse.Namespace) -> Path | None:
+    """Return the settings file that was named, with or without its flag; None for a script."""
+    words = options.stray
+    if len(words) == 1 and words[0].endswith((".yaml", ".yml")) and options.config is None:
+        options.stray, options.config = [], Path(words[0])
+    if options.config is not None and options.command:
+        raise Impossible(
+            "a settings file and a script were both named",
+            why="a settings file is trained by muster train, a script reads its own settings",
+            fix="name one of the two",
+        )
+    config: Path | None = options.config
+    return config
+
+
+def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[str, ...]:
+    """Return the command of a rank that trains from settings."""
+    resolved = with_absolute_folder(settings_from(options))
+    check_trainable(resolved, file=str(config))
+    check_here(resolved)
+    words = (_WORKER, *as_words(resolved, paths_for_ranks()))
+    return (*words, "--device", "cpu") if device == "cpu" else words
+
+
+def _record(asked: Asked) -> None:
+    from torchmuster.measure.profile.capture import record
+
+    where = "the CPU" if asked.device == "cpu" else "GPUs"
+    output.say(
+        f"profiling on {asked.ranks} {'rank' if asked.ranks == 1 else 'ranks'}, on {where}: steps "
+        f"{asked.first_step} to {asked.last_step} with the profiler, those before without it"
+    )
+    record(asked, say=output.say)
+
+
+def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
+    """Make the change that is advised first, and measure; None where no change can be made from here."""
+    from torchmuster.measure.profile import verifying
+
+    if not advised:
+        output.say("nothing is advised, so there is nothing to verify")
+        return None
+    change = advised[0].change
+    if change is None:
+        output.say(
+            "the first advice cannot be followed from here: only where the training is written or runs"
+        )
+        return None
+    found = verifying.tried(asked, (change,), rounds=_ROUNDS, say=output.say)
+    if not found:
+        raise MusterError(
+            f"{change} could not be tried",
+            why="the training with it failed, or had nothing that it would change",
+            fix="the advice stands as it is; follow it by hand and profile again",
+        )
+    return found[0]
+
+
+def _show(
+    options: argparse.Namespace,
+    folder: Path,
+    found: "object",
+    advised: Sequence["Advice"],
+    proof: "Trial | None",
+) -> None:
+    from torchmuster.measure.report import profile_page, profile_terminal
+    from torchmuster.runfolder import write_atomically
+
+    write_atomically(folder / "report.html", profile_page.page(found, advised, proof))
+    if options.json:
+        output.print_json(
+            {
+                "folder": str(folder),
+                "advice": [
+                    {
+                        "cause": one.cause,
+                        "gain": one.gain,
+                        "known_by": one.known_by,
+                        "change": None if one.change is None else one.change.written,
+                        "finding": one.finding.as_json(),
+                    }
+                    for one in advised
+                ],
+                "measured": None
+                if proof is None
+                else {"change": proof.change.written, "gain": proof.gain},
+            }
+        )
+        return
+    width = min(shutil.get_terminal_size().columns, _WIDTH)
+    colour = output.wants_colour(sys.stdout)
+    print(profile_terminal.screen(found, advised, proof, folder, width=width, colour=colour))

@@ -1,0 +1,80 @@
+"""Changes that can be tried on a training without editing it, and what trying one has shown.
+
+A change is made by the recorder inside the training's own process, so it holds for that process only.
+"""
+
+import statistics
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.errors import Impossible
+
+Kind = Literal["workers", "batch", "reads", "buckets", "threads", "bf16", "saves"]
+_WORDS: dict[Kind, str] = {
+    "workers": "{} loader workers",
+    "batch": "{} times the batch",
+    "reads": "values read every {} steps only",
+    "buckets": "gradients sent in buckets of {} MiB",
+    "threads": "torch.set_num_threads({})",
+    "bf16": "bf16 autocast",
+    "saves": "every {}th save only",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing done differently; ``str()`` says it in words, ``written`` as ``--try`` takes it."""
+
+    kind: Kind
+    value: int = 1
+
+    def __str__(self) -> str:
+        return _WORDS[self.kind].format(self.value)
+
+    @property
+    def written(self) -> str:
+        """The change as it is typed: ``workers=4``."""
+        return f"{self.kind}={self.value}"
+
+
+def parse(text: str) -> Change:
+    """Read ``workers=4``."""
+    name, _, number = text.partition("=")
+    for kind in _WORDS:
+        if kind == name and number.isdecimal() and 0 < int(number) < 100_000:
+            return Change(kind=kind, value=int(number))
+    raise Impossible(
+        f"{text!r} is not a change that can be tried",
+        why="known are " + ", ".join(f"{kind}=N" for kind in _WORDS),
+        fix="--try workers=4",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A training's seconds per step without and with a change, from fresh processes in turns.
+
+    Each number is the median step of the slowest rank of one run. A batch that is k times as large makes k times
+    the samples of a step: ``samples_factor``.
+    """
+
+    change: Change
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+    samples_factor: float = 1.0
+
+    @property
+    def gain(self) -> float:
+        """How many times as many samples per second there are with the change."""
+        before_s, after_s = statistics.median(self.before_s), statistics.median(self.after_s)
+        return before_s / after_s * self.samples_factor
+
+    @property
+    def low(self) -> float:
+        """The gain between the best run without and the worst run with the change."""
+        return min(self.before_s) / max(self.after_s) * self.samples_factor
+
+    @property
+    def high(self) -> float:
+        """The gain between the worst run without and the best run with the change."""
+        return max(self.before_s) / min(self.after_s) * self.samples_factor
