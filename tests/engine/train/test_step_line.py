@@ -55,6 +55,26 @@ def test_what_is_not_always_there_is_said_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flop_s", "mfu", "said"),
+    [
+        (41.24e12, None, "41.2 TFLOP/s"),
+        (41.24e12, 0.381, "41.2 TFLOP/s (MFU 38 %)"),
+        (5.5e9, None, "5.5 GFLOP/s"),
+        (
+            1000e12,
+            5.63,
+            "1,000 TFLOP/s (error: 563 % of the highest rate, so that rate or the count is wrong)",
+        ),
+    ],
+)
+def test_the_rate_is_said_where_it_was_counted_and_never_believed_beyond_the_highest(
+    flop_s: float, mfu: float | None, said: str
+) -> None:
+    line = render(replace(RECORD, flop_s=flop_s, mfu=mfu))
+    assert line == render(RECORD).replace("samples/s | ", f"samples/s | {said} | ")
+
+
+@pytest.mark.parametrize(
     ("data", "communication", "checkpoint", "said"),
     [
         ([0.05, 0.06], [0.1, 0.1], 0.0, ""),

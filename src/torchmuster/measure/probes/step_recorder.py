@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,9 +189,10 @@ class StepRecorder:
         usual = torch.autograd.backward
 
         @functools.wraps(usual)
-        def watched(*words: Any, **named: Any) -> Any:
+        def watched(*words: Any, **named: Any) -> None:
             if not self._is_mine():
-                return usual(*words, **named)
+                usual(*words, **named)
+                return
             self._changes.set_autocast(False)
             self._phases.gradient_ready_at_s = None
             try:
@@ -334,8 +336,8 @@ def _memory_bytes() -> int | None:
     if torch.accelerator.is_available():
         return int(torch.accelerator.max_memory_allocated())
     try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        pages = Path("/proc/self/statm").read_bytes().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
 

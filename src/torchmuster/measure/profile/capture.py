@@ -80,8 +80,8 @@ def _refuse_too_few(asked: Asked, facts: list[RankFacts]) -> None:
     if not fewest.steps:
         raise Impossible(
             f"{_name(asked)} made no steps that could be recorded",
-            why="a step is recognised by the end of torch.optim.Optimizer.step, and the first two warm up: "
-            f"rank {fewest.rank} had fewer than three",
+            why="a step is recognised by the end of torch.optim.Optimizer.step, and the first three warm up: "
+            f"rank {fewest.rank} had no more",
             fix="let it train longer; an optimiser that is not of torch.optim cannot be seen",
         )
     if len(plain) < _FEWEST_STEPS or fewest.steps[-1].number < asked.last_step:

@@ -14,7 +14,7 @@ from torchmuster.errors import MusterError
 from torchmuster.measure.profile.changes import Change
 
 ASKED = "profile.json"
-WARM_UP_STEPS = 2  # in which memory is first taken and flops are counted; they are not in the facts
+WARM_UP_STEPS = 3  # in which memory is first taken, DDP makes its buckets and flops are counted; not in the facts
 
 
 @dataclass(frozen=True, kw_only=True)

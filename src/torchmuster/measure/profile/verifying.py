@@ -10,7 +10,7 @@ from torchmuster.measure.profile import capture
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.recording_words import Asked, RankFacts
 
-_STEPS = 14  # of one run; the first two warm up
+_STEPS = 15  # of one run; the first ones warm up
 
 
 def step_s(facts: Sequence[RankFacts]) -> float:

@@ -75,7 +75,8 @@ def _amount(number: float) -> str:
 
 def _rate(flop_s: float, mfu: float | None) -> str:
     size, name = (1e12, "TFLOP/s") if flop_s >= 1e11 else (1e9, "GFLOP/s")
-    text = f"{flop_s / size:,.3g} {name}"
+    rate = flop_s / size
+    text = f"{rate:,.0f} {name}" if rate >= 100 else f"{rate:.3g} {name}"
     if mfu is None:
         return text
     # Nothing computes faster than it can: then one of the two figures is wrong, and the share says nothing.

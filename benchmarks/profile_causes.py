@@ -1,0 +1,161 @@
+"""Whether ``muster profile`` finds why a training is slow, and how well it knows what mending would give.
+
+    python benchmarks/profile_causes.py --out docs/measured/profile-causes.md
+
+Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as it is: the first advice must be the reason, with
+the gain that is expected. Then the script as it is and the script without the reason (``--mended``) run in turns, by themselves,
+and their own clocks say what mending has really given. Of trainings that are healthy nothing may be said.
+Takes about ten minutes, on two ranks of the processor; the machine should have nothing else to do.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SCRIPTS = Path(__file__).parents[1] / "tests" / "slow_scripts"
+# The reason that each script is slow for, by its name.
+CAUSES = {
+    "starved_loader": "starved-loader",
+    "tiny_batch": "tiny-batch",
+    "host_reads": "host-reads",
+    "no_overlap": "no-overlap",
+    "straggler_data": "straggler-data",
+    "straggler_forward": "straggler-forward",
+    "straggler_backward": "straggler-backward",
+    "too_many_threads": "too-many-threads",
+    "full_precision": "full-precision",
+    "many_saves": "many-saves",
+}
+HEALTHY = ("healthy", "healthy_with_workers")
+_RANKS = ("--ranks", "2", "--device", "cpu")
+_SAMPLES = re.compile(r"([\d.]+) samples/s of a rank")
+_WITHIN = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One script: what was said of it, and what mending gave."""
+
+    script: str
+    named: str
+    expected: float | None
+    known_by: str
+    measured: tuple[float, ...]  # in each turn
+
+    @property
+    def gain(self) -> float:
+        """The median of the turns."""
+        return statistics.median(self.measured)
+
+    @property
+    def off(self) -> float | None:
+        """By how much the expected gain differs from the measured one."""
+        return None if self.expected is None else self.expected / self.gain - 1.0
+
+
+def _muster(*words: str, folder: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-m", "torchmuster", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        sys.exit(f"muster {' '.join(words)}\n{ran.stdout}\n{ran.stderr}")
+    return ran.stdout
+
+
+def _profile(script: str, folder: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(
+        _muster("profile", *_RANKS, "--json", str(_SCRIPTS / f"{script}.py"), folder=folder)
+    )
+    return answer
+
+
+def _samples_per_s(script: str, folder: str, *words: str) -> float:
+    said = _muster("run", *_RANKS, str(_SCRIPTS / f"{script}.py"), *words, folder=folder)
+    found = _SAMPLES.search(said)
+    if found is None:
+        sys.exit(f"{script} did not say how fast it was:\n{said}")
+    return float(found[1])
+
+
+def _row(script: str, turns: int, folder: str) -> Row:
+    answer = _profile(script, folder)
+    first = answer["advice"][0] if answer["advice"] else None
+    value = (first or {}).get("change") or ""
+    # A change has a size: so many workers, so large a batch. The mended script takes that of the advice.
+    told = ("--value", value.partition("=")[2]) if value else ()
+    gains = []
+    for _ in range(turns):
+        slow = _samples_per_s(script, folder)
+        gains.append(_samples_per_s(script, folder, "--mended", *told) / slow)
+    return Row(
+        script=script,
+        named=first["cause"] if first else "nothing",
+        expected=first["gain"] if first else None,
+        known_by=first["known_by"] if first else "",
+        measured=tuple(gains),
+    )
+
+
+def _table(rows: list[Row], healthy: dict[str, list[str]]) -> str:
+    named = sum(one.named == CAUSES[one.script] for one in rows)
+    near = sum(one.off is not None and abs(one.off) <= _WITHIN for one in rows)
+    quiet = sum(not said for said in healthy.values())
+    lines = [
+        "# Causes of slow trainings, named and mended",
+        "",
+        "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` was asked about it, and then the script as it",
+        "is and the script without the reason ran in turns, by their own clocks. Two ranks on a processor with two cores.",
+        "Written by `benchmarks/profile_causes.py`.",
+        "",
+        f"The reason was named first in {named} of {len(rows)}; the gain that was expected is within "
+        f"{_WITHIN * 100:.0f} % of the measured one in {near} of {len(rows)};",
+        f"of {len(healthy)} healthy trainings, {quiet} had nothing said of them.",
+        "",
+        "| script | named first | expected gain | known by | measured gain (each turn) | off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        expected = "-" if one.expected is None else f"{one.expected:.2f}x"
+        turns = ", ".join(f"{gain:.2f}" for gain in one.measured)
+        off = "-" if one.off is None else f"{one.off * 100:+.0f} %"
+        lines.append(
+            f"| {one.script} | {one.named} | {expected} | {one.known_by} | {one.gain:.2f}x ({turns}) | {off} |"
+        )
+    for script, said in healthy.items():
+        lines.append(f"| {script} | {', '.join(said) or 'nothing'} | | | | |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Profile and mend each script, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("profile-causes.md"))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=[*CAUSES, *HEALTHY])
+    options = parser.parse_args()
+    wanted = options.only or [*CAUSES, *HEALTHY]
+    rows, healthy = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for script in wanted:
+            if script in CAUSES:
+                rows.append(_row(script, options.turns, folder))
+                print(rows[-1], flush=True)
+            else:
+                healthy[script] = [one["cause"] for one in _profile(script, folder)["advice"]]
+                print(script, healthy[script], flush=True)
+    options.out.write_text(_table(rows, healthy), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""``muster profile`` on real trainings: what is written down of their steps, and what is said of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.measure.profile import capture, verifying
+from torchmuster.measure.profile.changes import Change
+from torchmuster.measure.profile.recording_words import Asked, RankFacts
+
+pytestmark = pytest.mark.ranks
+
+SCRIPTS = Path(__file__).parents[1] / "slow_scripts"
+# Every door that a training goes through, each a known number of times in a step.
+TRAINING = """
+import sys, time, torch
+from torch.utils.data import DataLoader
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, number):
+        time.sleep(0.001)
+        return torch.full((8,), number / 4096)
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters())
+loader = iter(DataLoader(Samples(), batch_size=4))
+for step in range(int(sys.argv[1])):
+    for _ in range(2):
+        loss = model(next(loader)).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item(), loss.tolist(), float(loss))
+    torch.save(model.state_dict(), sys.argv[2])
+raise SystemExit(3 if len(sys.argv) > 3 else 0)
+"""
+
+
+def asked(folder: Path, *words: str, **differences: object) -> Asked:
+    (folder / "train.py").write_text(TRAINING)
+    into = capture.new_folder(folder / "profile")
+    question = Asked(
+        command=(str(folder / "train.py"), *words), folder=str(folder), ranks=1, device="cpu",
+        first_step=9, last_step=10, into=str(into),
+    )  # fmt: skip
+    return capture.again(question, into, **differences)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
+    folder = tmp_path_factory.mktemp("profile")
+    (one,) = capture.record(asked(folder, "1000000", str(folder / "weights.pt")))
+    return one
+
+
+def test_every_phase_of_a_step_is_seen_without_a_change_of_the_script(facts: RankFacts) -> None:
+    assert [step.number for step in facts.steps] == list(range(4, 11))
+    assert [step.number for step in facts.steps if step.profiled] == [8, 9, 10]
+    for step in facts.steps:
+        assert (step.micro_batches, step.reads, step.saves) == (2, 3, 1)
+        assert step.data_s >= 2 * 4 * 0.001
+        assert min(step.forward_s, step.backward_s, step.optimizer_s, step.save_s) > 0
+        phases_s = step.data_s + step.forward_s + step.backward_s + step.optimizer_s
+        assert phases_s + step.save_s + step.reads_s + step.other_s == pytest.approx(step.took_s)
+        order = (
+            step.begun_at_s,
+            step.forward_begun_at_s,
+            step.backward_begun_at_s,
+            step.gradients_ready_at_s,
+            step.backward_ended_at_s,
+            step.begun_at_s + step.took_s,
+        )
+        assert None not in order
+        assert list(order) == sorted(order, key=float)  # type: ignore[arg-type]
+
+
+def test_what_it_was_that_trained_is_written_down(facts: RankFacts) -> None:
+    assert (facts.rank, facts.ranks, facts.device, facts.optimizer) == (0, 1, "cpu", "Adam")
+    assert (facts.parameters, facts.parameter_dtypes) == (81, {"float32": 81})
+    # 4 samples in each of 2 micro-batches; the first layer's inputs need no gradient.
+    assert facts.flops_per_step == 2 * 4 * 2 * (2 * 64 + 3 * 8)
+    assert facts.loader is not None
+    assert (facts.loader.workers, facts.loader.samples_per_batch) == (0, 4)
+    assert facts.trace is not None
+    assert (facts.trace.first_step, facts.trace.last_step) == (9, 10)
+    assert facts.trouble == ()
+
+
+def test_changes_are_made_in_the_process_and_nowhere_else(tmp_path: Path) -> None:
+    changes = (
+        Change(kind="batch", value=2),
+        Change(kind="reads", value=1000),
+        Change(kind="saves", value=1000),
+        Change(kind="buckets", value=5),
+    )
+    question = asked(
+        tmp_path, "1000", str(tmp_path / "weights.pt"), changes=changes, traces=False
+    )  # fmt: skip
+    (one,) = capture.record(question)
+    assert one.loader is not None
+    assert one.loader.samples_per_batch == 8
+    assert not (tmp_path / "weights.pt").exists()
+    assert one.trouble == (
+        "gradients sent in buckets of 5 MiB made no difference: nothing of the kind was used",
+    )
+    assert (tmp_path / "train.py").read_text() == TRAINING
+
+
+def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
+    said: list[str] = []
+    question = asked(tmp_path, "1000", str(tmp_path / "weights.pt"))
+    assert verifying.tried(question, [Change(kind="buckets", value=5)], say=said.append) == ()
+    assert any("made no difference" in line for line in said)
+
+
+def test_a_training_that_ends_too_soon_or_fails_is_told(tmp_path: Path) -> None:
+    weights = str(tmp_path / "weights.pt")
+    with pytest.raises(Impossible, match=r"train\.py ended after step 8"):
+        capture.record(asked(tmp_path, "8", weights))
+    with pytest.raises(MusterError, match=r"train\.py failed while it was profiled"):
+        capture.record(asked(tmp_path, "8", weights, "fail"))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [("straggler_backward.py", "straggler-backward"), ("starved_loader.py", "starved-loader")],
+)
+def test_the_cause_is_named_first(muster: Muster, tmp_path: Path, script: str, cause: str) -> None:
+    result = muster(
+        "profile", "--ranks", "2", "--device", "cpu", "--steps", "12:13", "--no-trials", "--json",
+        str(SCRIPTS / script),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert answer["advice"][0]["cause"] == cause
+    names = {path.name for path in Path(answer["folder"]).iterdir()}
+    assert {"rank-0.trace.json.gz", "rank-1.trace.json.gz", "report.html"} <= names

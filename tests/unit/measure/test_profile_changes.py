@@ -1,0 +1,58 @@
+"""Changes that can be tried, what a trial shows, and what a profile's folder says when it is not one."""
+
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.measure.profile import kept
+from torchmuster.measure.profile.capture import new_folder
+from torchmuster.measure.profile.changes import Change, Trial, parse
+from torchmuster.measure.profile.recording_words import read_facts
+
+
+def test_a_change_is_written_as_it_is_read() -> None:
+    change = Change(kind="workers", value=4)
+    assert parse(change.written) == change
+    assert str(change) == "4 loader workers"
+
+
+@pytest.mark.parametrize("text", ["workers", "workers=", "workers=-1", "workers=0", "luck=4"])
+def test_what_is_no_change_is_refused_with_those_that_are(text: str) -> None:
+    with pytest.raises(Impossible, match="is not a change") as caught:
+        parse(text)
+    assert "workers=N" in caught.value.why
+
+
+def test_a_larger_batch_is_judged_by_its_samples_not_by_its_steps() -> None:
+    trial = Trial(
+        change=Change(kind="batch", value=8),
+        before_s=(0.1, 0.12, 0.11),
+        after_s=(0.2, 0.22, 0.25),
+        samples_factor=8.0,
+    )
+    assert trial.gain == pytest.approx(0.11 / 0.22 * 8)
+    assert trial.low == pytest.approx(0.1 / 0.25 * 8)
+    assert trial.high == pytest.approx(0.12 / 0.2 * 8)
+
+
+def test_trials_are_kept_with_the_profile(tmp_path: Path) -> None:
+    trial = Trial(change=Change(kind="threads", value=1), before_s=(0.2,), after_s=(0.1,))
+    kept.write_trials(tmp_path, [trial], trial)
+    assert kept.read_trials(tmp_path) == ((trial,), trial)
+    assert kept.read_trials(tmp_path / "another") == ((), None)
+
+
+def test_a_folder_that_is_no_profile_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(MusterError, match="there is no profile in"):
+        read_facts(tmp_path)
+    with pytest.raises(MusterError, match=r"profile\.json cannot be read"):
+        kept.read_asked(tmp_path)
+    (tmp_path / "rank-0.facts.json").write_text("{}")
+    with pytest.raises(MusterError, match=r"rank-0\.facts\.json cannot be read"):
+        read_facts(tmp_path)
+
+
+def test_two_profiles_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = {new_folder(tmp_path / "profile") for _ in range(5)}
+    assert len(folders) == 5
