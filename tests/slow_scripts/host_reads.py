@@ -1,18 +1,18 @@
-"""Slow because the loop takes the outputs of every step out of the device to keep them as numbers."""
+"""Slow because the loop takes the weights of every step out of the device to keep them as numbers."""
 
 import torch
 from ordinary import Training, options
 from torch import nn
 
-HISTORY: list[list[list[float]]] = []
+HISTORY: list[list[float]] = []
 
 
-def keep(step: int, model: nn.Module, logits: torch.Tensor) -> None:
-    """Keep what the model said, and how large its weights are."""
-    HISTORY.append(logits.tolist())
+def keep(_: int, model: nn.Module, logits: torch.Tensor) -> None:
+    """Keep what the model said, and its weights."""
+    HISTORY.append(logits.flatten().tolist())
     for weight in model.parameters():
-        HISTORY.append([weight.flatten()[:60_000].tolist()])
-    del HISTORY[:-8]
+        HISTORY.append(weight.flatten().tolist())
+    HISTORY.clear()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Slow because all gradients are sent in one message at the end, when nothing is left to compute meanwhile."""
 
-from ordinary import Training, network, options
+from ordinary import Training, options
 from slow_link import SlowLink
 
 if __name__ == "__main__":
     told = options()
     Training(
-        model=network(layers=6),
         ddp={"bucket_cap_mb": (told.value or 4) if told.mended else 1000},
-        prepare=SlowLink(0.5e9).use,
+        prepare=SlowLink(0.25e9).use,
     ).run(told.steps)

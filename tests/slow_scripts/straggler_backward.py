@@ -34,4 +34,4 @@ class HeldBack(nn.Module):
 
 if __name__ == "__main__":
     told = options()
-    Training(model=HeldBack(0.05 if RANK == 1 and not told.mended else 0.0)).run(told.steps)
+    Training(model=HeldBack(0.08 if RANK == 1 and not told.mended else 0.0)).run(told.steps)

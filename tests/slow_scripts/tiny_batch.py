@@ -4,4 +4,4 @@ from ordinary import Training, options
 
 if __name__ == "__main__":
     told = options()
-    Training(batch=4 * (told.value or 8) if told.mended else 4).run(told.steps)
+    Training(batch=16 * (told.value or 8) if told.mended else 16).run(told.steps)

@@ -4,7 +4,6 @@ In the first step every module is listened to, which costs; those that no other 
 only they are listened to from then on.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -40,21 +39,23 @@ class ForwardPhases:
     def _leave_any(self, *_: Any) -> None:
         self._depth = max(0, self._depth - 1)
 
+    @property
+    def outermost(self) -> list[nn.Module]:
+        """The modules that no other module called, as far as they were found."""
+        return list(self._outermost.values())
+
     def settle(self) -> None:
         """Listen to the outermost ones only."""
         for one in self._listening:
             one.remove()
         for module in self._outermost.values():
             module.register_forward_pre_hook(self._enter, prepend=True)
-            module.register_forward_hook(self._leave(), always_call=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
         if self._phases.now in ("", "forward"):
             self._phases.enter("forward")
 
-    def _leave(self) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            if self._phases.now == "forward":
-                self._phases.leave()
-
-        return leave
+    def _leave(self, *_: Any) -> None:
+        if self._phases.now == "forward":
+            self._phases.leave()

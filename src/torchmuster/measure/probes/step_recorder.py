@@ -35,7 +35,7 @@ from torchmuster.measure.profile.recording_words import (
     RankFacts,
     Step,
 )
-from torchmuster.train.counted_flops import CountedFlops
+from torchmuster.train.counted_flops import CountedFlops, is_compiled
 
 _COLLECTIVES = (
     "all_reduce",
@@ -138,7 +138,7 @@ class StepRecorder:
         self._trace.after(self._number)
         if self._number == WARM_UP_STEPS - 1:
             self._forward.settle()
-            self._flops.begin()
+            self._count_next_step()
         elif self._number == WARM_UP_STEPS:
             self._flops.end()
         if self._number >= self._asked.last_step:
@@ -146,6 +146,14 @@ class StepRecorder:
         self._profiled = self._phases.marks = self._trace.before(self._number + 1)
         self._changes.before_step(self._number + 1)
         self._phases.begin()
+
+    def _count_next_step(self) -> None:
+        if any(is_compiled(module) for module in self._forward.outermost):
+            self._trouble.append(
+                "the model is compiled, and what was compiled is not looked into: flops unknown"
+            )
+            return
+        self._flops.begin()
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of every gradient: the last one of a backward is when this rank is ready for the others."""
