@@ -1,0 +1,166 @@
+"""What a profile shows: the shares of each rank's step, its operations, its memory, the rank that others wait for."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmuster.measure.profile import operations, shares, slow_rank
+from torchmuster.measure.profile.changes import Change
+from torchmuster.measure.profile.operations import Operations
+from torchmuster.measure.profile.recording_words import RankFacts, read_facts
+from torchmuster.measure.profile.shares import Shares
+from torchmuster.measure.profile.slow_rank import SlowRank
+from torchmuster.measure.profile.step_picture import Pictured, picture_of
+from torchmuster.measure.profile.trace_kinds import Lane
+from torchmuster.measure.profile.trace_lanes import MOST_HELD, TraceLanes, read_lanes
+from torchmuster.measure.profile.trials_wanted import trials_wanted
+from torchmuster.measure.profile.usual_steps import RanksStep, step_s, usual_steps
+
+_SAY_EVERY_S = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceAnalysis:
+    """What the trace of one rank shows; all of it is small, however large the trace is."""
+
+    steps: tuple[int | None, ...]  # that were looked at
+    left_out: tuple[int, ...]  # that are in the trace as well
+    events: int
+    truncated: bool
+    unreadable: int
+    on_device: bool
+    shares: Shares
+    passes: (
+        tuple[float, float] | None
+    )  # of forward and backward: beside communication, without an operation
+    messages: float  # collectives a step
+    sending_s: float  # a step
+    operations: Operations
+    memory: tuple[tuple[float, float], ...]  # seconds, bytes
+    picture: Pictured | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnalysis:
+    """One rank: what it wrote down of itself, and its trace if it was recorded."""
+
+    facts: RankFacts
+    trace: TraceAnalysis | None
+    shares: Shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """A whole profile. ``steps`` are those that are judged, by rank."""
+
+    ranks: tuple[RankAnalysis, ...]
+    steps: tuple[RanksStep, ...]
+    step_s: float
+    slow: SlowRank | None
+    took_s: float
+
+    @property
+    def facts(self) -> tuple[RankFacts, ...]:
+        """What the ranks wrote down."""
+        return tuple(one.facts for one in self.ranks)
+
+    @property
+    def wanted(self) -> tuple[Change, ...]:
+        """Changes that are worth a trial because no formula knows their gain, the most promising first."""
+        bound = any(
+            one.trace.operations.smallness.bound
+            for one in self.ranks
+            if one.trace is not None and one.trace.operations.smallness is not None
+        )
+        return trials_wanted(self.facts, self.steps, small_operations=bound)
+
+    @property
+    def profiler_factor(self) -> float | None:
+        """How many times as long a step takes with the profiler; None if no step was profiled."""
+        profiled = [step.took_s for one in self.facts for step in one.steps if step.profiled]
+        plain = [step.took_s for one in self.facts for step in one.steps if not step.profiled]
+        if not profiled or not plain:
+            return None
+        return statistics.median(profiled) / statistics.median(plain)
+
+
+def analyse(
+    folder: Path, *, most_held: int = MOST_HELD, say: Callable[[str], None] = lambda _: None
+) -> Analysis:
+    """Read a profile's folder, one trace after the other."""
+    begun = time.monotonic()
+    facts = read_facts(folder)
+    traces: dict[int, TraceAnalysis] = {}
+    for one in facts:
+        if one.trace is not None and (path := folder / one.trace.file).exists():
+            heard = _Heard(f"reading rank {one.rank}'s trace ({len(traces) + 1})", say)
+            traces[one.rank] = of_trace(read_lanes(path, most_held=most_held, heard=heard))
+    return of_facts(facts, traces, took_s=time.monotonic() - begun)
+
+
+def of_facts(
+    facts: Sequence[RankFacts],
+    traces: dict[int, TraceAnalysis] | None = None,
+    *,
+    took_s: float = 0.0,
+) -> Analysis:
+    """Return what facts and, where there are some, traces show."""
+    steps = tuple(usual_steps(facts))
+    traces = traces or {}
+    return Analysis(
+        ranks=tuple(_rank(one, traces.get(one.rank), steps) for one in facts),
+        steps=steps,
+        step_s=step_s(steps) if steps else 0.0,
+        slow=slow_rank.find(steps),
+        took_s=took_s,
+    )
+
+
+def of_trace(lanes: TraceLanes) -> TraceAnalysis:
+    """Return what one trace shows."""
+    found = shares.moments(lanes)
+    count = max(len(lanes.steps), 1)
+    mean = Shares(**{f"{name}_s": when.total / 1e6 / count for name, when in found.items()})
+    sent = [step.lanes[Lane.SENDING] for step in lanes.steps if Lane.SENDING in step.lanes]
+    return TraceAnalysis(
+        steps=tuple(step.number for step in lanes.steps),
+        left_out=lanes.left_out,
+        events=lanes.events,
+        truncated=lanes.truncated,
+        unreadable=lanes.unreadable,
+        on_device=lanes.on_device,
+        shares=mean,
+        passes=None if lanes.on_device else shares.of_passes(lanes),
+        messages=sum(len(spans.begins) for spans in sent) / count,
+        sending_s=lanes.lane(Lane.SENDING).total / 1e6 / count,
+        operations=operations.of_trace(lanes, mean),
+        memory=lanes.memory.points(),
+        picture=picture_of(lanes, found),
+    )
+
+
+def _rank(
+    facts: RankFacts, trace: TraceAnalysis | None, steps: Sequence[RanksStep]
+) -> RankAnalysis:
+    """Put together what a rank saw: a device's own timeline counts for more than what its host saw of it."""
+    if trace is not None and trace.on_device:
+        return RankAnalysis(facts=facts, trace=trace, shares=trace.shares)
+    beside, unused = (trace.passes if trace is not None else None) or (None, None)
+    own = [step[facts.rank] for step in steps]
+    return RankAnalysis(
+        facts=facts, trace=trace, shares=shares.of_facts(own, beside=beside, unused=unused)
+    )
+
+
+class _Heard:
+    """Says how far a trace was read, not too often."""
+
+    def __init__(self, doing: str, say: Callable[[str], None]) -> None:
+        self._doing, self._say, self._said_at = doing, say, time.monotonic()
+
+    def __call__(self, part: float) -> None:
+        if time.monotonic() - self._said_at >= _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            self._say(f"{self._doing}: {part:.0%} of the file")
