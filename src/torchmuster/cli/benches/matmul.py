@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
@@ -12,9 +12,9 @@ from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.cli.job_flags import count
 from torchmuster.config.layers import Flag
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.measure import environment, matmul, matmul_verdict
-from torchmuster.measure.matmul import MatmulRequest
-from torchmuster.plan.asked import work_of
+
+if TYPE_CHECKING:
+    from torchmuster.measure.matmul import MatmulRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
+    from torchmuster.measure import environment, matmul, matmul_report
+
     begun = time.monotonic()
     where = device_of(options)
     request = _request(options, "cpu" if where.value == "cpu" else "auto")
     seen = environment.here(where.value)
     answer = matmul.measure(request, device=where.value, say=output.say)
-    report = matmul_verdict.report(
+    report = matmul_report.report(
         answer,
         where=where,
         environment=seen.ended(),
@@ -64,11 +66,14 @@ def run(options: argparse.Namespace) -> ExitCode:
     return finish(report, options)
 
 
-def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> MatmulRequest:
+def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "MatmulRequest":
+    from torchmuster.measure import matmul
+    from torchmuster.plan.asked import work_of
+
     rounds = matmul.ROUNDS_QUICK if options.quick else matmul.ROUNDS
     longest_s = matmul.LONGEST_QUICK_S if options.quick else matmul.LONGEST_S
     if not (options.model or options.config or options.set):
-        return MatmulRequest(
+        return matmul.MatmulRequest(
             device=device,
             shapes=matmul.squares(tuple(options.sizes or matmul.SIZES)),
             rounds=rounds,
@@ -84,7 +89,7 @@ def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> Mat
         flag = Flag(flag="--model", path="model.model_name_or_path", text=options.model)
         options.set.append(flag)
     resolved = settings_from(options)
-    return MatmulRequest(
+    return matmul.MatmulRequest(
         device=device,
         work=work_of(resolved, folder=str(Path.cwd())),
         micro_batch_size=resolved.settings.train.micro_batch_size or 1,

@@ -1,12 +1,11 @@
 """Multiplies matrices in turns, in every number type that the device has, and checks what comes out."""
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -15,11 +14,16 @@ from torchmuster.errors import Impossible
 from torchmuster.measure.matmul import MatmulAnswer, MatmulRequest, Product, Shape
 from torchmuster.measure.probes.clock import interleaved
 from torchmuster.measure.probes.linear_layers import linear_shapes
+from torchmuster.measure.probes.on_device import (
+    CPU,
+    device_name,
+    device_of,
+    number_types,
+    quickest_s,
+)
 from torchmuster.measure.statistics import estimate
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.verify.probes.exact_values import wait_for_device
 
-_CPU = torch.device("cpu")
 _DTYPES = {
     "float32": torch.float32,
     "tf32": torch.float32,
@@ -29,8 +33,6 @@ _DTYPES = {
 # What rounding can explain, of the norm: a few times the type's own step. Sums in 16 bits would be far beyond.
 _MOST_ERROR = {"float32": 1e-5, "tf32": 2e-3, "bfloat16": 1e-2, "float16": 2e-3}
 _ROWS_CHECKED = 8
-_TRIES = 3
-_TF32_FROM = (8, 0)  # NVIDIA's compute capability
 
 
 def products(request: MatmulRequest) -> MatmulAnswer:
@@ -42,7 +44,7 @@ def products(request: MatmulRequest) -> MatmulAnswer:
     types, missing = number_types(device)
     found = _on(device, shapes, types, request)
     if device.type != "cpu":
-        found += _on(_CPU, shapes, number_types(_CPU)[0], request)
+        found += _on(CPU, shapes, number_types(CPU)[0], request)
     return MatmulAnswer(
         device=str(device),
         device_name=device_name(device),
@@ -50,34 +52,6 @@ def products(request: MatmulRequest) -> MatmulAnswer:
         products=tuple(found),
         missing_types=missing,
     )
-
-
-def device_of(asked: Literal["auto", "cpu"]) -> torch.device:
-    """Return the accelerator that this process sees first, or the CPU."""
-    usable = torch.accelerator.current_accelerator(check_available=True)
-    return _CPU if asked == "cpu" or usable is None else torch.device(usable.type, 0)
-
-
-def device_name(device: torch.device) -> str:
-    """Return a device as its driver names it, or as torch does where nobody else does."""
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(device) if named is None else str(named(device))
-
-
-def number_types(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the types that a device can multiply in, and why the others are left out."""
-    if device.type == "cpu":
-        return ("float32", "bfloat16"), {
-            "tf32": "a mode of accelerators' float32 units",
-            "float16": "not measured on CPUs, where trainings do not use it",
-        }
-    if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= _TF32_FROM:
-            return ("float32", "tf32", "bfloat16", "float16"), {}
-        older = "NVIDIA's cards have it from compute capability 8.0 on"
-        return ("float32", "float16"), {"tf32": older, "bfloat16": older}
-    return ("float32", "bfloat16", "float16"), {"tf32": "a mode of NVIDIA's cards"}
 
 
 def _on(
@@ -98,7 +72,7 @@ def _on(
             left, right = _factors(shape, number_type, device)
             turn = partial(_multiply, left, right, number_type)
             error = _error(turn(), left, right)
-            best_flops_s = max(best_flops_s, shape.flops / _quickest_s(turn, device))
+            best_flops_s = max(best_flops_s, shape.flops / quickest_s(turn, device))
             is_right = error <= _MOST_ERROR[number_type]
             found[number, kind] = replace(product, error=error, right=is_right)
             turns[f"{number} {kind}"] = turn
@@ -134,18 +108,6 @@ def _error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> fl
     rows = [*range(min(_ROWS_CHECKED, len(left))), len(left) - 1]
     expected = left[rows].cpu().double() @ right.cpu().double()
     return float((product[rows].cpu().double() - expected).norm() / expected.norm())
-
-
-def _quickest_s(turn: Callable[[], object], device: torch.device) -> float:
-    """Return what a product takes at least; a neighbour may have the core at any one time."""
-    taken_s = []
-    for _ in range(_TRIES):
-        wait_for_device(device)
-        begun_s = time.perf_counter()
-        turn()
-        wait_for_device(device)
-        taken_s.append(time.perf_counter() - begun_s)
-    return min(taken_s)
 
 
 def benchmark_matmul(

@@ -20,7 +20,7 @@ from torchmuster.errors import Impossible
 from torchmuster.measure.precision import PrecisionAnswer, PrecisionRequest, Way
 from torchmuster.measure.probes import stability
 from torchmuster.measure.probes.clock import interleaved
-from torchmuster.measure.probes.matmul import device_name, number_types
+from torchmuster.measure.probes.on_device import device_name, number_types
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.tensor_memory import tensor_memory
@@ -103,6 +103,12 @@ def _batches(request: PrecisionRequest, built: Built) -> list[Any]:
         return [built.batch() for _ in range(count)]  # rows of tokens that are drawn
     samples = named.call(request.work.dataset, "data.dataset")
     known = list(itertools.islice(samples, count * size))
+    if not known:
+        raise Impossible(
+            f"{request.work.dataset} (data.dataset) has no samples",
+            why="there is nothing to train on",
+            fix="return some from that function",
+        )
     endless = itertools.cycle(known)
     return [default_collate([next(endless) for _ in range(size)]) for _ in range(count)]
 

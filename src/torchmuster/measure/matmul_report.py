@@ -1,37 +1,27 @@
-"""What measured products mean: rates, shares of the card's peak, which number type to take."""
+"""Measured products, as people and programs read them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.measure.environment import Environment
-from torchmuster.measure.matmul import MatmulAnswer, Product, Shape
+from torchmuster.measure.matmul import MatmulAnswer, Product
+from torchmuster.measure.matmul_rates import (
+    Rate,
+    best_type,
+    card_of,
+    rate_of,
+    speed_ups,
+    total_s,
+    types_of,
+)
 from torchmuster.measure.record import BenchRecord, Json, Series
 from torchmuster.measure.report.charts import Axis, Bar, Curve, bars, lines
 from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
-from torchmuster.measure.statistics import Estimate, estimate
-from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.model import Card
 
-# A number type is worth taking from here on: less is not worth the digits that it loses.
-_WORTH = 1.1
 _NOISY = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """What one product reached."""
-
-    product: Product
-    flops_s: Estimate
-    peak_flops_s: float | None  # of the card in this number type; None: nobody says
-
-    @property
-    def share(self) -> float | None:
-        """What was reached of the peak."""
-        return None if self.peak_flops_s is None else self.flops_s.median / self.peak_flops_s
 
 
 def report(
@@ -44,8 +34,8 @@ def report(
     took_s: float,
 ) -> Report:
     """Return what was measured, as people and programs read it."""
-    card = None if answer.device == "cpu" else _card(answer)
-    rates = [_rate(one, card) for one in answer.measured]
+    card = card_of(answer)
+    rates = [rate_of(one, card) for one in answer.measured]
     name = environment.cpu if answer.device == "cpu" else answer.device_name
     chosen = best_type(rates)
     on_cpu = answer.device == "cpu"
@@ -76,69 +66,12 @@ def report(
                         for rate in rates
                         if rate.product.number_type == one
                     )
-                    for one in _types(rates)
+                    for one in types_of(rates)
                 },
                 "not_measured": dict(answer.missing_types),
             },
         ),
         took_s=took_s,
-    )
-
-
-def best_type(rates: Sequence[Rate]) -> Decision[str]:
-    """Return the number type in which products are fastest, where it gains enough over float32."""
-    mine = [one for one in rates if one.product.on_cpu == all(r.product.on_cpu for r in rates)]
-    total_s = {one: _total_s(mine, one) for one in _types(mine)}
-    plain_s = total_s.get("float32")
-    if plain_s is None or len(total_s) < 2:
-        return Decision(value="float32", reason="no other number type was measured")
-    best = min(total_s, key=lambda one: total_s[one])
-    gains = {one: plain_s / taken_s for one, taken_s in total_s.items() if one != "float32"}
-    others = ", ".join(f"{one} {gain:.2g} times" for one, gain in gains.items())
-    if best == "float32" or gains[best] < _WORTH:
-        return Decision(
-            value="float32", reason=f"nothing else multiplies these much faster ({others})"
-        )
-    return Decision(
-        value=best,
-        reason=f"multiplies these shapes {gains[best]:.2g} times as fast as float32"
-        + (f" ({others})" if len(gains) > 1 else "")
-        + "; what a whole training gains is measured by muster bench precision",
-    )
-
-
-def _total_s(rates: Sequence[Rate], number_type: str) -> float:
-    """Return what all shapes take that were measured in every type."""
-    common = set.intersection(
-        *(
-            {one.product.shape for one in rates if one.product.number_type == each}
-            for each in _types(rates)
-        )
-    )
-    return sum(
-        one.product.shape.times * one.product.shape.flops / one.flops_s.median
-        for one in rates
-        if one.product.number_type == number_type and one.product.shape in common
-    )
-
-
-def _types(rates: Sequence[Rate]) -> list[str]:
-    return list(dict.fromkeys(one.product.number_type for one in rates))
-
-
-def _card(answer: MatmulAnswer) -> Card | None:
-    known = catalogue.find(answer.device_name)
-    return None if known is None else known.card
-
-
-def _rate(product: Product, card: Card | None) -> Rate:
-    peak = None
-    if card is not None and not product.on_cpu:
-        peak = card.flops.get(product.number_type)
-    return Rate(
-        product=product,
-        flops_s=estimate([product.shape.flops / one for one in product.call_s]),
-        peak_flops_s=peak,
     )
 
 
@@ -280,7 +213,7 @@ def _tables(answer: MatmulAnswer, rates: Sequence[Rate]) -> Iterator[Table]:
             title="all linear layers of one forward",
             head=("number type", "time"),
             rows=tuple(
-                (kind, amount(_total_s(rates, kind), "s")) for kind in _types(rates) if not both
+                (kind, amount(total_s(rates, kind), "s")) for kind in types_of(rates) if not both
             ),
             note="Shapes that were measured in all number types.",
         )
@@ -354,19 +287,3 @@ def _curve(rates: Sequence[Rate], number_type: str, on_cpu: bool) -> Curve:
         high=[one.flops_s.high for one in mine],
         dashed=both and on_cpu,
     )
-
-
-def speed_ups(rates: Sequence[Rate]) -> dict[str, list[tuple[float, float]]]:
-    """Return by number type how many times as fast the accelerator is as the CPU, at each size."""
-    cpu: dict[tuple[str, Shape], float] = {
-        (one.product.number_type, one.product.shape): one.flops_s.median
-        for one in rates
-        if one.product.on_cpu
-    }
-    gains: dict[str, list[tuple[float, float]]] = {}
-    for one in rates:
-        beside = cpu.get((one.product.number_type, one.product.shape))
-        if not one.product.on_cpu and beside is not None:
-            point = (float(one.product.shape.rows), one.flops_s.median / beside)
-            gains.setdefault(one.product.number_type, []).append(point)
-    return gains

@@ -1,0 +1,88 @@
+"""``muster bench attention``: which kind of attention is best at which length."""
+
+import argparse
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.job_flags import count
+from torchmuster.errors import ExitCode
+
+if TYPE_CHECKING:
+    from torchmuster.measure.attention import AttentionRequest
+
+# So many that a device has something to do, and few enough for the scores of plain attention.
+_ON_CPU, _ON_GPU = (1, 8, 64), (4, 16, 64)
+_ROUNDS_QUICK = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which attention."""
+    parser.description = (
+        f"{parser.description}\nComputes attention written out, with each backend of scaled_dot_product_attention and "
+        "with\nflex_attention; shows time and memory by length, compares what comes out, and says which to\ntake."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench attention                          causal, 128 tokens and more",
+            "muster bench attention --lengths 4096 16384     these lengths, however long they take",
+            "muster bench attention --heads 32 --head-size 128 --type bfloat16",
+        ],
+    )
+    parser.add_argument("--lengths", nargs="+", type=count, metavar="N", help="tokens (128 … 8192)")
+    parser.add_argument("--batch", type=count, metavar="N", help="sequences (1 on a CPU, else 4)")
+    parser.add_argument("--heads", type=count, metavar="N", help="heads (8 on a CPU, else 16)")
+    parser.add_argument("--head-size", type=count, metavar="N", help="of each head (64)")
+    parser.add_argument(
+        "--type",
+        choices=("float32", "bfloat16", "float16"),
+        help="number type (float32 on a CPU, else bfloat16 where the card has it)",
+    )
+    parser.add_argument("--not-causal", action="store_true", help="every token sees all others")
+    add_common_flags(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure and show."""
+    from torchmuster.measure import attention, attention_report, environment
+
+    begun = time.monotonic()
+    where = device_of(options)
+    request = _request(options, on_cpu=where.value == "cpu")
+    seen = environment.here(where.value)
+    answer = attention.measure(request, device=where.value, say=output.say)
+    report = attention_report.report(
+        request,
+        answer,
+        where=where,
+        environment=seen.ended(),
+        settings=dataclasses.asdict(request),
+        date=now(),
+        took_s=time.monotonic() - begun,
+    )
+    return finish(report, options)
+
+
+def _request(options: argparse.Namespace, *, on_cpu: bool) -> "AttentionRequest":
+    from torchmuster.measure import attention
+
+    batch, heads, head_size = _ON_CPU if on_cpu else _ON_GPU
+    lengths = attention.LENGTHS_QUICK if options.quick else attention.LENGTHS
+    # Compiling takes longer than all the rest.
+    kinds = tuple(one for one in attention.KINDS if not (options.quick and one == "flex"))
+    request = attention.AttentionRequest(
+        device="cpu" if on_cpu else "auto",
+        number_type=options.type or "auto",
+        lengths=tuple(options.lengths or lengths),
+        batch=options.batch or batch,
+        heads=options.heads or heads,
+        head_size=options.head_size or head_size,
+        causal=not options.not_causal,
+        kinds=kinds,
+    )
+    if options.lengths:
+        request = dataclasses.replace(request, longest_s=None)
+    return dataclasses.replace(request, rounds=_ROUNDS_QUICK) if options.quick else request

@@ -1,0 +1,86 @@
+"""``muster bench precision``: what a number type gives a training, and what it costs."""
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.errors import ExitCode
+
+if TYPE_CHECKING:
+    from torchmuster.measure.precision import PrecisionRequest
+
+_STEPS, _STEPS_QUICK = 40, 6
+_ROUNDS, _ROUNDS_QUICK = 15, 5
+_MICRO_BATCH_SIZE = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained and for how long."""
+    parser.description = (
+        f"{parser.description}\nTrains a model in every number type that the device has, from the same weights with "
+        "the same data.\nShows time, memory and what becomes of loss and outputs, and says which to take. "
+        "Without a model\nof yours a small GPT is trained, and two models that are made to overflow."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster bench precision                         a small GPT",
+            "muster bench precision --config config.yaml    a training of yours",
+        ],
+    )
+    parser.add_argument("--steps", type=count, metavar="N", help=f"to train ({_STEPS})")
+    add_setting_flags(parser)
+    add_common_flags(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure and show."""
+    from torchmuster.measure import environment, precision, precision_report
+
+    begun = time.monotonic()
+    where = device_of(options)
+    request = _request(options, "cpu" if where.value == "cpu" else "auto")
+    seen = environment.here(where.value)
+    answer = precision.measure(request, device=where.value, say=output.say)
+    report = precision_report.report(
+        request,
+        answer,
+        where=where,
+        units=precision.units_of_cpu() if where.value == "cpu" else None,
+        environment=seen.ended(),
+        settings={
+            "work": dataclasses.asdict(request.work),
+            "micro_batch_size": request.micro_batch_size,
+            "steps": request.steps,
+            "rounds": request.rounds,
+        },
+        date=now(),
+        took_s=time.monotonic() - begun,
+    )
+    return finish(report, options)
+
+
+def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "PrecisionRequest":
+    from torchmuster.measure import precision
+    from torchmuster.plan.asked import work_of
+
+    work, size = precision.SMALL_GPT, _MICRO_BATCH_SIZE
+    own = options.config is not None or bool(options.set)
+    if own:
+        resolved = settings_from(options)
+        work = work_of(resolved, folder=str(Path.cwd()))
+        size = resolved.settings.train.micro_batch_size or 1
+    return precision.PrecisionRequest(
+        device=device,
+        work=work,
+        micro_batch_size=size,
+        steps=options.steps or (_STEPS_QUICK if options.quick else _STEPS),
+        rounds=_ROUNDS_QUICK if options.quick else _ROUNDS,
+        study=not own,
+    )
