@@ -15,7 +15,7 @@ NAMES = tuple(f"series {number}" for number in range(10))
 
 
 def side(
-    drawn: random.Random, *, records: int, spread: float = 0.01, slower: float = 0.0
+    drawn: random.Random, *, records: int, spread: float = 0.005, slower: float = 0.0
 ) -> list[BenchRecord]:
     """Records whose processes differ by ``spread``; the first series is ``slower``."""
     return [
@@ -115,11 +115,9 @@ def test_of_one_time_on_each_side_nothing_is_known() -> None:
 
 
 def test_of_what_can_be_nothing_no_share_is_told() -> None:
-    a = [made_up({"a": [0.0, 1.0, 2.0]})] * 8
-    (change,) = compare(a, [made_up({"a": [1.0, 2.0, 3.0]})] * 8).changes
-    assert change.verdict == "within noise" or change.verdict == "unknown"
     zeros = [made_up({"a": [0.0]})] * 8
-    assert compare(zeros, a).changes[0].verdict == "unknown"
+    (change,) = compare(zeros, [made_up({"a": [1.0]})] * 8).changes
+    assert change.verdict == "unknown"
 
 
 def test_what_not_every_record_has_is_left_out() -> None:
