@@ -1,4 +1,4 @@
-"""The classic functions from Python: seeing and choosing GPUs, and the ranks' process group.
+"""The classic functions from Python: seeing, choosing and measuring GPUs, and the ranks' process group.
 
 GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
 by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
@@ -39,6 +39,7 @@ __all__ = [
     "GpuIds",
     "ProductionTrainer",
     "auto_select_gpus_for_model",
+    "benchmark_matmul",
     "check_connection",
     "cleanup_distributed",
     "create_distributed_dataloader",
@@ -200,6 +201,20 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     from torchmuster.verify.probes import communication
 
     return communication.verify(rank, world_size, timeout_s)
+
+
+def benchmark_matmul(
+    device: "str | torch.device", size: int, iterations: int = 100
+) -> dict[str, Any]:
+    """Multiply two square matrices of float32; return ``seconds`` and ``tflops`` of one product.
+
+    It warms up first and waits for the device. ``iterations`` is how often it is timed: ``seconds`` is the
+    median, and ``noise`` how far that may be off, as a share of it. ``muster bench matmul`` does all sizes
+    and number types, and knows the card's peak.
+    """
+    from torchmuster.measure.probes import matmul
+
+    return matmul.benchmark_matmul(device, size, iterations)
 
 
 def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0) -> Finding:

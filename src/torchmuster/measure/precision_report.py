@@ -10,6 +10,7 @@ from torchmuster.measure.precision import PrecisionAnswer, PrecisionRequest
 from torchmuster.measure.precision_choice import (
     Compared,
     Units,
+    allowed_difference,
     choose,
     compare,
     difference,
