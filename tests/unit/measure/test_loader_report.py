@@ -1,0 +1,123 @@
+"""What a report on reading says of made-up measurements."""
+
+from dataclasses import replace
+
+from torchmuster.decision import Decision
+from torchmuster.finding import Status
+from torchmuster.measure import loader_choice
+from torchmuster.measure.environment import Environment
+from torchmuster.measure.loader import LoaderAnswer, Read, Reading
+from torchmuster.measure.loader_report import Measured, report
+from torchmuster.measure.report.report import Report
+from torchmuster.measure.report.terminal import screen
+
+HERE = Environment(
+    host="gpu-server",
+    system="Linux",
+    cpu="a processor",
+    cores=2,
+    threads=None,
+    memory_bytes=None,
+    devices=(),
+    driver=None,
+    torch="2.13",
+    python="3.11",
+    torchmuster="0",
+)
+
+
+def read(workers: int, rate: float, *, prefetch: int = 2, threads: int = 1) -> Read:
+    return Read(
+        reading=Reading(workers=workers, prefetch=prefetch),
+        samples_s=(rate,) * 6,
+        first_batch_s=(0.5,),
+        next_epoch_s=(0.02,),
+        busy_cores=1.5,
+        busy_threads=threads,
+        indices=("i",),
+        values=("v",),
+    )
+
+
+READS = [read(0, 50), read(1, 50), read(2, 98), read(4, 196)]
+MEASURED = Measured(
+    data="own:waiting",
+    answer=LoaderAnswer(
+        rank=0,
+        device="cpu",
+        samples_per_step=32,
+        samples_per_batch=8,
+        batch_bytes=4096,
+        samples=1000,
+        visits=(),
+    ),
+    ranks=1,
+    cores=2,
+    needed_samples_s=None,
+    by_workers=READS,
+    chosen=loader_choice.best(READS),
+)
+
+
+def made(measured: Measured) -> Report:
+    return report(
+        measured,
+        where=Decision(value="cpu", reason="no GPU is visible here"),
+        environment=HERE,
+        settings={},
+        date="2026-01-31T12:00:00+00:00",
+        took_s=5.0,
+    )
+
+
+def test_the_screen_has_the_rates_the_choice_and_how_short_a_step_may_be() -> None:
+    shown = " ".join(screen(made(MEASURED), width=100).split())
+    assert "how fast can own:waiting be read, and by how many workers?" in shown
+    assert "4 workers (data.workers: 4): 196 samples/s, the fastest; " in shown
+    assert "enough where a step of 32 samples takes 163 ms or more" in shown
+    assert "the first batch comes after 500 ms, with the start of 4 workers" in shown
+    assert "that of a later epoch after 20.0 ms" in shown
+
+
+def test_without_an_accelerator_pinning_is_unknown() -> None:
+    (found,) = [one for one in made(MEASURED).findings if one.name == "data-pinning"]
+    assert found.status is Status.NOTE
+    assert "is not known: there is no accelerator here" in found.what
+
+
+def test_with_an_accelerator_both_copies_are_told() -> None:
+    answer = replace(MEASURED.answer, to_device_s=(0.002,), pinned_to_device_s=(0.001,))
+    (found,) = [
+        one for one in made(replace(MEASURED, answer=answer)).findings if one.name == "data-pinning"
+    ]
+    assert found.what == (
+        "a batch of 4.0 KiB takes 1.00 ms to the device from pinned memory, 2.00 ms from ordinary memory"
+    )
+
+
+def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
+    ahead = [read(4, 196, prefetch=one) for one in (1, 2, 4)]
+    told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader_choice.best(ahead)))
+    assert told.choices[-1].value == "1 batches ahead (data.prefetch: 1)"
+    assert [row[0] for row in told.tables[1].rows] == ["1", "2", "4"]
+    # The same way to read is in both, and once in the record.
+    labels = [one.labels for one in told.record.series if one.name == "rate"]
+    assert {"workers": 4, "prefetch": 2} in labels
+    assert len(labels) == 4 + 2
+
+
+def test_crowded_threads_are_warned_of_with_what_was_measured_without_them() -> None:
+    crowded = [read(0, 50, threads=2), read(2, 60, threads=2)]
+    told = made(
+        replace(
+            MEASURED,
+            by_workers=crowded,
+            chosen=loader_choice.best(crowded),
+            one_thread=(crowded[1], read(2, 110)),
+        )
+    )
+    words = {one.name: one.what for one in told.findings}
+    assert words["data-threads"] == (
+        "each worker computes with 2 threads: 2 workers make 4 on 2 cores"
+    )
+    assert "110 samples/s instead of 60 (+83 %)" in words["data-one-thread"]
