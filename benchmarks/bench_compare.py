@@ -1,23 +1,27 @@
-"""Does ``muster bench compare`` find a true slow-down of 3 %, and does it keep quiet where nothing changed?
+r"""Whether ``muster bench compare`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
 
-    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 8 --table docs/measured/bench-compare.md
+    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 8 --folder /tmp/pairs \
+        --out docs/measured/bench-compare.md
 
 Each pair is two sides of so many records; each record is a fresh process that times four things in turns. Sides take turns,
-and who is first is drawn. On the slowed side one of the four does 3 % more work: its product has 3 % more rows. The verdicts
-are those of the command itself, with all four compared at once.
+and who is first is drawn. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The verdicts
+are those of the command itself, with all four compared at once. Pairs that are in the folder are not measured again.
 """
 
 import argparse
 import os
 import random
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
+from torchmuster.measure import record
+from torchmuster.measure.comparison import FLOOR, Comparison, compare
+from torchmuster.measure.kept_records import records_at
+from torchmuster.runfolder import write_atomically
 
 ROWS, SLOWED_ROWS = 1000, 1030
 SLOWED = "linear layers"
@@ -75,32 +79,125 @@ def _things(rows: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def pair(folder: Path, *, slowed: bool, records: int, drawn: random.Random) -> None:
-    """Measure two sides in turns, each record in a process of its own."""
+def pair(folder: Path, *, slowed: bool, records: int, drawn: random.Random) -> Comparison:
+    """Measure two sides in turns, each record in a process of its own; return what the comparison says."""
     for number in range(records):
         sides = ["a", "b"]
         drawn.shuffle(sides)
         for side in sides:
-            words = [
-                sys.executable,
-                __file__,
-                "--one",
-                str(folder / side / str(number) / "record.json"),
-            ]
+            path = folder / side / str(number) / record.FILE
+            words = [sys.executable, __file__, "--one", str(path)]
             if slowed and side == "b":
                 words.append("--slow")
-            subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            if not path.exists():
+                subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return compare(records_at(folder / "a"), records_at(folder / "b"))
+
+
+def said(found: Comparison) -> str:
+    """Return what was told of a pair, in a few words."""
+    told = [one for one in found.changes if one.verdict in ("better", "worse")]
+    words = (f"{one.series.name} {one.verdict} by {one.change:+.1%}" for one in told)
+    return ", ".join(words) or "nothing"
+
+
+def alone(folder: Path) -> list[float]:
+    """Return how far two records of equal pairs were apart, series by series, if each had been a side of its own."""
+    apart = []
+    for place in sorted(folder.glob("equal-*")):
+        a, b = records_at(place / "a"), records_at(place / "b")
+        for one, other in zip(a, b, strict=True):
+            for before, after in zip(one.series, other.series, strict=True):
+                ratio = statistics.median(after.samples) / statistics.median(before.samples)
+                apart.append(abs(ratio - 1))
+    return sorted(apart)
+
+
+def table(folder: Path, found: dict[str, Comparison], *, records: int, took_s: float) -> str:
+    """Return the document."""
+    equal = [one for name, one in found.items() if name.startswith("equal")]
+    slowed = [one for name, one in found.items() if name.startswith("slowed")]
+    first = records_at(folder / next(iter(found)) / "a")[0]
+    return "\n".join([*_lines(first, equal, slowed, alone(folder), records, took_s), ""])
+
+
+def _lines(
+    first: record.BenchRecord,
+    equal: Sequence[Comparison],
+    slowed: Sequence[Comparison],
+    apart: Sequence[float],
+    records: int,
+    took_s: float,
+) -> Iterator[str]:
+    where = first.environment
+    quiet = sum(said(one) == "nothing" for one in equal)
+    right = [
+        one
+        for one in slowed
+        if [x.series.name for x in one.changes if x.verdict == "worse"] == [SLOWED]
+        and not any(x.verdict == "better" for x in one.changes)
+    ]
+    yield "## Measured"
+    yield ""
+    yield (
+        f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each pair is "
+        f"two sides of {records} records, measured in turns; a record is a fresh process that times four things on one thread, "
+        f"{ROUNDS} samples of each."
+    )
+    yield ""
+    yield "| pairs | told right | what was told |"
+    yield "|---|---|---|"
+    yield f"| {len(equal)} with nothing changed | {quiet} | {_words(equal)} |"
+    yield f"| {len(slowed)} with 3 % more work in one of the four | {len(right)} | {_words(slowed)} |"
+    yield ""
+    seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
+    yield (
+        f"In the equal pairs a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
+        f"{seen[-1]:.1%} in the noisiest. The whole took {took_s / 60:.0f} minutes."
+    )
+    yield ""
+    beyond = sum(one > FLOOR for one in apart)
+    yield (
+        f"Why one record on each side is not enough: of {len(apart)} times two equal processes that ran one after the other, half were "
+        f"{statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
+        f"{beyond} were more than {FLOOR:.0%} apart."
+    )
+
+
+def _words(found: Sequence[Comparison]) -> str:
+    told = [said(one) for one in found]
+    return "; ".join(f"{told.count(one)} x {one}" for one in dict.fromkeys(told))
+
+
+def main() -> None:
+    """Measure what is missing, print each verdict, write the document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--equal", type=int, default=20)
+    parser.add_argument("--slowed", type=int, default=5)
+    parser.add_argument("--records", type=int, default=8)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        measure(options.one, slowed=options.slow)
+        return
+    names = [f"equal-{number:02}" for number in range(options.equal)]
+    names += [f"slowed-{number:02}" for number in range(options.slowed)]
+    begun_s, drawn, found = time.monotonic(), random.Random(1), {}
+    for name in names:
+        slowed = name.startswith("slowed")
+        found[name] = pair(
+            options.folder / name, slowed=slowed, records=options.records, drawn=drawn
+        )
+        print(f"{name}: {said(found[name])} ({time.monotonic() - begun_s:.0f} s)", flush=True)
+    took_s = time.monotonic() - begun_s
+    document = table(options.folder, found, records=options.records, took_s=took_s)
+    if options.out:
+        write_atomically(options.out, document)
+    print(document)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--one", type=Path)
-    parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--records", type=int, default=8)
-    parser.add_argument("--slowed", action="store_true")
-    o = parser.parse_args()
-    if o.one:
-        measure(o.one, slowed=o.slow)
-    else:
-        pair(o.folder, slowed=o.slowed, records=o.records, drawn=random.Random(1))
+    main()

@@ -3,26 +3,21 @@
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchmuster.cli import output, parsers
 from torchmuster.decision import Decision
-from torchmuster.devices import snapshot
-from torchmuster.devices.model import label_all
-from torchmuster.devices.visibility import visible
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import exit_code
-from torchmuster.measure import record
-from torchmuster.measure.report.keeping import keep
-from torchmuster.measure.report.report import Report
-from torchmuster.measure.report.terminal import screen
+
+if TYPE_CHECKING:
+    from torchmuster.measure.report.report import Report
 
 # Where each bench lives, and its line in the help. Its module has add_arguments(parser) and
 # run(options), and imports in run what takes time to import.
@@ -71,6 +66,10 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
     """Return where to measure, and why there."""
+    from torchmuster.devices import snapshot  # not for --help
+    from torchmuster.devices.model import label_all
+    from torchmuster.devices.visibility import visible
+
     seen = visible(snapshot.take().accelerators, os.environ).devices
     if options.device == "gpu" and not seen:
         raise Impossible(
@@ -85,12 +84,16 @@ def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
     return Decision(value="cpu", reason="no GPU is visible here")
 
 
-def finish(report: Report, options: argparse.Namespace) -> ExitCode:
+def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
     """Keep a report, show it, and return the exit code that its findings call for."""
+    from torchmuster.measure import record  # not for --help
+    from torchmuster.measure.report.keeping import keep
+    from torchmuster.measure.report.terminal import screen
+
     folder = options.out or _new_folder(report.bench)
     page = keep(report, folder)
     if options.json:
-        document = msgspec.json.decode(record.encode(report.record))
+        document = json.loads(record.encode(report.record))
         document["findings"] = [one.as_json() for one in report.findings]
         document["kept"] = str(folder)
         output.print_json(document)
