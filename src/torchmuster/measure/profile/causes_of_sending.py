@@ -24,6 +24,8 @@ def no_overlap(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     )
     exposed_s = transfer_s(analysis.steps)
     messages = gains.messages_of(facts)
+    # On a CPU sending takes the cores that compute, so that only a trial knows what overlap is worth.
+    gain = computed if facts.device != "cpu" or messages is None else None
     if messages is None:
         how, fix = "by the script, after the backward", "model = DistributedDataParallel(model)"
     else:
@@ -33,7 +35,7 @@ def no_overlap(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
         name="no-overlap",
         what=f"{exposed_s / analysis.step_s:.0%} of the step waits for gradients to be sent",
         would="sending them during the backward would give",
-        gain=computed if trial is None else trial.gain,
+        gain=gain if trial is None else trial.gain,
         known_by="trace" if trial is None else "trial",
         why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, when nothing is left to compute; in "
         f"messages of {wanted} MiB, {hidden:.0%} of that fits beside the backward",

@@ -96,11 +96,10 @@ def of_overlap(
 
 
 def of_batch(steps: Sequence[RanksStep], times: int) -> float:
-    """Return the least gain of a larger batch: if its passes took as many times as long, and all else as long."""
+    """Return the least gain of a larger batch: if only sending and the optimizer took no longer with it."""
     whole_s = step_s(steps)
-    passes_s = min(mean_s(steps, "forward") + mean_s(steps, "backward"), whole_s)
-    per_sample_s = passes_s + min(mean_s(steps, "data"), whole_s - passes_s)
-    return times * whole_s / (whole_s + (times - 1) * per_sample_s)
+    growing_s = max(whole_s - transfer_s(steps) - mean_s(steps, "optimizer"), 0.0)
+    return times * whole_s / (whole_s + (times - 1) * growing_s)
 
 
 def messages_of(facts: RankFacts) -> int | None:

@@ -61,7 +61,7 @@ def of_facts(steps: Iterable[Step], *, beside: float | None, unused: float | Non
     count = max(len(taken), 1)
 
     def mean(name: str) -> float:
-        return sum(getattr(step, name) for step in taken) / count
+        return sum(float(getattr(step, name)) for step in taken) / count
 
     passes_s = mean("forward_s") + mean("backward_s") - mean("waiting_s")
     overlapped_s, unused_s = passes_s * (beside or 0.0), passes_s * (unused or 0.0)

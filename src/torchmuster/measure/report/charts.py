@@ -11,8 +11,28 @@ _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
 _ROW, _BAR_HEIGHT = 30, 18
 _LETTER = 6.4  # the width of a letter of 11 px
 # Okabe and Ito's colours, which also those tell apart who cannot tell red from green; lighter ones for dark paper.
-_LIGHT = ("#0072b2", "#c04e00", "#00845f", "#a8508a", "#8a6d00", "#4a4a9e", "#666666")
-_DARK = ("#56b4e9", "#ff9e4a", "#3dd6a3", "#f0a3d0", "#f0d040", "#a9a9ff", "#bbbbbb")
+_LIGHT = (
+    "#0072b2",
+    "#c04e00",
+    "#00845f",
+    "#a8508a",
+    "#8a6d00",
+    "#4a4a9e",
+    "#666666",
+    "#7a3b1d",
+    "#3d7f8f",
+)
+_DARK = (
+    "#56b4e9",
+    "#ff9e4a",
+    "#3dd6a3",
+    "#f0a3d0",
+    "#f0d040",
+    "#a9a9ff",
+    "#bbbbbb",
+    "#d9a184",
+    "#8fd3e0",
+)
 _FONT = "font-family:system-ui,sans-serif;font-size:11px"
 _STYLE = (
     f"<style>.chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
@@ -76,7 +96,7 @@ def lines(title: str, x: Axis, y: Axis, curves: Sequence[Curve]) -> str:
         *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
         *_names([curve.name for curve in curves], right + 24, _TOP + 10, shapes=True),
     ]
-    return _svg(title, _WIDTH, bottom + 50, body)
+    return svg(title, _WIDTH, bottom + 50, body)
 
 
 def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
@@ -97,7 +117,7 @@ def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
             body.append(_whisker(along.place(one.low), along.place(one.high), y))
             end = max(end, along.place(one.high))
         body.append(_text(end + 6, y + 13, label))
-    return _svg(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
+    return svg(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
 
 
 def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
@@ -130,7 +150,7 @@ def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
         body.append(_square(x, y - 9, place))
         body.append(_text(x + 16, y, name))
         x += wide
-    return _svg(title, _WIDTH, y + 16, body)
+    return svg(title, _WIDTH, y + 16, body)
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float, **how: bool) -> Scale:
@@ -139,7 +159,8 @@ def _scale(axis: Axis, values: Sequence[float], start: float, end: float, **how:
     return linear(values or [1.0], start, end, **how)
 
 
-def _svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
+def svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
+    """Return a picture that is made of these parts; ``var(--c0)`` and on are its colours, in light and dark."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '

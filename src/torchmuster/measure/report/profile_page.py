@@ -1,0 +1,81 @@
+"""A profile as one page that needs no other file and no network."""
+
+from collections.abc import Sequence
+from html import escape
+
+from torchmuster.measure.profile.advice import Advice, nothing_to_mend
+from torchmuster.measure.profile.analysis import Analysis, RankAnalysis
+from torchmuster.measure.profile.changes import Trial
+from torchmuster.measure.profile.shares import WORDS
+from torchmuster.measure.report.figures import amount
+from torchmuster.measure.report.profile_pictures import (
+    memory_picture,
+    shares_picture,
+    step_picture,
+)
+from torchmuster.measure.report.profile_terminal import (
+    proved,
+    question,
+    remarks,
+    seen_shares,
+    smallness_in_words,
+)
+from torchmuster.verify.report.page import article, head, table
+
+_MOST_ROWS = 1000
+
+
+def page(analysis: Analysis, advice: Sequence[Advice], proof: Trial | None) -> str:
+    """Return the page. Everything that came from the training is shown as text, never as markup."""
+    told = [one.finding for one in advice] or [nothing_to_mend(analysis)]
+    verdict = (
+        f'<b class="warning">{len(advice)} to mend</b>'
+        if advice
+        else '<b class="ok">nothing to mend</b>'
+    )
+    parts = [f"<h1>muster profile: {verdict}</h1>", f"<p>{escape(question(analysis))}</p>"]
+    if proof is not None:
+        parts.append(f"<p>{escape(proved(advice, proof))}</p>")
+    parts += [article(one) for one in told]
+    pictures = (shares_picture(analysis), step_picture(analysis), memory_picture(analysis))
+    parts += [f"<figure>{one}</figure>" for one in pictures if one]
+    parts.append(_folded("where a step goes, by rank", _shares(analysis), opened=True))
+    for one in analysis.ranks:
+        if one.trace is not None and one.trace.operations.top:
+            body = f"<p>{escape(smallness_in_words(one))}</p>{_operations(one)}"
+            title = f"operations of rank {one.facts.rank}"
+            parts.append(_folded(title, body, opened=one is analysis.ranks[0]))
+    notes = "".join(f"<li>{escape(one)}</li>" for one in remarks(analysis))
+    if notes:
+        parts.append(_folded("how the figures came about", f"<ul>{notes}</ul>", opened=True))
+    return head("muster profile") + "\n".join(parts) + "\n</body>\n</html>\n"
+
+
+def _shares(analysis: Analysis) -> str:
+    names = seen_shares(analysis)
+    rows = [
+        (
+            f"rank {one.facts.rank}",
+            one.facts.host,
+            amount(one.shares.total_s, "s"),
+            *(
+                f"{amount(one.shares.by_name()[name], 's')} ({one.shares.part(name):.0%})"
+                for name in names
+            ),
+        )
+        for one in analysis.ranks[:_MOST_ROWS]
+    ]
+    return table(("", "machine", "step", *(WORDS[name] for name in names)), rows)
+
+
+def _operations(one: RankAnalysis) -> str:
+    if one.trace is None:
+        return ""
+    rows = (
+        (amount(top.self_s, "s"), f"{top.calls:,.1f}", top.name) for top in one.trace.operations.top
+    )
+    return table(("its own time in a step", "calls", "operation"), rows)
+
+
+def _folded(title: str, body: str, *, opened: bool) -> str:
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"
