@@ -30,20 +30,20 @@ class Rate:
 def best_type(rates: Sequence[Rate]) -> Decision[str]:
     """Return the number type in which products are fastest, where it gains enough over float32."""
     mine = [one for one in rates if one.product.on_cpu == all(r.product.on_cpu for r in rates)]
-    total_s = {one: total_s(mine, one) for one in types_of(mine)}
-    plain_s = total_s.get("float32")
-    if plain_s is None or len(total_s) < 2:
+    taken_s = {one: total_s(mine, one) for one in types_of(mine)}
+    plain_s = taken_s.get("float32")
+    if plain_s is None or len(taken_s) < 2:
         return Decision(value="float32", reason="no other number type was measured")
-    best = min(total_s, key=lambda one: total_s[one])
-    gains = {one: plain_s / taken_s for one, taken_s in total_s.items() if one != "float32"}
-    others = ", ".join(f"{one} {gain:.2g} times" for one, gain in gains.items())
+    best = min(taken_s, key=lambda one: taken_s[one])
+    gains = {one: plain_s / one_s for one, one_s in taken_s.items() if one != "float32"}
+    others = ", ".join(f"{one} {gain:.3g} times" for one, gain in gains.items())
     if best == "float32" or gains[best] < _WORTH:
         return Decision(
             value="float32", reason=f"nothing else multiplies these much faster ({others})"
         )
     return Decision(
         value=best,
-        reason=f"multiplies these shapes {gains[best]:.2g} times as fast as float32"
+        reason=f"multiplies these shapes {gains[best]:.3g} times as fast as float32"
         + (f" ({others})" if len(gains) > 1 else "")
         + "; what a whole training gains is measured by muster bench precision",
     )

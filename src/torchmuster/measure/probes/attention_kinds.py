@@ -91,10 +91,11 @@ def plain(
     later: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Compute attention as it is defined; ``later`` says which keys come after a query."""
-    scores = queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5
+    scores: torch.Tensor = queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5
     if later is not None:
         scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1) @ values
+    attended: torch.Tensor = scores.softmax(-1) @ values
+    return attended
 
 
 def _sdpa(

@@ -20,7 +20,7 @@ _SAMPLES, _FEATURES, _WIDTH, _CLASSES = 64, 16, 64, 4
 _TARGET_SIZE = 100.0  # of numbers to foretell: gradients times the first loss scale are above 65504
 _GROWTH_PER_LAYER, _LAYERS = 8.0, 6  # 8 ** 6 is above 65504
 _GROW_SCALE_AFTER = 10  # steps; GradScaler's own 2000 would never come
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE = 1e-2
 
 
 class LargeLosses(nn.Module):
@@ -89,7 +89,8 @@ def _course(case: Case, precision: Precision, world: World, steps: int) -> Cours
     for number in range(steps):
         for _ in update.accumulate(_step(number, batch)):
             loss = loss_of()
-            losses.append(float(loss) if math.isfinite(float(loss)) else None)
+            value = loss.item()
+            losses.append(value if math.isfinite(value) else None)
             update.backward(loss)
         scale = scaler.get_scale() if precision.needs_scaler else 1.0
         applied = update.apply().applied

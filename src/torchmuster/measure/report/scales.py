@@ -63,4 +63,4 @@ def _decades(low: float, high: float) -> tuple[float, ...]:
         for factor in factors
         if low * 0.999 <= factor * 10.0**power <= high * 1.001
     ]
-    return tuple(ticks[:: math.ceil(len(ticks) / 12)]) or (low, high)
+    return tuple(ticks[:: max(1, math.ceil(len(ticks) / 12))]) or (low, high)
