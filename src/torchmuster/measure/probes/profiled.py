@@ -1,6 +1,5 @@
 """A rank of a training that is profiled: the recorder at its doors, then the script as if nothing had happened."""
 
-import gc
 import multiprocessing
 import os
 import runpy
@@ -19,9 +18,6 @@ def main() -> None:
     """Read what is asked for, run the script up to its last wanted step, and leave the facts."""
     request, answers = sys.argv[1:]
     asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
-    # A script that is left in its middle leaves groups, threads and models that hold each other. torch does not
-    # always survive their being taken apart, so nothing is.
-    gc.disable()
     recorder = StepRecorder(asked)
     recorder.install()
     program, *words = asked.command
@@ -47,12 +43,11 @@ def main() -> None:
         dist.destroy_process_group()
     write_facts(Path(asked.into), facts)
     leave_answer(answers, facts.rank, str(len(facts.steps)))
-    for (
-        worker
-    ) in multiprocessing.active_children():  # of loaders that the script has not come to close
-        worker.terminate()
+    for worker in multiprocessing.active_children():
+        worker.terminate()  # of a loader that the script has not come to close
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not by Python's own end, which takes everything apart, the profiler included (trace_file.py says what comes of it).
     os._exit(0)
 
 

@@ -29,6 +29,8 @@ class TraceFile:
         self._running: profile | None = None
         self._mark: record_function | None = None
         self._kept: profile | None = None
+        # Never let go of: torch 2.13 crashes now and then where one that saw gloo's threads is taken apart.
+        self._all: list[profile] = []
         self._ended = 0
 
     def before(self, step: int) -> bool:
@@ -38,6 +40,7 @@ class TraceFile:
             return False
         if self._running is None:
             self._running = profile(activities=_activities(), profile_memory=asked.with_memory)
+            self._all.append(self._running)
             self._running.start()
         self._mark = record_function(f"muster:step#{step}")
         self._mark.__enter__()
