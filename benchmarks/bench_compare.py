@@ -193,9 +193,10 @@ def main() -> None:
         )
         print(f"{name}: {said(found[name])} ({time.monotonic() - begun_s:.0f} s)", flush=True)
     took_s = time.monotonic() - begun_s
+    if options.out is None:
+        return
     document = table(options.folder, found, records=options.records, took_s=took_s)
-    if options.out:
-        write_atomically(options.out, document)
+    write_atomically(options.out, document)
     print(document)
 
 

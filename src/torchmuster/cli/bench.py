@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,11 +86,18 @@ def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
 
 
 def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
-    """Keep a report, show it, and return the exit code that its findings call for."""
+    """Keep a report, show it, and return the exit code that its findings call for.
+
+    That the machine was busy with other things is added to what was found.
+    """
     from torchmuster.measure import record  # not for --help
+    from torchmuster.measure.environment import disturbance
     from torchmuster.measure.report.keeping import keep
     from torchmuster.measure.report.terminal import screen
 
+    disturbed = disturbance(report.record.environment)
+    if disturbed is not None:
+        report = replace(report, findings=(*report.findings, disturbed))
     folder = options.out or _new_folder(report.bench)
     page = keep(report, folder)
     if options.json:

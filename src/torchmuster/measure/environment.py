@@ -14,11 +14,13 @@ from torchmuster import __version__
 from torchmuster.devices import snapshot
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import visible
+from torchmuster.finding import Finding, Status
 from torchmuster.units import format_bytes
 
 _LOOK_S = 0.3
 # Less than so many cores is what any machine does beside.
 _BUSY_CORES = 0.5
+_BUSY_SHARE = 0.2  # of the cores: so much disturbs whatever is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,20 @@ def _differences(a: Environment, b: Environment) -> Iterator[str]:
     one, other = _most_busy(a), _most_busy(b)
     if one is not None and other is not None and abs(one - other) >= _BUSY_CORES:
         yield f"another load: {one:.1f} and {other:.1f} cores were busy with other things"
+
+
+def disturbance(environment: Environment) -> Finding | None:
+    """Return a warning if the machine was busy with other things; None if it was not, or nobody knows."""
+    busy = _most_busy(environment)
+    if busy is None or busy < max(_BUSY_CORES, _BUSY_SHARE * environment.cores):
+        return None
+    return Finding(
+        name="busy-machine",
+        status=Status.WARNING,
+        what=f"{busy:.1f} of {environment.cores} cores were busy with other things",
+        why="they take time away from what is measured, more from one sample and less from the next",
+        fix="measure again when the machine has nothing else to do",
+    )
 
 
 def _most_busy(one: Environment) -> float | None:

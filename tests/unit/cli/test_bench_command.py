@@ -79,6 +79,16 @@ def test_a_page_has_everything_and_nothing_from_outside(
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
+def test_a_busy_machine_is_told_and_fails_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = replace(report(), record=elsewhere(report().record, busy_before_cores=6.0))
+    assert bench.finish(busy, options(out=tmp_path / "here")) == ExitCode.GOOD
+    warning = "6.0 of 8 cores were busy with other things"
+    assert f"warning  {warning}\n" in capsys.readouterr().out
+    assert warning in (tmp_path / "here" / "report.html").read_text()
+
+
 def test_a_second_bench_in_the_same_second_gets_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +192,9 @@ def test_what_else_differs_comes_first(tmp_path: Path, capsys: pytest.CaptureFix
     keep(tmp_path / "a", [one])
     keep(tmp_path / "b", [other])
     main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert capsys.readouterr().out.splitlines()[1:4] == [
+    shown = capsys.readouterr().out
+    assert "warning  5.0 of 8 cores were busy with other things\n" in shown
+    assert shown.splitlines()[1:4] == [
         "  another torch: 2.13.0 and 2.12.0",
         "  another load: 0.1 and 5.0 cores were busy with other things",
         "  another sizes: [128] and [256]",

@@ -9,7 +9,7 @@ import pytest
 from made_up_records import ENVIRONMENT, made_up
 from torchmuster.errors import Impossible
 from torchmuster.measure import record
-from torchmuster.measure.environment import differences, here
+from torchmuster.measure.environment import differences, disturbance, here
 from torchmuster.measure.record import Series
 
 
@@ -96,3 +96,12 @@ def test_a_load_is_named_only_if_it_matters() -> None:
     assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0)) == [
         "another load: 0.1 and 3.0 cores were busy with other things"
     ]
+
+
+def test_a_busy_machine_is_a_warning() -> None:
+    assert disturbance(ENVIRONMENT) is None
+    unknown = replace(ENVIRONMENT, busy_before_cores=None, busy_after_cores=None)
+    assert disturbance(unknown) is None
+    found = disturbance(replace(ENVIRONMENT, busy_before_cores=3.04))
+    assert found is not None
+    assert found.what == "3.0 of 8 cores were busy with other things"

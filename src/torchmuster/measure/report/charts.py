@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchmuster.measure.report.figures import amount
+from torchmuster.measure.report.figures import amount, tick
 from torchmuster.measure.report.scales import Scale, linear, logarithmic
 
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
@@ -94,7 +94,7 @@ def lines(title: str, x: Axis, y: Axis, curves: Sequence[Curve]) -> str:
     body = [
         *_grid_of_lines(x, y, across, up, right, bottom),
         *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
-        *_names([curve.name for curve in curves], right + 24, _TOP + 10, shapes=True),
+        *_names([curve.name for curve in curves], right + 24, _TOP + 10),
     ]
     return svg(title, _WIDTH, bottom + 50, body)
 
@@ -102,8 +102,8 @@ def lines(title: str, x: Axis, y: Axis, curves: Sequence[Curve]) -> str:
 def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
     """Draw a bar for each value, one below the other, with its interval where it is given."""
     left = _room([one.name for one in bars])
-    ends = [one.value if one.high is None else max(one.high, one.value) for one in bars]
-    along = linear([*ends, *(one.value for one in bars)] or [1.0], left, _WIDTH - 130)
+    ends = [end for one in bars for end in (one.value, one.low, one.high) if end is not None]
+    along = linear(ends or [1.0], left, _WIDTH - 130)
     body: list[str] = []
     for place, one in enumerate(bars):
         y = _TOP + place * _ROW
@@ -117,6 +117,9 @@ def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
             body.append(_whisker(along.place(one.low), along.place(one.high), y))
             end = max(end, along.place(one.high))
         body.append(_text(end + 6, y + 13, label))
+    if min(ends, default=0) < 0:
+        nothing = along.place(0)
+        body.append(_line(nothing, _TOP - 6, nothing, _TOP + len(bars) * _ROW, "var(--ink)"))
     return svg(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
 
 
@@ -180,10 +183,10 @@ def _grid_of_lines(
     for value in up.ticks:
         place = up.place(value)
         yield _line(_LEFT, place, right + 8, place, "var(--grid)")
-        yield _text(_LEFT - 6, place + 4, amount(value, y.unit), anchor="end")
+        yield _text(_LEFT - 6, place + 4, tick(value, y.unit), anchor="end")
     last = -1e9
     for value in across.ticks:
-        place, words = across.place(value), amount(value, x.unit)
+        place, words = across.place(value), tick(value, x.unit)
         yield _line(place, _TOP, place, bottom, "var(--grid)")
         half = _LETTER * len(words) / 2 + 3
         if place - half > last:  # a label that would be written over the one before is left out
@@ -206,7 +209,7 @@ def _curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterator[str]:
         yield _shape(x, y, place, f"{curve.name}: {value:.4g}")
 
 
-def _names(names: Sequence[str], x: float, y: float, *, shapes: bool) -> Iterator[str]:
+def _names(names: Sequence[str], x: float, y: float) -> Iterator[str]:
     for place, name in enumerate(names):
         yield _shape(x, y + place * 20, place, name)
         yield _text(x + 12, y + place * 20 + 4, name)

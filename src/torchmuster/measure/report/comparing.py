@@ -9,7 +9,7 @@ from html import escape
 
 from torchmuster.finding import Finding, Status, render, worst_first
 from torchmuster.measure.comparison import CONFIDENCE, FLOOR, Change, Comparison
-from torchmuster.measure.environment import Environment, differences
+from torchmuster.measure.environment import Environment, differences, disturbance
 from torchmuster.measure.kept_records import take_turns
 from torchmuster.measure.record import BenchRecord
 from torchmuster.measure.report.charts import Bar, bars
@@ -90,6 +90,10 @@ def _usual(records: Sequence[BenchRecord]) -> Environment:
     )
 
 
+def _busy(environment: Environment) -> float:
+    return environment.busy_before_cores or 0.0
+
+
 def findings(compared: Compared) -> list[Finding]:
     """Return the verdict, and what must be known to trust it."""
     return [*_verdict(compared), *_doubts(compared)]
@@ -132,6 +136,9 @@ def _verdict(compared: Compared) -> Iterator[Finding]:
 
 def _doubts(compared: Compared) -> Iterator[Finding]:
     comparison, before, after = compared.comparison, compared.before, compared.after
+    busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
+    if (disturbed := disturbance(busiest)) is not None:
+        yield disturbed
     loop = (
         f"for i in $(seq {comparison.records_needed}); do\n"
         f"  muster bench {before.records[0].bench} … --out before/$i   # as it was\n"

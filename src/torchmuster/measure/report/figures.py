@@ -14,16 +14,24 @@ def amount(value: float, unit: str) -> str:
     if unit == "B":
         return format_bytes(round(value))
     if unit in ("1", ""):
-        return f"{value:.3g}"
+        return f"{value:,.0f}" if value == round(value) and abs(value) < 1e7 else f"{value:.3g}"
     if unit == "%":
         return f"{value:.3g} %"
     if unit == "s":
-        size, name = next((one for one in _SMALL if abs(value) >= one[0]), _SMALL[-1])
+        size, name = next((one for one in _SMALL if abs(value) >= 0.9995 * one[0]), _SMALL[-1])
         return f"{_three(value / size)} {name}" if value else "0 s"
     if unit in ("B/s", "FLOP/s"):
-        size, prefix = next((one for one in _LARGE if abs(value) >= one[0]), (1.0, ""))
+        size, prefix = next((one for one in _LARGE if abs(value) >= 0.9995 * one[0]), (1.0, ""))
         return f"{_three(value / size)} {prefix}{unit}"
     return f"{_three(value)} {unit}"
+
+
+def tick(value: float, unit: str) -> str:
+    """Write a round amount at an axis, without the zeros that say how exact it is."""
+    if value == 0:
+        return "0"
+    number, space, name = amount(value, unit).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{space}{name}"
 
 
 def _three(value: float) -> str:
