@@ -6,7 +6,7 @@ from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.measure.loader import THREAD_VARIABLES, Read
 
-# What is less than this slower than the fastest is as good: measurements repeat no better.
+# What is less than this slower than the fastest is as good.
 EQUALLY_FAST = 0.05
 # A training that takes so much of what the loader gives leaves room for a bad moment.
 _ROOM = 0.9
@@ -14,7 +14,7 @@ _STILL_GROWING = 0.25
 
 
 def best(reads: Sequence[Read], *, needed_samples_s: float | None = None) -> Decision[Read]:
-    """Choose the fastest, and of those that are as fast the one with the fewest processes and batches ahead.
+    """Choose the fastest; of those that are as fast, or within its noise, the one with the fewest processes.
 
     With ``needed_samples_s`` the fewest that feed so many samples a second are enough.
     """
@@ -32,7 +32,8 @@ def best(reads: Sequence[Read], *, needed_samples_s: float | None = None) -> Dec
             reason=f"{_rate(fastest)}, the most of all tried, and less than the "
             f"{needed_samples_s:,.0f} that are needed with a little room",
         )
-    equal = [one for one in reads if one.rate.median >= fastest.rate.median * (1 - EQUALLY_FAST)]
+    as_good = min(fastest.rate.low, fastest.rate.median * (1 - EQUALLY_FAST))
+    equal = [one for one in reads if one.rate.median >= as_good]
     chosen = min(equal, key=_cost)
     beside = [one for one in reads if one is not chosen]
     words = ", ".join(

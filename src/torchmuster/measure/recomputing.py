@@ -9,7 +9,7 @@ from torchmuster.measure.statistics import estimate
 from torchmuster.plan.job import Recompute
 from torchmuster.units import format_bytes
 
-# A step that is less than so much slower is as fast: nobody would notice, and noise is no less.
+# A step that is less than so much slower is as fast: nobody would notice.
 EQUALLY_FAST = 0.02
 # Less than this of the peak is not worth computing anything twice.
 _WORTH_IT = 0.1
@@ -91,9 +91,10 @@ def best(ways: Sequence[Way], *, limit_bytes: int | None) -> Decision[Way] | Non
 
 
 def fastest(ways: Sequence[Way]) -> Way:
-    """Return the fastest; of those that are as fast, the one that computes least again."""
-    quickest = min(one.usual_s for one in ways)
-    equal = [one for one in ways if one.usual_s <= quickest * (1 + EQUALLY_FAST)]
+    """Return the fastest; of those that are as fast, or within its noise, the one that computes least again."""
+    quickest = estimate(min(ways, key=lambda one: one.usual_s).step_s)
+    enough_s = max(quickest.high, quickest.median * (1 + EQUALLY_FAST))
+    equal = [one for one in ways if one.usual_s <= enough_s]
     return min(equal, key=lambda one: (one.blocks, one.usual_s))
 
 

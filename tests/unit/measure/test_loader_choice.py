@@ -1,5 +1,7 @@
 """Which way to read is best, and what is wrong with reading: by made-up measurements."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchmuster.finding import Status
@@ -75,11 +77,20 @@ def test_where_nothing_feeds_enough_the_fastest_is_taken_and_it_is_a_failure() -
 
 
 def test_fewer_batches_ahead_are_taken_where_more_give_nothing() -> None:
-    reads = [read(2, 100, prefetch=one) for one in (1, 2, 4)]
+    reads = [read(2, rate, prefetch=one) for one, rate in ((2, 100), (4, 103), (8, 101))]
     decided = loader_choice.best(reads)
-    assert decided.value.reading.prefetch == 1
-    reads[2] = read(2, 130, prefetch=4)
+    assert decided.value.reading.prefetch == 2
+    assert decided.reason.startswith(
+        "100 samples/s, as fast as any, with fewer batches in memory; "
+    )
+    reads[1] = read(2, 130, prefetch=4)
     assert loader_choice.best(reads).value.reading.prefetch == 4
+
+
+def test_what_is_within_the_noise_of_the_fastest_is_as_fast() -> None:
+    noisy = replace(read(4, 100), samples_s=(80, 85, 100, 105, 120, 130))
+    assert loader_choice.best([read(2, 90), noisy]).value.reading.workers == 2
+    assert loader_choice.best([read(2, 70), noisy]).value.reading.workers == 4
 
 
 def test_how_short_a_step_may_be_is_said() -> None:

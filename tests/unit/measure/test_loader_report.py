@@ -96,10 +96,10 @@ def test_with_an_accelerator_both_copies_are_told() -> None:
 
 
 def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
-    ahead = [read(4, 196, prefetch=one) for one in (1, 2, 4)]
+    ahead = [read(4, 196, prefetch=one) for one in (2, 4, 8)]
     told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader_choice.best(ahead)))
-    assert told.choices[-1].value == "1 batches ahead (data.prefetch: 1)"
-    assert [row[0] for row in told.tables[1].rows] == ["1", "2", "4"]
+    assert told.choices[-1].value == "2 batches ahead (data.prefetch: 2)"
+    assert [row[0] for row in told.tables[1].rows] == ["2", "4", "8"]
     # The same way to read is in both, and once in the record.
     labels = [one.labels for one in told.record.series if one.name == "rate"]
     assert {"workers": 4, "prefetch": 2} in labels

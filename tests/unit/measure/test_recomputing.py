@@ -72,6 +72,14 @@ def test_of_ways_that_are_as_fast_the_one_that_computes_least_again_is_taken() -
     assert decided.value.recompute == "none"
 
 
+def test_what_is_within_the_noise_of_the_fastest_is_as_fast() -> None:
+    noisy = Way(recompute="full", blocks=4, peak_bytes=90, step_s=(0.08, 0.09, 0.1, 0.11, 0.12))
+    plain = Way(recompute="none", blocks=0, peak_bytes=100, step_s=(0.115,) * 5)
+    decided = best([noisy, plain], limit_bytes=100)
+    assert decided is not None
+    assert decided.value is plain
+
+
 def test_where_nothing_stays_within_the_limit_nothing_is_chosen() -> None:
     assert best(KNEE, limit_bytes=300 * MiB) is None
 

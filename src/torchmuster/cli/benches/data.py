@@ -20,7 +20,7 @@ from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0
 _ROUNDS_QUICK, _WINDOW_QUICK_S = 2, 0.3
-_PREFETCH = (1, 2, 4, 8)
+_PREFETCH = (2, 4, 8)  # 2 is what a training has; less leaves nothing for a bad moment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
