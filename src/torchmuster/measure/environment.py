@@ -102,10 +102,10 @@ def _differences(a: Environment, b: Environment) -> Iterator[str]:
     for key, name in names.items():
         one, other = getattr(a, key), getattr(b, key)
         if one != other:
-            yield f"another {name}: {_words(key, one)} and {_words(key, other)}"
+            yield f"not the same {name}: {_words(key, one)} and {_words(key, other)}"
     one, other = _most_busy(a), _most_busy(b)
     if one is not None and other is not None and abs(one - other) >= _BUSY_CORES:
-        yield f"another load: {one:.1f} and {other:.1f} cores were busy with other things"
+        yield f"not the same load: {one:.1f} and {other:.1f} cores were busy with other things"
 
 
 def disturbance(environment: Environment) -> Finding | None:

@@ -195,9 +195,9 @@ def test_what_else_differs_comes_first(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert "warning  5.0 of 8 cores were busy with other things\n" in shown
     assert shown.splitlines()[1:4] == [
-        "  another torch: 2.13.0 and 2.12.0",
-        "  another load: 0.1 and 5.0 cores were busy with other things",
-        "  another sizes: [128] and [256]",
+        "  not the same torch: 2.13.0 and 2.12.0",
+        "  not the same load: 0.1 and 5.0 cores were busy with other things",
+        "  not the same sizes: [128] and [256]",
     ]
 
 

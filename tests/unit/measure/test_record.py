@@ -84,9 +84,9 @@ def test_this_machine_can_be_looked_at() -> None:
 def test_differences_are_named() -> None:
     other = replace(ENVIRONMENT, torch="2.12.1", devices=("A100", "A100"), memory_bytes=None)
     assert differences(ENVIRONMENT, other) == [
-        "another devices: none and A100, A100",
-        "another memory: 64.0 GiB and unknown",
-        "another torch: 2.13.0 and 2.12.1",
+        "not the same devices: none and A100, A100",
+        "not the same memory: 64.0 GiB and unknown",
+        "not the same torch: 2.13.0 and 2.12.1",
     ]
     assert differences(ENVIRONMENT, ENVIRONMENT) == []
 
@@ -94,7 +94,7 @@ def test_differences_are_named() -> None:
 def test_a_load_is_named_only_if_it_matters() -> None:
     assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=0.4)) == []
     assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0)) == [
-        "another load: 0.1 and 3.0 cores were busy with other things"
+        "not the same load: 0.1 and 3.0 cores were busy with other things"
     ]
 
 

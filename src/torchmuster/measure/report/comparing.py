@@ -21,6 +21,7 @@ from torchmuster.verify.report.terminal import columns
 _ORDER = ("worse", "better", "unknown", "within noise")
 _MOST_ROWS = 24
 _MOST_NAMED = 8
+_LONGEST_VALUES = 80
 _HEAD = ("what", "before", "after", "change", "interval", "")
 
 
@@ -72,7 +73,8 @@ def not_alike(compared: Compared) -> list[str]:
     one, other = before[0].settings, after[0].settings
     for key in dict.fromkeys((*one, *other)):
         if one.get(key) != other.get(key):
-            found.append(f"another {key}: {one.get(key)} and {other.get(key)}")
+            values = f": {one.get(key)} and {other.get(key)}"
+            found.append(f"not the same {key}{values if len(values) <= _LONGEST_VALUES else ''}")
     return found
 
 
