@@ -113,7 +113,7 @@ def measured(ranks: int, repeats: int) -> list[tuple[str, int, float, float]]:
         ]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         seen = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    ours: dict[str, list[float]] = {}
+    ours: dict[tuple[str, int], list[float]] = {}
     for number in range(repeats):
         answers = [
             msgspec.convert(one["ours"][number], collectives.RankTimes, strict=False)
@@ -121,13 +121,12 @@ def measured(ranks: int, repeats: int) -> list[tuple[str, int, float, float]]:
         ]
         for kind, by_size in collectives.together(answers).times.items():
             for size, samples in by_size.items():
-                ours.setdefault(f"{kind} {size}", []).extend(samples)
+                ours.setdefault((kind, size), []).extend(samples)
     rows = []
-    for name, samples in ours.items():
-        kind, size = name.split()
-        hand = statistics.median(one[name] for one in seen[0]["hand"])
-        product = bus_bytes_s(kind, int(size), statistics.median(samples), ranks)
-        rows.append((kind, int(size), product, bus(kind, int(size), hand, ranks)))
+    for (kind, size), taken in ours.items():
+        hand = statistics.median(one[f"{kind} {size}"] for one in seen[0]["hand"])
+        product = bus_bytes_s(kind, size, statistics.median(taken), ranks)
+        rows.append((kind, size, product, bus(kind, size, hand, ranks)))
     return rows
 
 

@@ -48,7 +48,7 @@ def interleaved_on_ranks(
 def _calls(turn: Callable[[], object], world: World, least_sample_s: float) -> int:
     for _ in range(_WARM_UP_CALLS):
         turn()
-    slowest_s = max(tell_all(_sample(turn, 1, world), world))
+    slowest_s: float = max(tell_all(_sample(turn, 1, world), world))
     return min(_MOST_CALLS, max(1, math.ceil(least_sample_s / max(slowest_s, 1e-9))))
 
 
