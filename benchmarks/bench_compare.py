@@ -79,14 +79,16 @@ def _things(rows: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def pair(folder: Path, *, slowed: bool, records: int, drawn: random.Random) -> Comparison:
+def pair(
+    folder: Path, *, slowed: bool, records: int, drawn: random.Random, under: Sequence[str]
+) -> Comparison:
     """Measure two sides in turns, each record in a process of its own; return what the comparison says."""
     for number in range(records):
         sides = ["a", "b"]
         drawn.shuffle(sides)
         for side in sides:
             path = folder / side / str(number) / record.FILE
-            words = [sys.executable, __file__, "--one", str(path)]
+            words = [*under, sys.executable, __file__, "--one", str(path)]
             if slowed and side == "b":
                 words.append("--slow")
             if not path.exists():
@@ -113,12 +115,12 @@ def alone(folder: Path) -> list[float]:
     return sorted(apart)
 
 
-def table(folder: Path, found: dict[str, Comparison], *, records: int, took_s: float) -> str:
+def table(folder: Path, found: dict[str, Comparison], *, records: int) -> str:
     """Return the document."""
     equal = [one for name, one in found.items() if name.startswith("equal")]
     slowed = [one for name, one in found.items() if name.startswith("slowed")]
     first = records_at(folder / next(iter(found)) / "a")[0]
-    return "\n".join([*_lines(first, equal, slowed, alone(folder), records, took_s), ""])
+    return "\n".join([*_lines(first, equal, slowed, alone(folder), records), ""])
 
 
 def _lines(
@@ -127,7 +129,6 @@ def _lines(
     slowed: Sequence[Comparison],
     apart: Sequence[float],
     records: int,
-    took_s: float,
 ) -> Iterator[str]:
     where = first.environment
     quiet = sum(said(one) == "nothing" for one in equal)
@@ -153,7 +154,7 @@ def _lines(
     seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
     yield (
         f"In the equal pairs a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
-        f"{seen[-1]:.1%} in the noisiest. The whole took {took_s / 60:.0f} minutes."
+        f"{seen[-1]:.1%} in the noisiest."
     )
     yield ""
     beyond = sum(one > FLOOR for one in apart)
@@ -177,6 +178,11 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=8)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--under",
+        default="",
+        help="what runs each measuring process: 'nice -n -20', 'taskset -c 1'",
+    )
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -189,13 +195,16 @@ def main() -> None:
     for name in names:
         slowed = name.startswith("slowed")
         found[name] = pair(
-            options.folder / name, slowed=slowed, records=options.records, drawn=drawn
+            options.folder / name,
+            slowed=slowed,
+            records=options.records,
+            drawn=drawn,
+            under=options.under.split(),
         )
         print(f"{name}: {said(found[name])} ({time.monotonic() - begun_s:.0f} s)", flush=True)
-    took_s = time.monotonic() - begun_s
     if options.out is None:
         return
-    document = table(options.folder, found, records=options.records, took_s=took_s)
+    document = table(options.folder, found, records=options.records)
     write_atomically(options.out, document)
     print(document)
 
