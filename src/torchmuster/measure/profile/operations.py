@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchmuster.measure.profile.shares import Shares
 from torchmuster.measure.profile.trace_kinds import Lane
-from torchmuster.measure.profile.trace_lanes import TraceLanes, working_threads
+from torchmuster.measure.profile.trace_lanes import TraceLanes
 
 _SHOWN = 12
 _FINENESS = 8  # places for each doubling
@@ -116,7 +116,7 @@ def _kernels(lanes: TraceLanes) -> Iterator[tuple[int, float]]:
 
 def _host_operations(lanes: TraceLanes) -> Iterator[tuple[int, float]]:
     """Give every operation on the threads that compute, with the time that none of those it called had."""
-    threads = working_threads(lanes)
+    threads = lanes.working_threads
     for step in lanes.steps:
         for thread, spans in step.operations.items():
             if thread not in threads:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from torchmuster.measure.profile.intervals import Intervals
 from torchmuster.measure.profile.recording_words import Step
 from torchmuster.measure.profile.trace_kinds import Lane
-from torchmuster.measure.profile.trace_lanes import TraceLanes, host_work
+from torchmuster.measure.profile.trace_lanes import TraceLanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def _on_host(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
     """Give the shares of a rank whose host computes, what decides first at the beginning."""
     for name, lane in (("save", Lane.SAVE), ("data", Lane.DATA), ("reads", Lane.READS)):
         yield name, lanes.lane(lane)
-    sending, work = lanes.lane(Lane.SENDING), host_work(lanes)
+    sending, work = lanes.lane(Lane.SENDING), lanes.host_work
     yield "exposed", lanes.lane(Lane.COMMUNICATION)
     yield "optimizer", lanes.lane(Lane.OPTIMIZER)
     yield "overlapped", work & sending
@@ -133,7 +133,7 @@ def of_passes(lanes: TraceLanes) -> tuple[float, float] | None:
     Without the time that was only waiting; None where the passes are not marked.
     """
     passes = (lanes.lane(Lane.FORWARD) | lanes.lane(Lane.BACKWARD)) & lanes.windows()
-    sending, work = lanes.lane(Lane.SENDING), host_work(lanes)
+    sending, work = lanes.lane(Lane.SENDING), lanes.host_work
     busy = passes - (sending - work) - lanes.lane(Lane.READS)
     if not busy.total:
         return None

@@ -85,11 +85,11 @@ class TraceFile:
             while not ended:
                 piece = self._read(source)
                 self._heard(raw.tell() / max(self.size_bytes, 1))
-                text, rest = (rest + piece, b"") if not piece else self._cut(rest + piece)
+                text, rest = (rest, b"") if not piece else self._cut(rest + piece)
                 closed = False
                 if text and holding in text:
                     events, left, closed = self._decoded(text)
-                    rest = left + b"," + rest if left else rest
+                    rest = left + rest
                     yield events
                     self.truncated = self.truncated or (not piece and not closed)
                 ended = closed or not piece
@@ -128,10 +128,10 @@ class TraceFile:
         looked_at = 2**16
         while True:
             begin = max(len(text) - looked_at, 0)
-            borders = [found.span() for found in _BORDER.finditer(text, begin)]
+            borders = [found.start() for found in _BORDER.finditer(text, begin)]
             if borders:
-                first, second = borders[-1]
-                return text[: first + 1], text[second - 1 :]
+                end = borders[-1] + 1
+                return text[:end], text[end:]
             if begin == 0:
                 if len(text) < _LONGEST_EVENT_BYTES:
                     return b"", text
@@ -141,6 +141,7 @@ class TraceFile:
 
     def _decoded(self, text: bytes) -> tuple[list[Event], bytes, bool]:
         """Return the events of a text, what of it belongs to the next one, and whether the array ends in it."""
+        text = text.lstrip(b", \t\r\n")  # what parts it from the event before
         try:
             return _EVENTS.decode(b"[" + text + b"]"), b"", False
         except msgspec.DecodeError:

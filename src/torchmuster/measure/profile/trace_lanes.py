@@ -4,6 +4,8 @@ Events come in no order of time. Those of the marked steps are kept as begins an
 they belong to; when more are held than ``most_held``, the last step is let go, and the report says so.
 """
 
+import functools
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -56,10 +58,19 @@ class Spans:
             yield begins[at], ends[at], names[at]
 
     def pairs(self, *, without: frozenset[int] = frozenset()) -> Iterator[tuple[float, float]]:
-        """Give begins and ends by their begin, without those of some names."""
+        """Give when any of them went on, by the begin, without those of some names."""
+        since, until = math.inf, -math.inf
         for begin, end, name in self.in_order():
-            if name not in without:
-                yield begin, end
+            if name in without:
+                continue
+            if begin <= until:  # most lie within the one before them
+                until = max(until, end)
+                continue
+            if since < until:
+                yield since, until
+            since, until = begin, end
+        if since < until:
+            yield since, until
 
 
 @dataclass
@@ -102,6 +113,34 @@ class TraceLanes:
     def windows(self) -> Intervals:
         """Return the steps that are held."""
         return Intervals.of([(step.begin, step.end) for step in self.steps])
+
+    @functools.cached_property
+    def working_threads(self) -> frozenset[Any]:
+        """The threads on which the training computes: the loop's own, and those of the backward pass."""
+        found = {self.main_thread}
+        backward = {
+            number
+            for number, name in enumerate(self.names)
+            if name.startswith("autograd::engine::evaluate_function")
+        }
+        for step in self.steps:
+            for thread, spans in step.operations.items():
+                if self.main_thread is None or not backward.isdisjoint(spans.names):
+                    found.add(thread)
+        return frozenset(found)
+
+    @functools.cached_property
+    def host_work(self) -> Intervals:
+        """When an operation ran on the host's threads that compute."""
+        sends = frozenset(number for number, name in enumerate(self.names) if not computes(name))
+        return Intervals.of(
+            *(
+                spans.pairs(without=sends)
+                for step in self.steps
+                for thread, spans in step.operations.items()
+                if thread in self.working_threads
+            )
+        )
 
 
 def read_lanes(
@@ -213,32 +252,3 @@ class _Filling:
         self._held -= sum(len(spans.begins) for spans in held)
         if step.number is not None:
             self._left_out.append(step.number)
-
-
-def working_threads(lanes: TraceLanes) -> set[Any]:
-    """Return the threads on which the training computes: the loop's own, and those of the backward pass."""
-    found = {lanes.main_thread}
-    backward = {
-        number
-        for number, name in enumerate(lanes.names)
-        if name.startswith("autograd::engine::evaluate_function")
-    }
-    for step in lanes.steps:
-        for thread, spans in step.operations.items():
-            if lanes.main_thread is None or not backward.isdisjoint(spans.names):
-                found.add(thread)
-    return found
-
-
-def host_work(lanes: TraceLanes) -> Intervals:
-    """Return when an operation ran on the host's threads that compute."""
-    threads = working_threads(lanes)
-    sends = frozenset(number for number, name in enumerate(lanes.names) if not computes(name))
-    return Intervals.of(
-        *(
-            spans.pairs(without=sends)
-            for step in lanes.steps
-            for thread, spans in step.operations.items()
-            if thread in threads
-        )
-    )

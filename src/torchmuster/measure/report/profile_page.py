@@ -28,11 +28,12 @@ _MOST_ROWS = 1000
 def page(analysis: Analysis, advice: Sequence[Advice], proof: Trial | None) -> str:
     """Return the page. Everything that came from the training is shown as text, never as markup."""
     told = [one.finding for one in advice] or [nothing_to_mend(analysis)]
-    verdict = (
-        f'<b class="warning">{len(advice)} to mend</b>'
-        if advice
-        else '<b class="ok">nothing to mend</b>'
-    )
+    known = sum(one.gain is not None for one in advice)
+    verdict = '<b class="ok">nothing to mend</b>'
+    if known:
+        verdict = f'<b class="warning">{known} to mend</b>'
+    elif advice:
+        verdict = f'<b class="note">{len(advice)} to try</b>'
     parts = [f"<h1>muster profile: {verdict}</h1>", f"<p>{escape(question(analysis))}</p>"]
     if proof is not None:
         parts.append(f"<p>{escape(proved(advice, proof))}</p>")
