@@ -1,12 +1,12 @@
 """Trains one model in every number type from the same weights with the same data, and times the steps in turns."""
 
+import contextlib
 import copy
 import gc
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,9 @@ _NUMBER_TYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": 
 def measure(request: PrecisionRequest, world: World) -> PrecisionAnswer:
     """Train in each precision, then time all of them in turns."""
     names, missing = _precisions(world.device)
+    samples = _samples(request)
     first = _built(request, "fp32", world)
-    batches = _batches(request, first)
+    batches = _batches(request, first, samples)
     reference = _reference(first, batches[0])
     del first
     ways = []
@@ -95,21 +96,30 @@ def _built(request: PrecisionRequest, name: str, world: World) -> Built:
     return build(request.work, one_rank, world)
 
 
-def _batches(request: PrecisionRequest, built: Built) -> list[Any]:
-    """Return the held ones and one for each step; a dataset that is too small comes again."""
-    count, size = request.steps + _HELD, request.micro_batch_size
-    torch.manual_seed(0)
+def _samples(request: PrecisionRequest) -> list[Any]:
+    """Return as many samples of the dataset as are needed, or all; none where rows of text are drawn."""
     if request.work.dataset is None:
-        return [built.batch() for _ in range(count)]  # rows of tokens that are drawn
-    samples = named.call(request.work.dataset, "data.dataset")
-    known = list(itertools.islice(samples, count * size))
-    if not known:
+        return []
+    torch.manual_seed(0)
+    with contextlib.chdir(request.work.folder):
+        dataset = named.call(request.work.dataset, "data.dataset")
+    found = list(itertools.islice(dataset, (request.steps + _HELD) * request.micro_batch_size))
+    if not found:
         raise Impossible(
             f"{request.work.dataset} (data.dataset) has no samples",
             why="there is nothing to train on",
             fix="return some from that function",
         )
-    endless = itertools.cycle(known)
+    return found
+
+
+def _batches(request: PrecisionRequest, built: Built, samples: Sequence[Any]) -> list[Any]:
+    """Return the held ones and one for each step; a dataset that is too small comes again."""
+    count, size = request.steps + _HELD, request.micro_batch_size
+    torch.manual_seed(0)
+    if not samples:
+        return [built.batch() for _ in range(count)]
+    endless = itertools.cycle(samples)
     return [default_collate([next(endless) for _ in range(size)]) for _ in range(count)]
 
 
@@ -146,7 +156,7 @@ def _outputs(built: Built, model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return seen[0].double().cpu()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _arithmetic(name: str) -> Iterator[None]:
     """Let accelerators' float32 products be TF32 or not; the weights' own types stay as they are."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
