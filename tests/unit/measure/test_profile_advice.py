@@ -52,6 +52,14 @@ def test_what_a_trial_did_not_confirm_is_not_advised() -> None:
     assert advise(of_facts(facts), tried) == ()
 
 
+def test_a_trial_whose_runs_disagree_confirms_nothing() -> None:
+    facts = ranks(HEALTHY, HEALTHY)
+    change = Change(kind="bf16")
+    noisy = Trial(change=change, before_s=(1.0, 1.6, 1.0), after_s=(0.7, 1.2, 0.7))
+    assert noisy.gain > 1.4
+    assert advise(of_facts(facts), (noisy,)) == ()
+
+
 def test_a_starved_loader() -> None:
     starved = {"data_s": 0.040}
     advice = first(ranks(starved, starved))

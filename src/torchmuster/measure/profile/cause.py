@@ -35,6 +35,11 @@ def tried(trials: Sequence[Trial], kind: Kind) -> Trial | None:
     return next((one for one in trials if one.change.kind == kind), None)
 
 
+def confirmed(trial: Trial, least: float = WORTH_FROM) -> bool:
+    """Tell whether a trial shows a gain: large enough, and no run with the change was slower than one without."""
+    return trial.gain >= least and trial.low > 1.0
+
+
 def share_s(analysis: Analysis, place: int, phase: str) -> float:
     """Return what a phase takes on one rank; on a device only what the device idles for it."""
     return analysis.ranks[place].shares.by_name()[phase]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torchmuster.measure.profile import gains
 from torchmuster.measure.profile.analysis import Analysis
-from torchmuster.measure.profile.cause import WORTH_FROM, Cause, tried
+from torchmuster.measure.profile.cause import Cause, confirmed, tried
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.trials_wanted import (
     BATCH_TIMES,
@@ -22,7 +22,7 @@ def too_many_threads(analysis: Analysis, trials: Sequence[Trial]) -> Cause | Non
     """Find ranks that have more threads than cores."""
     facts = analysis.facts[0]
     fitting, trial = fitting_threads(facts), tried(trials, "threads")
-    if fitting is None or (trial is not None and trial.gain < WORTH_FROM):
+    if fitting is None or (trial is not None and not confirmed(trial)):
         return None
     switches = sum(one.switches for step in analysis.steps for one in step.values())
     each = switches / (len(analysis.steps) * len(analysis.ranks))
@@ -46,7 +46,7 @@ def full_precision(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
         return None
     on_device = analysis.facts[0].device != "cpu"
     if (trial is None and not on_device) or (
-        trial is not None and trial.gain < _ANOTHER_PRECISION_FROM
+        trial is not None and not confirmed(trial, _ANOTHER_PRECISION_FROM)
     ):
         return None
     passes_s = mean_s(analysis.steps, "forward") + mean_s(analysis.steps, "backward")
@@ -69,7 +69,7 @@ def tiny_batch(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     """Find steps with too few samples to make up for what a step costs in any case."""
     trial = tried(trials, "batch")
     gain = gains.of_batch(analysis.steps, BATCH_TIMES) if trial is None else trial.gain
-    if gain < _ANOTHER_BATCH_FROM:
+    if gain < _ANOTHER_BATCH_FROM or (trial is not None and not confirmed(trial)):
         return None
     times = BATCH_TIMES if trial is None else trial.change.value
     loader = analysis.facts[0].loader

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torchmuster.measure.profile import gains
 from torchmuster.measure.profile.analysis import Analysis
-from torchmuster.measure.profile.cause import WORTH_FROM, Cause, tried
+from torchmuster.measure.profile.cause import WORTH_FROM, Cause, confirmed, tried
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.trials_wanted import overlap_wanted
 from torchmuster.measure.profile.usual_steps import mean_s, transfer_s
@@ -17,7 +17,7 @@ def no_overlap(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     facts = analysis.facts[0]
     wanted = overlap_wanted(analysis.facts, analysis.steps)
     trial = tried(trials, "buckets")
-    if wanted is None or (trial is not None and trial.gain < WORTH_FROM):
+    if wanted is None or (trial is not None and not confirmed(trial)):
         return None
     computed, hidden = gains.of_overlap(
         analysis.steps, gradient_bytes=facts.gradient_bytes, message_bytes=wanted * 2**20

@@ -9,6 +9,7 @@ from torchmuster.measure.profile.analysis import Analysis
 from torchmuster.measure.profile.cause import (
     WORTH_FROM,
     Cause,
+    confirmed,
     on_device_gain,
     phase_gain,
     share_s,
@@ -64,7 +65,7 @@ def starved_loader(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     )
     if trial is None:
         return cause
-    if trial.gain >= WORTH_FROM:
+    if confirmed(trial):
         return dataclasses.replace(cause, gain=trial.gain, known_by="trial", change=trial.change)
     return dataclasses.replace(  # more workers have no cores to run on
         cause,
