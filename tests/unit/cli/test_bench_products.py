@@ -89,6 +89,15 @@ def test_sizes_and_a_model_do_not_go_together(capsys: pytest.CaptureFixture[str]
     assert "asked for sizes and for the shapes of a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "²", "99999999"])
+def test_what_is_no_size_is_refused_with_an_example(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "matmul", f"--sizes={text}"])
+    assert f"{text!r} is not a size; write for example 1024" in capsys.readouterr().err
+
+
 def trainings() -> PrecisionAnswer:
     way = Way(
         precision="fp32",

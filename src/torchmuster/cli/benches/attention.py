@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
-from torchmuster.cli.job_flags import count
+from torchmuster.cli.benches.sizes import size
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench attention --heads 32 --head-size 128 --type bfloat16",
         ],
     )
-    parser.add_argument("--lengths", nargs="+", type=count, metavar="N", help="tokens (128 … 8192)")
-    parser.add_argument("--batch", type=count, metavar="N", help="sequences (1 on a CPU, else 4)")
-    parser.add_argument("--heads", type=count, metavar="N", help="heads (8 on a CPU, else 16)")
-    parser.add_argument("--head-size", type=count, metavar="N", help="of each head (64)")
+    parser.add_argument("--lengths", nargs="+", type=size, metavar="N", help="tokens (128 … 8192)")
+    parser.add_argument("--batch", type=size, metavar="N", help="sequences (1 on a CPU, else 4)")
+    parser.add_argument("--heads", type=size, metavar="N", help="heads (8 on a CPU, else 16)")
+    parser.add_argument("--head-size", type=size, metavar="N", help="of each head (64)")
     parser.add_argument(
         "--type",
         choices=("float32", "bfloat16", "float16"),

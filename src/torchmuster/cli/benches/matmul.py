@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.benches.sizes import size
 from torchmuster.cli.config import add_setting_flags, settings_from
-from torchmuster.cli.job_flags import count
 from torchmuster.config.layers import Flag
 from torchmuster.errors import ExitCode, Impossible
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=count, metavar="N", help="rows and columns (128 … 4096)"
+        "--sizes", nargs="+", type=size, metavar="N", help="rows and columns (128 … 4096)"
     )
     parser.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
     add_setting_flags(parser)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.benches.sizes import size
 from torchmuster.cli.config import add_setting_flags, settings_from
-from torchmuster.cli.job_flags import count
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench precision --config config.yaml    a training of yours",
         ],
     )
-    parser.add_argument("--steps", type=count, metavar="N", help=f"to train ({_STEPS})")
+    parser.add_argument("--steps", type=size, metavar="N", help=f"to train ({_STEPS})")
     add_setting_flags(parser)
     add_common_flags(parser)
 
@@ -70,16 +70,16 @@ def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "Pr
     from torchmuster.measure import precision
     from torchmuster.plan.asked import work_of
 
-    work, size = precision.SMALL_GPT, _MICRO_BATCH_SIZE
+    work, samples = precision.SMALL_GPT, _MICRO_BATCH_SIZE
     own = options.config is not None or bool(options.set)
     if own:
         resolved = settings_from(options)
         work = work_of(resolved, folder=str(Path.cwd()))
-        size = resolved.settings.train.micro_batch_size or 1
+        samples = resolved.settings.train.micro_batch_size or 1
     return precision.PrecisionRequest(
         device=device,
         work=work,
-        micro_batch_size=size,
+        micro_batch_size=samples,
         steps=options.steps or (_STEPS_QUICK if options.quick else _STEPS),
         rounds=_ROUNDS_QUICK if options.quick else _ROUNDS,
         study=not own,
