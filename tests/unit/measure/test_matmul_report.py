@@ -162,7 +162,8 @@ def test_the_accelerator_is_held_against_the_cpu_of_the_same_machine() -> None:
         product(1024, "float32", TERA, on_cpu=True),
     ]
     gains = speed_ups([rate_of(one, None) for one in products])
-    assert gains == {"float32": [(128.0, pytest.approx(0.5)), (1024.0, pytest.approx(40.0))]}
+    assert [size for size, _ in gains["float32"]] == [128, 1024]
+    assert [gain for _, gain in gains["float32"]] == pytest.approx([0.5, 40.0])
     found = reported(answer(products))
     assert "speed-up over the CPU" in [one.title for one in found.pictures]
     assert "float32 on CPU" in screen(found)
