@@ -8,7 +8,6 @@ import pytest
 
 from made_up_profiles import HEALTHY, rank, ranks, step
 from torchmuster.finding import Status
-from torchmuster.measure.profile import gains
 from torchmuster.measure.profile.advice import Advice, advise, nothing_to_mend
 from torchmuster.measure.profile.analysis import Analysis, TraceAnalysis, of_facts
 from torchmuster.measure.profile.changes import Change, Kind, Trial
@@ -244,7 +243,7 @@ def _traced(messages: float) -> TraceAnalysis:
         shares=Shares(compute_s=1.0),
         passes=None,
         messages=messages,
-        sending_s=0.1,
+        sent_s=(0.1,),
         operations=Operations(top=(), smallness=None),
         memory=(),
         picture=None,
@@ -266,9 +265,25 @@ def test_steps_with_the_profiler_do_not_count_where_there_are_others() -> None:
 
 
 def test_the_gain_of_one_rank_ends_where_another_is_the_slowest() -> None:
-    steps = of_facts(ranks({"forward_s": 0.06}, {"forward_s": 0.04})).steps
-    assert gains.of_rank(steps, 0) == pytest.approx(0.107 / 0.087)
-    assert gains.of_rank(steps, 1) == 1.0
+    slow = of_facts(ranks({"forward_s": 0.06}, {"forward_s": 0.04}, HEALTHY)).slow
+    assert slow is not None
+    assert slow.rank == 0
+    assert slow.gain == pytest.approx(0.107 / 0.087)
+
+
+def test_a_device_that_others_wait_for_has_the_shortest_collectives() -> None:
+    def traced(sent_s: float, compute_s: float) -> TraceAnalysis:
+        shares = Shares(compute_s=compute_s, exposed_s=sent_s)
+        one = _traced(messages=1.0)
+        return replace(one, on_device=True, sent_s=(sent_s, sent_s, sent_s), shares=shares)
+
+    facts = ranks(HEALTHY, HEALTHY, HEALTHY, device="cuda:0", autocast="bfloat16")
+    early, late = traced(0.030, 0.070), traced(0.002, 0.098)
+    found = of_facts(facts, {0: early, 1: early, 2: late})
+    advice = advise(found)[0]
+    assert advice.cause == "straggler-compute"
+    assert advice.finding.what.startswith("rank 2 holds the others up")
+    assert advice.gain == pytest.approx(0.1 / 0.072)
 
 
 def test_ranks_without_steps_are_analysed_to_nothing() -> None:

@@ -93,6 +93,17 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
     assert "rank 0: flops could not be counted" in text
 
 
+def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    profile(tmp_path)
+    (tmp_path / "rank-0.trace.json.gz").unlink()
+    (tmp_path / "rank-1.trace.json.gz").write_text("{}")
+    found = analyse(tmp_path)
+    text = screen(found, advise(found), None, tmp_path)
+    assert "rank 0: its trace could not be looked at: " in text
+    assert "rank-1.trace.json.gz is not a trace of PyTorch's profiler" in text.replace("\n", " ")
+    assert advise(found)[0].cause == "starved-loader"
+
+
 class _Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -2,19 +2,26 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmuster.errors import Impossible
 from torchmuster.measure.profile import operations, shares, slow_rank
 from torchmuster.measure.profile.changes import Change
+from torchmuster.measure.profile.intervals import Intervals
 from torchmuster.measure.profile.operations import Operations
 from torchmuster.measure.profile.recording_words import RankFacts, read_facts
 from torchmuster.measure.profile.shares import Shares
 from torchmuster.measure.profile.slow_rank import SlowRank
 from torchmuster.measure.profile.step_picture import Pictured, picture_of
 from torchmuster.measure.profile.trace_kinds import Lane
-from torchmuster.measure.profile.trace_lanes import MOST_HELD, TraceLanes, read_lanes
+from torchmuster.measure.profile.trace_lanes import (
+    MOST_HELD,
+    StepLanes,
+    TraceLanes,
+    read_lanes,
+)
 from torchmuster.measure.profile.trials_wanted import trials_wanted
 from torchmuster.measure.profile.usual_steps import RanksStep, step_s, usual_steps
 
@@ -36,7 +43,7 @@ class TraceAnalysis:
         tuple[float, float] | None
     )  # of forward and backward: beside communication, without an operation
     messages: float  # collectives a step
-    sending_s: float  # a step
+    sent_s: tuple[float, ...]  # in collectives, step by step
     operations: Operations
     memory: tuple[tuple[float, float], ...]  # seconds, bytes
     picture: Pictured | None
@@ -49,6 +56,7 @@ class RankAnalysis:
     facts: RankFacts
     trace: TraceAnalysis | None
     shares: Shares
+    no_trace: str = ""  # why a trace that was recorded could not be looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +100,44 @@ def analyse(
     """Read a profile's folder, one trace after the other."""
     begun = time.monotonic()
     facts = read_facts(folder)
-    traces: dict[int, TraceAnalysis] = {}
+    traces: dict[int, TraceAnalysis | str] = {}
     for one in facts:
-        if one.trace is not None and (path := folder / one.trace.file).exists():
+        if one.trace is not None:
             heard = _Heard(f"reading rank {one.rank}'s trace ({len(traces) + 1})", say)
-            traces[one.rank] = of_trace(read_lanes(path, most_held=most_held, heard=heard))
+            try:
+                lanes = read_lanes(folder / one.trace.file, most_held=most_held, heard=heard)
+                traces[one.rank] = of_trace(lanes)
+            except (OSError, Impossible) as error:  # the other ranks' are worth looking at
+                traces[one.rank] = str(error)
     return of_facts(facts, traces, took_s=time.monotonic() - begun)
 
 
 def of_facts(
     facts: Sequence[RankFacts],
-    traces: dict[int, TraceAnalysis] | None = None,
+    traces: Mapping[int, TraceAnalysis | str] | None = None,
     *,
     took_s: float = 0.0,
 ) -> Analysis:
-    """Return what facts and, where there are some, traces show."""
+    """Return what facts and, where there are some, traces show; a text says why one could not be read."""
     steps = tuple(usual_steps(facts))
-    traces = traces or {}
+    ranks = tuple(_rank(one, (traces or {}).get(one.rank), steps) for one in facts)
     return Analysis(
-        ranks=tuple(_rank(one, traces.get(one.rank), steps) for one in facts),
+        ranks=ranks,
         steps=steps,
         step_s=step_s(steps) if steps else 0.0,
-        slow=slow_rank.find(steps),
+        slow=_slow(ranks, steps),
         took_s=took_s,
+    )
+
+
+def _slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) -> SlowRank | None:
+    """Return the rank that others wait for, by its device's own time where there is one."""
+    traced = {one.facts.rank: one.trace for one in ranks if one.trace and one.trace.on_device}
+    if not traced:
+        return slow_rank.find(steps)
+    return slow_rank.on_devices(
+        {rank: trace.sent_s for rank, trace in traced.items()},
+        {rank: trace.shares for rank, trace in traced.items()},
     )
 
 
@@ -134,23 +157,32 @@ def of_trace(lanes: TraceLanes) -> TraceAnalysis:
         shares=mean,
         passes=None if lanes.on_device else shares.of_passes(lanes),
         messages=sum(len(spans.begins) for spans in sent) / count,
-        sending_s=lanes.lane(Lane.SENDING).total / 1e6 / count,
+        sent_s=tuple(_sent_s(step) for step in lanes.steps),
         operations=operations.of_trace(lanes, mean),
         memory=lanes.memory.points(),
         picture=picture_of(lanes, found),
     )
 
 
+def _sent_s(step: StepLanes) -> float:
+    spans = step.lanes.get(Lane.SENDING)
+    return Intervals.of(spans.pairs()).total / 1e6 if spans is not None else 0.0
+
+
 def _rank(
-    facts: RankFacts, trace: TraceAnalysis | None, steps: Sequence[RanksStep]
+    facts: RankFacts, found: TraceAnalysis | str | None, steps: Sequence[RanksStep]
 ) -> RankAnalysis:
     """Put together what a rank saw: a device's own timeline counts for more than what its host saw of it."""
+    trace, why = (None, found) if isinstance(found, str) else (found, "")
     if trace is not None and trace.on_device:
         return RankAnalysis(facts=facts, trace=trace, shares=trace.shares)
     beside, unused = (trace.passes if trace is not None else None) or (None, None)
     own = [step[facts.rank] for step in steps]
     return RankAnalysis(
-        facts=facts, trace=trace, shares=shares.of_facts(own, beside=beside, unused=unused)
+        facts=facts,
+        trace=trace,
+        shares=shares.of_facts(own, beside=beside, unused=unused),
+        no_trace=why,
     )
 
 

@@ -28,6 +28,8 @@ _PHASE_FIXES = {
     "workers, as many samples as the others?\nmuster bench data     on {host} and on another machine",
     "forward": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
     "muster doctor && muster bench matmul     on {host} and on another machine",
+    "compute": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
+    "muster doctor && muster bench matmul     on {host} and on another machine",
     "backward": "compare rank {rank}'s device and inputs with the others': hooks or work on this rank only, a hot or "
     "shared device?\nmuster doctor && muster bench matmul     on {host} and on another machine",
 }
@@ -132,21 +134,18 @@ def many_saves(analysis: Analysis, _: Sequence[Trial]) -> Cause | None:
 def straggler(analysis: Analysis, _: Sequence[Trial]) -> Cause | None:
     """Find a rank that all others wait for, and what it does longer than they."""
     slow = analysis.slow
-    if slow is None or not slow.matters or slow.phase not in _PHASE_FIXES:
-        return None
-    gain = gains.of_rank(analysis.steps, slow.rank)
-    if gain < WORTH_FROM:
+    if slow is None or not slow.matters or slow.phase not in _PHASE_FIXES or slow.gain < WORTH_FROM:
         return None
     facts = next(one for one in analysis.facts if one.rank == slow.rank)
     return Cause(
         name=f"straggler-{slow.phase}",
         what=f"rank {slow.rank} holds the others up, in its {slow.phase}",
         would="were it as fast as they are, that would give",
-        gain=gain,
+        gain=slow.gain,
         known_by="trace",
         why=f"it comes last to the gradients' exchange in {slow.last_in} of {slow.of_steps} steps, "
         f"{amount(slow.late_s, 's')} after the rank before it; its {slow.phase} takes {amount(slow.longer_s, 's')} longer "
-        "than the others'. The others wait for it in their backward, so that theirs looks as long",
+        "than the others'. The others wait for it where gradients are exchanged, so that their steps look as long",
         fix=_PHASE_FIXES[slow.phase].format(rank=slow.rank, host=facts.host),
         evidence=_by_rank(analysis, slow.phase),
     )
@@ -155,10 +154,13 @@ def straggler(analysis: Analysis, _: Sequence[Trial]) -> Cause | None:
 def _by_rank(analysis: Analysis, phase: str) -> str:
     """Return a phase's time on the ranks, without their waiting for each other."""
     lines = []
-    for one in analysis.facts[:_MOST_RANKS]:
-        rank = one.rank
-        mean = mean_s([{rank: step[rank]} for step in analysis.steps], phase)
+    for one in analysis.ranks[:_MOST_RANKS]:
+        rank = one.facts.rank
+        if one.trace is not None and one.trace.on_device:
+            mean = one.shares.by_name()[phase]
+        else:
+            mean = mean_s([{rank: step[rank]} for step in analysis.steps], phase)
         lines.append(f"rank {rank}: {phase} {amount(mean, 's')}")
-    if len(analysis.facts) > len(lines):
-        lines.append(f"and {len(analysis.facts) - len(lines)} more ranks")
+    if len(analysis.ranks) > len(lines):
+        lines.append(f"and {len(analysis.ranks) - len(lines)} more ranks")
     return "\n".join(lines)

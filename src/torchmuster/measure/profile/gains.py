@@ -45,16 +45,6 @@ def of_phase(steps: Sequence[RanksStep], phase: str, *, left: float = 0.0) -> fl
     return gain(steps, lambda _, one: own_s(one)[phase] * (1 - left))
 
 
-def of_rank(steps: Sequence[RanksStep], slow: int) -> float:
-    """Return the gain if a rank were as fast as the slowest of the others."""
-    before_s = sum(max(one.took_s for one in step.values()) for step in steps)
-    late_s = 0.0
-    for step in steps:
-        own = {rank: one.took_s - waited_s(one) for rank, one in step.items()}
-        late_s += max(own[slow] - max(own[rank] for rank in own if rank != slow), 0.0)
-    return before_s / max(before_s - late_s, 1e-9) if before_s else 1.0
-
-
 def workers_needed(steps: Sequence[RanksStep], workers: int) -> int:
     """Return how many loader workers keep up with the rest of the step."""
     whole_s, data_s = step_s(steps), mean_s(steps, "data")

@@ -7,9 +7,10 @@ needs no clock that machines would have to share.
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchmuster.measure.profile.shares import Shares
 from torchmuster.measure.profile.usual_steps import PHASES, RanksStep, own_s, step_s, waited_s
 
 _SAME_RANK_FROM = 0.75
@@ -29,6 +30,11 @@ class SlowRank:
     step_s: float
 
     @property
+    def gain(self) -> float:
+        """How many times as many steps there would be if it were as fast as the rank before it."""
+        return self.step_s / max(self.step_s - self.late_s, 1e-9)
+
+    @property
     def matters(self) -> bool:
         """Whether it is always the same rank, and by enough to be worth mending."""
         steady = self.last_in >= _SAME_RANK_FROM * self.of_steps
@@ -37,25 +43,62 @@ class SlowRank:
 
 def find(steps: Sequence[RanksStep]) -> SlowRank | None:
     """Return the rank that came last most often; None with one rank, or where nothing was waited for."""
-    if not steps or len(steps[0]) < 2:
+    waited = [{rank: waited_s(one) for rank, one in step.items()} for step in steps]
+    last = _last(waited)
+    if last is None:
         return None
-    if not any(waited_s(one) for step in steps for one in step.values()):
+    phase, longer_s = _phase(last[0], steps)
+    return _slow(waited, last, phase=phase, longer_s=longer_s, step_s=step_s(steps))
+
+
+def on_devices(
+    sent_s: Mapping[int, Sequence[float]], shares: Mapping[int, Shares]
+) -> SlowRank | None:
+    """Return the same for devices, by how long each one's collectives took, step by step.
+
+    A device waits inside of a collective for the others, and its host goes on meanwhile.
+    """
+    waited = [dict(zip(sent_s, step, strict=True)) for step in zip(*sent_s.values(), strict=False)]
+    last = _last(waited)
+    if last is None:
         return None
-    last = Counter(min(step, key=lambda rank: waited_s(step[rank])) for step in steps)
-    rank, times = last.most_common(1)[0]
-    late = []
-    for step in steps:
-        before = min(waited_s(one) for other, one in step.items() if other != rank)
-        late.append(before - waited_s(step[rank]))
-    phase, longer_s = _phase(rank, steps)
+    others = [one for rank, one in shares.items() if rank != last[0]]
+    behind = {
+        name: shares[last[0]].by_name()[name]
+        - statistics.median(one.by_name()[name] for one in others)
+        for name in ("data", "compute")
+    }
+    phase = max(behind, key=lambda name: behind[name])
+    whole_s = max(one.total_s for one in shares.values())
+    return _slow(waited, last, phase=phase, longer_s=behind[phase], step_s=whole_s)
+
+
+def _last(waited: Sequence[Mapping[int, float]]) -> tuple[int, int] | None:
+    """Return the rank that waited least in most steps, and in how many."""
+    if not waited or len(waited[0]) < 2 or not any(any(step.values()) for step in waited):
+        return None
+    found = Counter(min(step, key=lambda rank: step[rank]) for step in waited)
+    return found.most_common(1)[0]
+
+
+def _slow(
+    waited: Sequence[Mapping[int, float]],
+    last: tuple[int, int],
+    *,
+    phase: str,
+    longer_s: float,
+    step_s: float,
+) -> SlowRank:
+    rank, times = last
+    late = [min(step[one] for one in step if one != rank) - step[rank] for step in waited]
     return SlowRank(
         rank=rank,
         phase=phase,
         longer_s=longer_s,
         late_s=max(statistics.fmean(late), 0.0),
         last_in=times,
-        of_steps=len(steps),
-        step_s=step_s(steps),
+        of_steps=len(waited),
+        step_s=step_s,
     )
 
 

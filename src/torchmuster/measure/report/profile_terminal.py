@@ -93,6 +93,8 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
     rank, trace, kept = one.facts.rank, one.trace, one.facts.trace
     if kept is not None and kept.why_cut:
         yield f"rank {rank}: its trace was cut: {kept.why_cut}"
+    if one.no_trace:
+        yield f"rank {rank}: its trace could not be looked at: {one.no_trace.splitlines()[0]}"
     if trace is None:
         return
     if trace.left_out:
