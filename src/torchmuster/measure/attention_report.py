@@ -13,7 +13,7 @@ from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.measure.statistics import estimate
 from torchmuster.units import format_bytes
 
-# Of kinds that are nearly as fast the one that needs nothing set is taken.
+# Of kinds that are nearly as fast, or may be, the one that needs nothing set is taken.
 _EQUAL = 1.05
 _NEEDS_NOTHING = "sdpa"
 _NOISY = 0.1
@@ -21,14 +21,19 @@ _NOISY = 0.1
 
 def best_at(measured: Sequence[Measured], length: int) -> Measured | None:
     """Return what is fastest in training at a length; None if nothing was measured there."""
-    there = [one for one in measured if one.length == length and one.training_s and one.right]
+    there = [
+        (estimate(one.training_s), one)
+        for one in measured
+        if one.length == length and one.training_s and one.right
+    ]
     if not there:
         return None
-    medians = {one.kind: estimate(one.training_s).median for one in there}
-    least = min(medians.values())
-    near = [one for one in there if medians[one.kind] <= _EQUAL * least]
-    simple = [one for one in near if one.kind == _NEEDS_NOTHING]
-    return (simple or sorted(near, key=lambda one: medians[one.kind]))[0]
+    fastest, best = min(there, key=lambda one: one[0].median)
+    for found, one in there:
+        near = found.median <= _EQUAL * fastest.median or found.low <= fastest.high
+        if one.kind == _NEEDS_NOTHING and near:
+            return one
+    return best
 
 
 def choose(answer: AttentionAnswer) -> Decision[str]:
@@ -178,7 +183,9 @@ def _findings(answer: AttentionAnswer) -> Iterator[Finding]:
             name="attention-missing",
             status=Status.NOTE,
             what=f"not here: {', '.join(answer.missing)}",
-            why="\n".join(f"{kind}: {reason}" for kind, reason in answer.missing.items()),
+            why="\n".join(
+                f"{', '.join(kinds)}: {why}" for why, kinds in _by_value(answer.missing).items()
+            ),
         )
     only = {one.kind: one.forward_only for one in answer.measured if one.forward_only}
     for kind, reason in only.items():
@@ -194,10 +201,27 @@ def _findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-left-out",
             status=Status.NOTE,
-            what="left out: " + ", ".join(f"{one.kind} at {one.length}" for one in left_out),
+            what=f"left out: {_left_out(left_out)}",
             why=left_out[0].left_out,
             fix=f"muster bench attention --lengths {' '.join(map(str, lengths))}",
         )
+
+
+def _by_value(mapping: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return which keys have the same value."""
+    found: dict[str, list[str]] = {}
+    for key, value in mapping.items():
+        found.setdefault(value, []).append(key)
+    return found
+
+
+def _left_out(left_out: Sequence[Measured]) -> str:
+    """Say which kinds were left out at which lengths."""
+    lengths: dict[str, list[str]] = {}
+    for one in left_out:
+        lengths.setdefault(one.kind, []).append(str(one.length))
+    words = {kind: ", ".join(some) for kind, some in lengths.items()}
+    return "; ".join(f"{', '.join(kinds)} at {some}" for some, kinds in _by_value(words).items())
 
 
 def _training_cell(one: Measured) -> str:
@@ -226,8 +250,10 @@ def _table(answer: AttentionAnswer, title: str, cell: Callable[[Measured], str])
     kinds = _kinds(answer)
     rows = []
     for length in sorted({one.length for one in answer.measured}):
-        cells = [by_key.get((length, kind)) for kind in kinds]
-        rows.append((str(length), *("-" if one is None else cell(one) for one in cells)))
+        found = [by_key.get((length, kind)) for kind in kinds]
+        cells = ["-" if one is None else cell(one) for one in found]
+        if set(cells) != {"-"}:
+            rows.append((str(length), *cells))
     return Table(title=title, head=("length", *kinds), rows=tuple(rows))
 
 

@@ -88,6 +88,14 @@ def test_a_backend_that_is_clearly_faster_is_taken_by_name() -> None:
     assert best.kind == "flash"
 
 
+def test_a_backend_that_only_noise_makes_faster_is_not() -> None:
+    noisy = tuple(0.01 * factor for factor in (0.6, 0.8, 1.0, 1.0, 1.4, 1.8))
+    found = [replace(one("flash", 512, 8.0), training_s=noisy), one("sdpa", 512, 12.0)]
+    best = best_at(found, 512)
+    assert best is not None
+    assert best.kind == "sdpa"
+
+
 def test_wrong_outputs_are_a_failure_and_never_the_best() -> None:
     wrong = replace(one("flash", 1024, 1.0), error=0.4, right=False)
     found = reported(answer(one("sdpa", 1024, 30.0), wrong))
@@ -100,13 +108,21 @@ def test_wrong_outputs_are_a_failure_and_never_the_best() -> None:
 
 
 def test_what_is_missing_or_left_out_is_said_with_its_reason() -> None:
-    out = Measured(kind="plain", length=4096, left_out="memory ran out")
+    out = [
+        Measured(kind=kind, length=length, left_out="memory ran out")
+        for length in (4096, 8192)
+        for kind in ("plain", "math")
+    ]
     only = replace(one("flex", 128, 1.0), training_s=(), forward_only="torch has no backward of it")
-    found = reported(answer(one("sdpa", 128, 1.0), out, only))
+    found = reported(answer(one("sdpa", 128, 1.0), *out, only))
     assert "No viable backend" in finding(found, "attention-missing").why
     left_out = finding(found, "attention-left-out")
-    assert (left_out.what, left_out.why) == ("left out: plain at 4096", "memory ran out")
-    assert left_out.fix == "muster bench attention --lengths 4096"
+    assert (left_out.what, left_out.why) == (
+        "left out: plain, math at 4096, 8192",
+        "memory ran out",
+    )
+    assert left_out.fix == "muster bench attention --lengths 4096 8192"
+    assert [row[0] for row in found.tables[0].rows] == ["128"]
     assert finding(found, "attention-forward-only").why == "torch has no backward of it"
 
 
