@@ -5,7 +5,8 @@
 Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as it is: the first advice must be the reason, with
 the gain that is expected. Then the script as it is and the script without the reason (``--mended``) run in turns, by themselves,
 and their own clocks say what mending has really given. Of trainings that are healthy nothing may be said.
-Takes about ten minutes, on two ranks of the processor; the machine should have nothing else to do.
+Takes some twenty minutes, on two ranks of the processor; the machine should have nothing else to do. What is done is kept in
+``--kept``, and a second call goes on with the rest.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +143,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("profile-causes.md"))
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--kept", type=Path, default=Path("profile-causes.json"))
     parser.add_argument("--only", nargs="*", choices=[*CAUSES, *HEALTHY])
     options = parser.parse_args()
     wanted = options.only or [*CAUSES, *HEALTHY]
-    rows, healthy = [], {}
+    kept: dict[str, Any] = json.loads(options.kept.read_text()) if options.kept.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         for script in wanted:
+            if script in kept:
+                continue
             if script in CAUSES:
-                rows.append(_row(script, options.turns, folder))
-                print(rows[-1], flush=True)
+                kept[script] = asdict(_row(script, options.turns, folder))
             else:
-                healthy[script] = [one["cause"] for one in _profile(script, folder)["advice"]]
-                print(script, healthy[script], flush=True)
+                kept[script] = [one["cause"] for one in _profile(script, folder)["advice"]]
+            print(script, kept[script], flush=True)
+            options.kept.write_text(json.dumps(kept, indent=2))
+    rows = [Row(**kept[script]) for script in CAUSES if script in kept]
+    healthy = {script: kept[script] for script in HEALTHY if script in kept}
     options.out.write_text(_table(rows, healthy), encoding="utf-8")
 
 
