@@ -80,3 +80,32 @@ def test_the_first_tensor_of_a_batch_is_found_in_whatever_it_is_made_of() -> Non
     tensor = torch.zeros(3, 2)
     assert first_tensor({"names": ["a"], "inputs": (tensor, 1)}) is tensor
     assert first_tensor(["a", 1]) is None
+
+
+def test_what_a_loop_waits_for_data_counts_once() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+    phases.begin_wait()
+    clock.now_s += 5.0  # an update, after which the loop waits anew
+    phases.begin_wait()
+    clock.now_s += 1.0
+    phases.enter("data")
+    clock.now_s += 2.0
+    phases.leave()
+    clock.now_s += 4.0
+    phases.end_wait()
+    clock.now_s += 8.0
+    step = phases.end(1, profiled=False, memory_bytes=None)
+    assert (step.data_s, step.other_s) == (7.0, 13.0)
+
+
+def test_what_was_waited_before_the_step_is_not_the_steps() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+    phases.begin_wait()
+    clock.now_s += 5.0
+    phases.begin()
+    clock.now_s += 2.0
+    phases.end_wait()
+    step = phases.end(1, profiled=False, memory_bytes=None)
+    assert (step.data_s, step.other_s) == (2.0, 0.0)

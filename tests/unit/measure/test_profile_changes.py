@@ -1,5 +1,6 @@
 """Changes that can be tried, what a trial shows, and what a profile's folder says when it is not one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.measure.profile import kept
 from torchmuster.measure.profile.capture import new_folder
 from torchmuster.measure.profile.changes import Change, Trial, parse
-from torchmuster.measure.profile.recording_words import read_facts
+from torchmuster.measure.profile.recording_words import Asked, read_facts
+from torchmuster.measure.profile.settings_changes import with_change
 
 
 def test_a_change_is_written_as_it_is_read() -> None:
@@ -56,3 +58,36 @@ def test_a_folder_that_is_no_profile_is_said_to_be_none(tmp_path: Path) -> None:
 def test_two_profiles_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
     folders = {new_folder(tmp_path / "profile") for _ in range(5)}
     assert len(folders) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "told"),
+    [
+        ((), Change(kind="workers", value=4), ("data.workers=4",)),
+        ((), Change(kind="bf16"), ("train.precision=bf16",)),
+        ((), Change(kind="batch", value=2), ("train.micro_batch_size=16",)),
+        (
+            ("--set", "train.global_batch_size=64"),
+            Change(kind="batch", value=2),
+            ("train.global_batch_size=128", "train.micro_batch_size=16"),
+        ),
+        (
+            ("--set", "train.global_batch_size=8", "--set", "train.micro_batch_size=16"),
+            Change(kind="batch", value=4),
+            ("train.global_batch_size=32", "train.micro_batch_size=16"),
+        ),
+    ],
+)
+def test_a_training_from_settings_is_changed_by_settings(
+    given: tuple[str, ...], change: Change, told: tuple[str, ...]
+) -> None:
+    asked = Asked(
+        command=("torchmuster.worker", *given), module=True, with_run_folder=True, folder=".",
+        ranks=2, device="cpu", first_step=9, last_step=10,
+    )  # fmt: skip
+    changed = with_change(asked, change)
+    words = [word for one in told for word in ("--set", one)]
+    assert changed.command == (*asked.command, *words)
+    assert changed.changes == ()
+    script = replace(asked, with_run_folder=False)
+    assert with_change(script, change) == replace(script, changes=(change,))

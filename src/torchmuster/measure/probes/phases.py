@@ -26,6 +26,7 @@ class Phases:
         self._clock = clock
         self.marks = False  # whether phases are marked in the profiler's trace as well
         self._open: list[tuple[str, record_function | None]] = []
+        self._waits: tuple[float, float] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -94,6 +95,22 @@ class Phases:
         self._since_s = at_s
         self.seconds["reads"] += seconds
         self.times["reads"] += 1
+
+    def begin_wait(self) -> None:
+        """Note that from now on the loop may be waiting for data; another call begins anew."""
+        self._waits = (self._clock(), self.seconds["data"])
+
+    def end_wait(self) -> None:
+        """Count what was waited since :meth:`begin_wait` as data, but for what is counted already."""
+        if self._waits is None:
+            return
+        at_s, (since_s, counted_s) = self._clock(), self._waits
+        self._waits = None
+        begun_s = max(since_s, self.begun_at_s)  # a step may have ended in between
+        waited_s = at_s - begun_s - max(0.0, self.seconds["data"] - counted_s)
+        self.seconds[self.now] += at_s - self._since_s - waited_s
+        self._since_s = self.last_end_at_s["data"] = at_s
+        self.seconds["data"] += waited_s
 
     def gradient_ready(self) -> None:
         """Note that another parameter has its gradient; the last one of a backward counts."""

@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.measure.probes.forward_phases import ForwardPhases
+from torchmuster.measure.probes.own_trainer import OwnTrainer
 from torchmuster.measure.probes.phases import Phases, first_tensor
 from torchmuster.measure.probes.trace_file import TraceFile
 from torchmuster.measure.probes.tried_changes import TriedChanges
@@ -72,6 +73,7 @@ class StepRecorder:
         self._trace = TraceFile(asked, self.rank)
         self._changes = TriedChanges(asked.changes)
         self._forward = ForwardPhases(self._phases)
+        self._own_trainer = OwnTrainer(self._phases)
         self._flops = CountedFlops()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._steps: list[Step] = []
@@ -90,6 +92,7 @@ class StepRecorder:
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         self._forward.find()
+        self._own_trainer.watch()
         self._watch_loaders()
         self._watch_backward()
         self._watch_saves()
@@ -329,7 +332,7 @@ class StepRecorder:
     def _loader_facts(self) -> Loader | None:
         loader = self._loader
         if loader is None:
-            return None
+            return self._own_trainer.loader()
         return Loader(
             workers=loader.num_workers,
             batch_size=loader.batch_size,

@@ -9,6 +9,7 @@ from torchmuster.errors import MusterError
 from torchmuster.measure.profile import capture
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.recording_words import Asked, RankFacts
+from torchmuster.measure.profile.settings_changes import with_change
 
 _STEPS = 15  # of one run; the first ones warm up
 
@@ -35,11 +36,11 @@ def tried(
     after: dict[Change, list[float]] = {change: [] for change in changes}
     for number in range(rounds):
         say(f"the training as it is, {number + 1} of {rounds}")
-        before.append(step_s(_run(asked, (), say)))
+        before.append(step_s(_run(asked, say)))
         for change in list(after):
             say(f"the training with {change}, {number + 1} of {rounds}")
             try:
-                facts = _run(asked, (change,), say)
+                facts = _run(with_change(asked, change), say)
             except MusterError as error:
                 say(f"{change} could not be tried: {error.why or error.what}")
                 del after[change]
@@ -61,13 +62,12 @@ def tried(
     )
 
 
-def _run(asked: Asked, changes: tuple[Change, ...], say: Callable[[str], None]) -> list[RankFacts]:
+def _run(asked: Asked, say: Callable[[str], None]) -> list[RankFacts]:
     with tempfile.TemporaryDirectory(prefix="muster-trial-") as place:
         steps = min(_STEPS, asked.last_step)
         question = capture.again(
             asked,
             Path(place),
-            changes=changes,
             traces=False,
             first_step=steps,
             last_step=steps,
