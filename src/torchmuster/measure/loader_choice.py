@@ -11,6 +11,7 @@ EQUALLY_FAST = 0.05
 # A training that takes so much of what the loader gives leaves room for a bad moment.
 _ROOM = 0.9
 _STILL_GROWING = 0.25
+_WAITING = 0.5  # of its time a worker that waits keeps a core busy for less
 
 
 def best(reads: Sequence[Read], *, needed_samples_s: float | None = None) -> Decision[Read]:
@@ -105,7 +106,9 @@ def more_might_help(reads: Sequence[Read], chosen: Read) -> Finding | None:
         status=Status.NOTE,
         what=f"more workers might read still more: {chosen.reading.name} gave {gained * 100:.0f} % more "
         f"than {by_workers[-2].reading.name}",
-        why="reading is mostly waiting here (a disk, a network), so it needs no cores of its own",
+        why="reading is mostly waiting here (a disk, a network), so it needs no cores of its own"
+        if chosen.busy_cores is not None and chosen.busy_cores < _WAITING * chosen.reading.workers
+        else "the most that was tried was not the most that helps",
         fix=f"muster bench data --workers {chosen.reading.workers} {more} {2 * more}  # with the same data",
     )
 

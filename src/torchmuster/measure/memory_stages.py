@@ -64,7 +64,7 @@ class MemoryAnswer:
     rank: int
     device: str
     limit_bytes: int | None  # what the device has, or this process may take
-    precision: str  # that the ways were tried in
+    precision: Literal["fp32", "bf16", "fp16"]  # that the ways were tried in
     precision_reason: str
     parameter_count: int
     blocks: int  # repeated layers of the model

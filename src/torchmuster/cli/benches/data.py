@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.measure import environment, loader_choice, loader_report
-from torchmuster.measure.loader import LoaderRequest, Read, Reading, measure, readings_for, together
+from torchmuster.measure.loader import (
+    LoaderAnswer,
+    LoaderRequest,
+    Reading,
+    measure,
+    readings_for,
+    together,
+)
 from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0
@@ -134,12 +142,14 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 
 def _further_ahead(
-    measured: loader_report.Measured, request: LoaderRequest, ask: "partial[list[object]]"
+    measured: loader_report.Measured,
+    request: LoaderRequest,
+    ask: Callable[[LoaderRequest], Sequence[LoaderAnswer]],
 ) -> loader_report.Measured:
     """Try other numbers of batches ahead with the workers that were chosen."""
     workers = measured.chosen.value.reading.workers
     readings = tuple(Reading(workers=workers, prefetch=one) for one in _PREFETCH)
-    found: list[Read] = together(ask(dataclasses.replace(request, readings=readings)))  # type: ignore[arg-type]
+    found = together(ask(dataclasses.replace(request, readings=readings)))
     return dataclasses.replace(measured, by_prefetch=found, prefetch=loader_choice.best(found))
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import time
 from pathlib import Path
 
@@ -130,14 +129,14 @@ def _resolved(options: argparse.Namespace) -> Resolved:
 def _candidate(resolved: Resolved) -> Candidate:
     """Return a training in one process; of several micro-batches in a step two show all there is to see."""
     train = resolved.settings.train
-    size = train.micro_batch_size or max(train.micro_batch_sizes or (0,))
-    size = size or min(train.global_batch_size or math.inf, _USUAL_MICRO_BATCH_SIZE)
+    usual = min(train.global_batch_size or _USUAL_MICRO_BATCH_SIZE, _USUAL_MICRO_BATCH_SIZE)
+    size = train.micro_batch_size or max(train.micro_batch_sizes or (usual,))
     several = train.global_batch_size is not None and train.global_batch_size > size
     return Candidate(
         strategy="single",
         layout=Layout(copies=1, shards=1),
         recompute=train.activation_checkpointing,
-        micro_batch_size=int(size),
+        micro_batch_size=size,
         accumulation=2 if several else 1,
     )
 
@@ -147,7 +146,7 @@ def _forecast(request: MemoryRequest, answer: MemoryAnswer) -> Forecast:
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
         return forecast(
             request.work,
-            dataclasses.replace(request.candidate, precision=answer.precision),  # type: ignore[arg-type]
+            dataclasses.replace(request.candidate, precision=answer.precision),
             [one.recompute for one in answer.ways],
             blocks=answer.blocks,
             kernels="cpu" if answer.device == "cpu" else "cuda",

@@ -5,7 +5,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def _turn(batches: Iterator[MicroBatch], count: int, device: torch.device) -> tu
     return max(samples, 1), time.perf_counter() - begun_s
 
 
-def _endless(loader: Loader, epoch: int, *, begin: int = 0) -> Iterator[MicroBatch]:
+def _endless(loader: Loader, epoch: int, *, begin: int = 0) -> Generator[MicroBatch, None, None]:
     """Yield the micro-batches of one epoch after the other."""
     while True:
         empty = True

@@ -25,10 +25,11 @@ class Block(nn.Module):
     def forward(self, places: torch.Tensor) -> torch.Tensor:
         """Return what each place has become."""
         parts = self.queries_keys_values(self.before_attention(places)).chunk(3, dim=-1)
-        by_head = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
-        seen = scaled_dot_product_attention(*by_head, is_causal=True)
+        query, key, value = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         places = places + self.attended(seen.transpose(1, 2).flatten(2))
-        return places + self.feed_forward(places)
+        result: torch.Tensor = places + self.feed_forward(places)
+        return result
 
 
 class SmallGpt(nn.Module):
