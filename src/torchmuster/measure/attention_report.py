@@ -267,7 +267,7 @@ def _pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
             Axis(title="time", unit="s", log=True),
             [one for one in times if one.points],
         ),
-        caption="All of them are the square of the length in the end; how early, and from how low, is the difference.",
+        caption="In the end every kind grows with the square of the length; they differ in how late, and from how low.",
     )
     memory = [
         Curve(
