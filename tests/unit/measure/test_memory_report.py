@@ -7,8 +7,9 @@ import pytest
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.measure.environment import Environment
+from torchmuster.measure.memory_figures import Measured
 from torchmuster.measure.memory_forecast import forecast
-from torchmuster.measure.memory_report import Measured, report
+from torchmuster.measure.memory_report import report
 from torchmuster.measure.memory_stages import PARTS, MemoryAnswer, OfPrecision, StageTaken
 from torchmuster.measure.recomputing import Way
 from torchmuster.measure.report.report import Report

@@ -13,6 +13,7 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode
 from torchmuster.measure import environment, memory_report, memory_stages
+from torchmuster.measure.memory_figures import Measured
 from torchmuster.measure.memory_forecast import Forecast, forecast
 from torchmuster.measure.memory_stages import MemoryAnswer, MemoryRequest
 from torchmuster.plan.asked import work_of
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     if not options.quick:
         planned = _forecast(request, answer)
     report = memory_report.report(
-        memory_report.Measured(
+        Measured(
             answer=answer,
             model=name,
             micro_batch_size=request.candidate.micro_batch_size,
