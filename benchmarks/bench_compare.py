@@ -1,6 +1,6 @@
 r"""Whether ``muster bench compare`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
 
-    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 8 --folder /tmp/pairs \
+    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 12 --folder /tmp/pairs \
         --out docs/measured/bench-compare.md
 
 Each pair is two sides of so many records; each record is a fresh process that times four things in turns. Sides take turns,
@@ -25,7 +25,7 @@ from torchmuster.runfolder import write_atomically
 
 ROWS, SLOWED_ROWS = 1000, 1030
 SLOWED = "linear layers"
-ROUNDS, SAMPLE_S = 15, 0.02
+ROUNDS, SAMPLE_S, WARM_UP_S = 11, 0.01, 0.1
 
 
 def measure(path: Path, *, slowed: bool) -> None:
@@ -41,7 +41,11 @@ def measure(path: Path, *, slowed: bool) -> None:
     before = environment.here("cpu")
     rows = SLOWED_ROWS if slowed else ROWS
     samples = interleaved(
-        _things(rows), device=torch.device("cpu"), rounds=ROUNDS, least_sample_s=SAMPLE_S
+        _things(rows),
+        device=torch.device("cpu"),
+        rounds=ROUNDS,
+        least_sample_s=SAMPLE_S,
+        warm_up_s=WARM_UP_S,
     )
     series = tuple(
         record.Series(name=name, unit="s", better="lower", samples=some)
@@ -175,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--equal", type=int, default=20)
     parser.add_argument("--slowed", type=int, default=5)
-    parser.add_argument("--records", type=int, default=8)
+    parser.add_argument("--records", type=int, default=12)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument(

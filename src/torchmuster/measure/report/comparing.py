@@ -22,6 +22,7 @@ _ORDER = ("worse", "better", "unknown", "within noise")
 _MOST_ROWS = 24
 _MOST_NAMED = 8
 _LONGEST_VALUES = 80
+_ADVISED = 12  # records on each side: with so many, one that was disturbed hides no change
 _HEAD = ("what", "before", "after", "change", "interval", "")
 
 
@@ -142,7 +143,7 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
     if (disturbed := disturbance(busiest)) is not None:
         yield disturbed
     loop = (
-        f"for i in $(seq {comparison.records_needed}); do\n"
+        f"for i in $(seq {max(comparison.records_needed, _ADVISED)}); do\n"
         f"  muster bench {before.records[0].bench} … --out before/$i   # as it was\n"
         f"  muster bench {before.records[0].bench} … --out after/$i    # as it is now\n"
         "done; muster bench compare before after"
@@ -152,8 +153,8 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
             name="few-records",
             status=Status.NOTE,
             what=f"only changes beyond {FLOOR:.0%} count: how much equal processes differ is not known",
-            why=f"for {len(comparison.changes)} series it takes {comparison.records_needed} records on each "
-            "side, each of a fresh process, measured in turns",
+            why=f"for {len(comparison.changes)} series it takes at least {comparison.records_needed} records on "
+            "each side, each of a fresh process, measured in turns",
             fix=loop,
         )
     elif not take_turns(before.records, after.records):
