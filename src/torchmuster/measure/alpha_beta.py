@@ -24,7 +24,7 @@ class Fit:
     latency_high_s: float
     bytes_s: float | None  # None: larger messages took no longer, so nothing is known of it
     bytes_low_s: float | None
-    bytes_high_s: float | None
+    bytes_high_s: float | None  # None: it may be any larger one
     misfit: float  # root of the mean of the squared relative differences
 
     def takes_s(self, size_bytes: float) -> float:
@@ -40,16 +40,17 @@ def fit(times: Mapping[int, Sequence[float]]) -> Fit | None:
     latency_s, byte_s = _line(medians)
     drawn = _drawn_again(times)
     latencies = sorted(one[0] for one in drawn)
-    rates = sorted(1 / one[1] for one in drawn if one[1] > 0)
-    known = byte_s > 0 and len(rates) == len(drawn)
+    rates = sorted(1 / one[1] if one[1] > 0 else math.inf for one in drawn)
+    low, high = _at(rates, (1 - _INSIDE) / 2), _at(rates, (1 + _INSIDE) / 2)
+    known = byte_s > 0 and math.isfinite(low)
     differences = [(latency_s + byte_s * size) / took - 1 for size, took in medians.items()]
     return Fit(
         latency_s=latency_s,
         latency_low_s=_at(latencies, (1 - _INSIDE) / 2),
         latency_high_s=_at(latencies, (1 + _INSIDE) / 2),
         bytes_s=1 / byte_s if known else None,
-        bytes_low_s=_at(rates, (1 - _INSIDE) / 2) if known else None,
-        bytes_high_s=_at(rates, (1 + _INSIDE) / 2) if known else None,
+        bytes_low_s=low if known else None,
+        bytes_high_s=high if known and math.isfinite(high) else None,
         misfit=math.sqrt(sum(one * one for one in differences) / len(differences)),
     )
 

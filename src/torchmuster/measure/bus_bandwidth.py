@@ -19,20 +19,20 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {
     "all-reduce": Operation(
-        size="of each rank's buffer", bus_factor=lambda ranks: 2 * (ranks - 1) / ranks
+        size="each rank's buffer", bus_factor=lambda ranks: 2 * (ranks - 1) / ranks
     ),
     "all-gather": Operation(
-        size="of the result: all ranks' parts", bus_factor=lambda ranks: (ranks - 1) / ranks
+        size="the result, all ranks' parts", bus_factor=lambda ranks: (ranks - 1) / ranks
     ),
     "reduce-scatter": Operation(
-        size="of each rank's input: the parts for all", bus_factor=lambda ranks: (ranks - 1) / ranks
+        size="each rank's input", bus_factor=lambda ranks: (ranks - 1) / ranks
     ),
     "all-to-all": Operation(
-        size="of each rank's buffer: the parts for all",
+        size="each rank's buffer",
         bus_factor=lambda ranks: (ranks - 1) / ranks,
     ),
     "send-receive": Operation(
-        size="of what each rank sends to the next one and gets from the one before",
+        size="what each rank sends to the next",
         bus_factor=lambda _: 1.0,
     ),
 }

@@ -47,7 +47,7 @@ def report(
             *(finding for one in seen for finding in _oddities(one)),
             *_circumstances(measured, environment),
         ),
-        tables=(_lines_table(seen), _times_table(measured, seen)),
+        tables=(_lines_table(seen), *_by_size_tables(measured, seen)),
         pictures=tuple(_pictures(seen)),
         record=BenchRecord(
             bench=BENCH,
@@ -204,12 +204,13 @@ def _lines_table(seen: list[_Seen]) -> Table:
         if one.fit is None:
             continue
         fit = one.fit
-        latency = f"{amount(fit.latency_low_s, 's')} to {amount(fit.latency_high_s, 's')}"
+        latency = f"from {amount(fit.latency_low_s, 's')} to {amount(fit.latency_high_s, 's')}"
         bus, sure = "unknown", ""
-        if fit.bytes_s and fit.bytes_low_s and fit.bytes_high_s:
+        if fit.bytes_s and fit.bytes_low_s:
             bus = amount(fit.bytes_s * one.factor, "B/s")
-            ends = (fit.bytes_low_s * one.factor, fit.bytes_high_s * one.factor)
-            sure = " to ".join(amount(end, "B/s") for end in ends)
+            sure = f"from {amount(fit.bytes_low_s * one.factor, 'B/s')}"
+            if fit.bytes_high_s:
+                sure += f" to {amount(fit.bytes_high_s * one.factor, 'B/s')}"
         half = one.shape.half_at_bytes
         rows.append(
             (
@@ -229,28 +230,26 @@ def _lines_table(seen: list[_Seen]) -> Table:
     )
 
 
-def _times_table(measured: Measured, seen: list[_Seen]) -> Table:
-    rows = []
-    for one in seen:
-        for point in one.points:
-            took = estimate(measured.times[one.operation][point.size_bytes])
-            bus = point.bytes_s.median
-            rows.append(
-                (
-                    one.operation,
-                    format_bytes(point.size_bytes),
-                    amount(took.median, "s"),
-                    amount(bus / one.factor, "B/s"),
-                    amount(bus, "B/s"),
-                    f"± {took.noise:.0%}",
-                )
-            )
+def _by_size_tables(measured: Measured, seen: list[_Seen]) -> tuple[Table, Table]:
+    """Return times and bandwidths, a row for each size."""
+    head = ("size", *(one.operation for one in seen))
+    times, bandwidths = [], []
+    for place, first in enumerate(seen[0].points):
+        size = format_bytes(first.size_bytes)
+        taken = (estimate(measured.times[one.operation][first.size_bytes]) for one in seen)
+        times.append((size, *(f"{amount(one.median, 's')} ± {one.noise:.0%}" for one in taken)))
+        bandwidths.append(
+            (size, *(amount(one.points[place].bytes_s.median, "B/s") for one in seen))
+        )
     sizes = "; ".join(f"{one.operation}: {OPERATIONS[one.operation].size}" for one in seen)
-    return Table(
-        title="times of the slowest rank",
-        head=("", "size", "time", "algorithm bandwidth", "bus bandwidth", "noise"),
-        rows=tuple(rows),
-        note=f"size is, as in nccl-tests, {sizes}",
+    return (
+        Table(title="time, of the slowest rank", head=head, rows=tuple(times)),
+        Table(
+            title="bus bandwidth",
+            head=head,
+            rows=tuple(bandwidths),
+            note=f"size, as in nccl-tests, is that of ({sizes})",
+        ),
     )
 
 

@@ -120,7 +120,7 @@ def measure(study: Study, *, say: Callable[[str], None] = lambda _: None) -> dic
                     device=study.device,
                     folder=study.work.folder,
                     environment={} if study.threads is None else _threads(study.threads),
-                    doing=f"timing steps on {words}",
+                    doing="timing steps",
                     say=say,
                 )
             )
