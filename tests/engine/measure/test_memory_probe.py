@@ -51,6 +51,7 @@ SAMPLES = 128
 # Linear layers with their biases.
 PARAMETERS = (16 * 64 + 64) + 4 * (64 * 256 + 256 + 256 * 64 + 64) + (64 * 10 + 10)
 TENSORS = 2 + 4 * 4 + 2
+ONE_SAMPLE = 16 * 4  # the dataset's, which stays
 ALONE = Candidate(strategy="single", layout=Layout(copies=1, shards=1), micro_batch_size=SAMPLES)
 
 
@@ -95,7 +96,7 @@ def test_each_stage_has_what_can_be_worked_out_by_hand(own: Work) -> None:
     ]  # fmt: skip
     weights = 4 * PARAMETERS
     built, backward = stages["model built"], stages["step 1: backward"]
-    assert (built.before_bytes, built.after_bytes) == (0, weights)
+    assert (built.before_bytes, built.after_bytes) == (0, weights + ONE_SAMPLE)
     assert backward.parts["gradients"] == weights
     # AdamW has two moments of each parameter, and the number of its step.
     assert backward.parts["optimiser states"] == 0
@@ -111,10 +112,10 @@ def test_each_stage_has_what_can_be_worked_out_by_hand(own: Work) -> None:
 def test_after_the_forward_there_is_what_torch_saved_for_the_backward(own: Work) -> None:
     forward = stages_of(own)["step 1: forward"]
     built = build(own, ALONE, made_up_world())
-    assert forward.parts["activations and others"] == saved_bytes(built)
+    assert forward.parts["activations and others"] == saved_bytes(built) + ONE_SAMPLE
     # By hand: the input, the first layer's result, of each block tanh's and its sum, logits, labels.
     by_hand = SAMPLES * 4 * (16 + 64 + 4 * (256 + 64) + 10) + SAMPLES * 8
-    assert forward.parts["activations and others"] == by_hand
+    assert forward.parts["activations and others"] == by_hand + ONE_SAMPLE
 
 
 def test_with_several_micro_batches_gradients_stay_beside_the_second_forward(own: Work) -> None:
@@ -125,21 +126,18 @@ def test_with_several_micro_batches_gradients_stay_beside_the_second_forward(own
 
 @pytest.mark.parametrize("way", ["none", "full", 2])
 def test_what_computing_again_saves_is_counted_independently(own: Work, way: Recompute) -> None:
-    trial = memory._Trial(
-        MemoryRequest(work=own, candidate=ALONE, precision="fp32", device="cpu", rounds=1),
-        ALONE,
-        made_up_world(),
-    )
+    request = MemoryRequest(work=own, candidate=ALONE, precision="fp32", device="cpu", rounds=1)
+    trial = memory._Trial(request, ALONE, made_up_world())
     trial._build()
-    trial._step("none")  # so that the optimiser has its states
     measured = trial._peak(way)
     assert measured is not None
-    states = 3 * 4 * PARAMETERS + 4 * TENSORS
-    with live_bytes() as counted:
+    with live_bytes() as counted:  # another follower, from the first parameter on
+        trial = memory._Trial(request, ALONE, made_up_world())
+        trial._build()
         trial._step(way)
+        counted.begin_again()
         trial._step(way)
-    # It begins with nothing and sees what an operation makes, so what was there before comes on top.
-    assert measured[0] == pytest.approx(counted.peak + states, rel=0.02)
+    assert measured[0] == pytest.approx(counted.peak, rel=0.02)
 
 
 def test_a_switched_model_computes_the_same_and_is_itself_again(own: Work) -> None:
@@ -204,7 +202,7 @@ def test_a_whole_measurement_has_two_precisions_and_all_ways(
     assert peaks["full"] < peaks[2] < peaks[3] < peaks["none"]  # type: ignore[operator]
     highest = answer.stages[0].highest
     assert highest is not None
-    assert highest.peak_bytes == peaks["none"]
+    assert highest.peak_bytes == pytest.approx(peaks["none"], rel=0.01)
     assert all(len(one.step_s) == 2 for one in answer.ways)
 
 

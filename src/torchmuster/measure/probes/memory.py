@@ -135,6 +135,8 @@ class _Trial:
         if device.type != "cpu":
             torch.accelerator.empty_cache()
         try:
+            if not self.built.optimizer.state:  # the step that makes them is not like the others
+                self._step(way)
             with tensor_memory(device) as look:
                 _show(self.built, look)
                 peaks = []
