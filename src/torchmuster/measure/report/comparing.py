@@ -22,7 +22,7 @@ _ORDER = ("worse", "better", "unknown", "within noise")
 _MOST_ROWS = 24
 _MOST_NAMED = 8
 _LONGEST_VALUES = 80
-_ADVISED = 12  # records on each side: with so many, one that was disturbed hides no change
+_ADVISED = 12  # records on each side: up to 30 series then bear one that was disturbed
 _HEAD = ("what", "before", "after", "change", "interval", "")
 
 
