@@ -11,7 +11,7 @@ from torchmuster.finding import Status
 from torchmuster.measure.profile.advice import Advice, advise, nothing_to_mend
 from torchmuster.measure.profile.analysis import Analysis, TraceAnalysis, of_facts
 from torchmuster.measure.profile.changes import Change, Kind, Trial
-from torchmuster.measure.profile.operations import Operations
+from torchmuster.measure.profile.operations import Operations, Smallness
 from torchmuster.measure.profile.recording_words import RankFacts
 from torchmuster.measure.profile.shares import Shares
 
@@ -219,6 +219,22 @@ def test_a_tiny_batch() -> None:
     # 17 ms, of which 12 for sending and the optimizer stay the same.
     assert computed.gain == pytest.approx(8 * 17 / (12 + 8 * 5))
     assert "at least" in computed.finding.what
+
+
+def test_a_device_that_idles_between_small_kernels() -> None:
+    small = Smallness(calls=900.0, median_s=5e-6, small_part=0.9, bound=True)
+    traced = replace(
+        _traced(messages=1.0),
+        on_device=True,
+        shares=Shares(compute_s=0.03, idle_s=0.07),
+        operations=Operations(top=(), smallness=small),
+    )
+    found = of_facts(ranks(HEALTHY, device="cuda:0", autocast="bfloat16"), {0: traced})
+    assert "batch=8" in [change.written for change in found.wanted]
+    advice = advise(found)[0]
+    assert (advice.cause, advice.gain) == ("tiny-batch", None)
+    assert advice.finding.what.startswith("rank 0's device idles 70% of the step")
+    assert "900 kernels a step, the median takes 5.00 µs" in advice.finding.evidence
 
 
 def test_gradients_sent_for_every_micro_batch() -> None:

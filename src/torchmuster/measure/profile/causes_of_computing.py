@@ -56,7 +56,8 @@ def full_precision(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
         would="bf16 would give",
         gain=None if trial is None else trial.gain,
         known_by="trial",
-        why="weights stay as exact as they are; only products of matrices are computed in 16 bits, which this device does faster",
+        why="weights stay as exact as they are; only products of matrices are computed in 16 bits, which "
+        f"{'most devices do' if trial is None else 'this device does'} faster",
         fix=f'with torch.autocast("{analysis.facts[0].device.partition(":")[0]}", dtype=torch.bfloat16):\n'
         "or in the settings: train: {precision: bf16}. Compare the loss of both: muster bench precision",
         evidence=f"forward and backward take {amount(passes_s, 's')} of {amount(analysis.step_s, 's')}",
@@ -70,7 +71,7 @@ def tiny_batch(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     trial = tried(trials, "batch")
     gain = gains.of_batch(analysis.steps, BATCH_TIMES) if trial is None else trial.gain
     if gain < _ANOTHER_BATCH_FROM or (trial is not None and not confirmed(trial)):
-        return None
+        return _idling_device(analysis) if trial is None else None
     times = BATCH_TIMES if trial is None else trial.change.value
     loader = analysis.facts[0].loader
     size = loader.samples_per_batch if loader is not None else None
@@ -90,3 +91,24 @@ def tiny_batch(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
         change=Change(kind="batch", value=times),
         another_training=True,
     )
+
+
+def _idling_device(analysis: Analysis) -> Cause | None:
+    """Say of a device that is not given work fast enough what may help; how much only a trial knows."""
+    for one in analysis.ranks:
+        small = one.trace.operations.smallness if one.trace and one.trace.on_device else None
+        if small is not None and small.bound:
+            return Cause(
+                name="tiny-batch",
+                what=f"rank {one.facts.rank}'s device idles {one.shares.part('idle'):.0%} of the step between small kernels",
+                would="",
+                gain=None,
+                known_by="trial",
+                why="a kernel is done before the host has started the next one: fewer and larger ones would keep the device busy",
+                fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
+                "without --no-trials",
+                evidence=f"{small.calls:,.0f} kernels a step, the median takes {amount(small.median_s, 's')}",
+                change=Change(kind="batch", value=BATCH_TIMES),
+                another_training=True,
+            )
+    return None
