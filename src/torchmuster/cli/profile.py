@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WORKER = "torchmuster.worker"
 _USUAL_STEPS = (20, 23)
 _PLAIN_STEPS = 4  # at least so many are timed without the profiler, before it starts
-_ROUNDS = 3
+_TRIAL_ROUNDS, _PROOF_ROUNDS = 2, 3
 _WIDTH = 100
 
 
@@ -89,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     numbers = [int(one) for one in (first, last or first) if one.isdecimal()]
-    least = WARM_UP_STEPS + _PLAIN_STEPS + 2
+    least = (
+        WARM_UP_STEPS + _PLAIN_STEPS + 3
+    )  # the profiler has a step to try itself, and one after it
     if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(
             f"{text!r} are no steps that can be traced; write for example 20:23, from {least} on: "
@@ -130,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
     found = analysis.analyse(folder, say=output.say)
     if asked is not None and not options.no_trials and found.wanted:
         output.say("trying what no formula knows: " + ", ".join(map(str, found.wanted)))
-        trials = verifying.tried(asked, found.wanted, say=output.say)
+        trials = verifying.tried(asked, found.wanted, rounds=_TRIAL_ROUNDS, say=output.say)
     advised = advice.advise(found, trials)
     if options.verify:
         asked = asked or kept.read_asked(folder)
@@ -240,7 +242,7 @@ def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
             "the first advice cannot be followed from here: only where the training is written or runs"
         )
         return None
-    found = verifying.tried(asked, (change,), rounds=_ROUNDS, say=output.say)
+    found = verifying.tried(asked, (change,), rounds=_PROOF_ROUNDS, say=output.say)
     if not found:
         raise MusterError(
             f"{change} could not be tried",

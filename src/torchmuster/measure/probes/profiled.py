@@ -47,7 +47,7 @@ def main() -> None:
         worker.terminate()  # of a loader that the script has not come to close
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by Python's own end, which takes everything apart, the profiler included (trace_file.py says what comes of it).
+    # A script that was left in its middle has groups, threads and workers that may hold up Python's own end.
     os._exit(0)
 
 

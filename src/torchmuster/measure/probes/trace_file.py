@@ -16,31 +16,31 @@ from torchmuster.units import format_bytes
 class TraceFile:
     """Says which steps are traced, and writes their trace as ``rank-N.trace.json.gz``.
 
-    The step before the first one asked for is traced and thrown away: it has what the profiler does only
-    once, and its size decides how many steps the cap has room for.
+    A step before the first one asked for is traced and thrown away: it has what the profiler does only
+    once, and its size decides how many steps the cap has room for. Between the two is a step without the profiler:
+    it is stopped inside of ``optimizer.step``, which is a range of the profiler's own; a second one that was started before
+    this range ends would be told of its end, and write it into memory of the first (torch 2.13 crashes then).
     """
 
     def __init__(self, asked: Asked, rank: int) -> None:
         self._asked = asked
         self._rank = rank
         self._wanted = asked.traces and (asked.on_ranks is None or rank in asked.on_ranks)
+        self._sizing = asked.first_step - 2
         self._last = asked.last_step
         self._why_cut = ""
         self._running: profile | None = None
         self._mark: record_function | None = None
         self._kept: profile | None = None
-        # Never let go of: torch 2.13 crashes now and then where one that saw gloo's threads is taken apart.
-        self._all: list[profile] = []
         self._ended = 0
 
     def before(self, step: int) -> bool:
         """Start what is to run in a step; say whether the profiler does."""
         asked = self._asked
-        if not self._wanted or not asked.first_step - 1 <= step <= self._last:
+        if not self._wanted or not (step == self._sizing or asked.first_step <= step <= self._last):
             return False
         if self._running is None:
             self._running = profile(activities=_activities(), profile_memory=asked.with_memory)
-            self._all.append(self._running)
             self._running.start()
         self._mark = record_function(f"muster:step#{step}")
         self._mark.__enter__()
@@ -52,7 +52,7 @@ class TraceFile:
             return
         self._mark.__exit__(None, None, None)
         self._mark = None
-        if step == self._asked.first_step - 1:
+        if step == self._sizing:
             self._running.stop()
             self._make_room(_size_bytes(self._running))
             self._running = None

@@ -68,7 +68,9 @@ def starved_loader(analysis: Analysis, trials: Sequence[Trial]) -> Cause | None:
     if trial is None:
         return cause
     if confirmed(trial):
-        return dataclasses.replace(cause, gain=trial.gain, known_by="trial", change=trial.change)
+        # Beyond what the wait itself is, a trial has met another machine than the profile has.
+        gain = min(trial.gain, gains.of_phase(analysis.steps, "data"))
+        return dataclasses.replace(cause, gain=gain, known_by="trial", change=trial.change)
     return dataclasses.replace(  # more workers have no cores to run on
         cause,
         would="without that wait it would be",
