@@ -195,7 +195,8 @@ _HEAD = """
 # Large traces
 
 How long `muster profile` takes to analyse traces, with the screen and the page, in one process; "memory" is its peak of resident
-memory. The events are those of a real run, repeated with their times moved on. Written by `benchmarks/profile_size.py`.
+memory, "of the processor" its own computing. The events are those of a real run, repeated with their times moved on. Written by
+`benchmarks/profile_size.py`.
 
 | traces | size | on the disk | events | steps looked at | time | of the processor | memory | page |
 |---|---|---|---|---|---|---|---|---|

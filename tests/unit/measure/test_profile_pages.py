@@ -5,7 +5,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from made_up_profiles import HEALTHY, event, mark, rank, ranks, step, write_trace
+from torchmuster.measure.profile import analysis
 from torchmuster.measure.profile.advice import advise
 from torchmuster.measure.profile.analysis import Analysis, analyse, of_facts
 from torchmuster.measure.profile.changes import Change, Trial
@@ -102,6 +105,15 @@ def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     assert "rank 0: its trace could not be looked at: " in text
     assert "rank-1.trace.json.gz is not a trace of PyTorch's profiler" in text.replace("\n", " ")
     assert advise(found)[0].cause == "starved-loader"
+
+
+def test_reading_many_traces_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile(tmp_path)
+    monkeypatch.setattr(analysis, "_SAY_EVERY_S", 0.0)
+    said: list[str] = []
+    analyse(tmp_path, say=said.append)
+    assert said[0] == "reading rank 0's trace, 1 of 2: 0% of the file"
+    assert said[-1] == "reading rank 1's trace, 2 of 2: 100% of the file"
 
 
 class _Tags(HTMLParser):

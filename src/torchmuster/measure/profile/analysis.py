@@ -101,14 +101,15 @@ def analyse(
     begun = time.monotonic()
     facts = read_facts(folder)
     traces: dict[int, TraceAnalysis | str] = {}
-    for one in facts:
-        if one.trace is not None:
-            heard = _Heard(f"reading rank {one.rank}'s trace ({len(traces) + 1})", say)
-            try:
-                lanes = read_lanes(folder / one.trace.file, most_held=most_held, heard=heard)
-                traces[one.rank] = of_trace(lanes)
-            except (OSError, Impossible) as error:  # the other ranks' are worth looking at
-                traces[one.rank] = str(error)
+    kept = [(one.rank, folder / one.trace.file) for one in facts if one.trace is not None]
+    heard = _Heard(len(kept), say)
+    for rank, path in kept:
+        heard.begin(rank)
+        try:
+            lanes = read_lanes(path, most_held=most_held, heard=heard.part)
+            traces[rank] = of_trace(lanes)
+        except (OSError, Impossible) as error:  # the other ranks' are worth looking at
+            traces[rank] = str(error)
     return of_facts(facts, traces, took_s=time.monotonic() - begun)
 
 
@@ -187,12 +188,20 @@ def _rank(
 
 
 class _Heard:
-    """Says how far a trace was read, not too often."""
+    """Says every few seconds how far the traces were read, however many there are."""
 
-    def __init__(self, doing: str, say: Callable[[str], None]) -> None:
-        self._doing, self._say, self._said_at = doing, say, time.monotonic()
+    def __init__(self, count: int, say: Callable[[str], None]) -> None:
+        self._count, self._say, self._said_at = count, say, time.monotonic()
+        self._number, self._doing = 0, ""
 
-    def __call__(self, part: float) -> None:
+    def begin(self, rank: int) -> None:
+        """Turn to another rank's trace."""
+        self._number += 1
+        self._doing = f"reading rank {rank}'s trace, {self._number} of {self._count}"
+        self.part(0.0)
+
+    def part(self, part: float) -> None:
+        """Hear how much of the file was read."""
         if time.monotonic() - self._said_at >= _SAY_EVERY_S:
             self._said_at = time.monotonic()
             self._say(f"{self._doing}: {part:.0%} of the file")
