@@ -184,7 +184,7 @@ def _table(
         rows=tuple(rows),
         note=f"loss: after the last step, on samples{random} that were not trained on; with another order of "
         f"the data that of fp32 differs by {_of_order(answer)}. outputs: how far the first ones are "
-        "from float64. lost: steps whose gradients overflowed.",
+        "from float64. lost: tries of a step whose gradients overflowed; it is taken again with a smaller loss scale.",
     )
 
 
