@@ -46,13 +46,13 @@ def compare(shape: Shape, number_type: str, device: torch.device, rounds: int) -
 
 
 def _ours(turn: dict[str, partial[torch.Tensor]], device: torch.device) -> float:
-    return statistics.median(interleaved(turn, device=device, rounds=9)["product"])
+    return statistics.median(interleaved(turn, device=device, rounds=7)["product"])
 
 
 def main() -> None:
     """Compare all shapes and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("docs/measured/bench-matmul.md"))
     options = parser.parse_args()
     device = device_of("auto")

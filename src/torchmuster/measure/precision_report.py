@@ -200,7 +200,7 @@ def _pictures(compared: Sequence[Compared]) -> Iterator[Picture]:
                     value=one.step_s.median,
                     low=one.step_s.low,
                     high=one.step_s.high,
-                    label=f"{amount(one.step_s.median, 's')} ({one.gain:.2f} x fp32's speed)",
+                    label=f"{amount(one.step_s.median, 's')} ({one.gain:.2f}x)",
                 )
                 for one in compared
             ],
