@@ -252,6 +252,7 @@ def _traced(messages: float) -> TraceAnalysis:
     return TraceAnalysis(
         steps=(20,),
         left_out=(),
+        shortened=False,
         events=1,
         truncated=False,
         unreadable=0,
