@@ -71,7 +71,7 @@ def _things(rows: int) -> dict[str, Callable[[], object]]:
     norm, hidden = torch.nn.LayerNorm(512), torch.randn(512, 512)
     places = torch.randint(5000, (2048,))
 
-    @torch.no_grad()  # type: ignore[misc]
+    @torch.no_grad()
     def linear() -> object:
         return layers(inputs)
 

@@ -5,6 +5,8 @@ Both take turns, round by round, so that what else the machine does strikes both
 
 import argparse
 import datetime
+import math
+import os
 import platform
 import statistics
 from functools import partial
@@ -18,13 +20,16 @@ from torchmuster.measure.probes import matmul
 from torchmuster.measure.probes.clock import interleaved
 from torchmuster.measure.probes.on_device import device_name, device_of
 
-SIZES = (128, 256, 512, 1024, 2048)
+SIZES = (128, 256, 512, 1024)
 LAYERS = ((1024, 128, 384), (1024, 512, 128), (1024, 128, 2048))  # of the small GPT, 8 x 128 tokens
 TYPES = ("float32", "bfloat16")
+_SAMPLES, _SAMPLE_S = 10, 0.01
 
 
-def compare(shape: Shape, number_type: str, device: torch.device, rounds: int) -> list[float]:
-    """Return for each round our seconds of one product over theirs."""
+def compare(
+    shape: Shape, number_type: str, device: torch.device, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds of one product by both clocks, sample by sample, in turns."""
     left, right = matmul._factors(shape, number_type, device)
     turn = {"product": partial(matmul._multiply, left, right, number_type)}
     timer = Timer(
@@ -32,21 +37,20 @@ def compare(shape: Shape, number_type: str, device: torch.device, rounds: int) -
         globals={"left": left, "right": right},
         num_threads=torch.get_num_threads(),
     )
-    ratios = []
-    for number in range(rounds):
-        # Who is first has the colder caches, so it is the other one the next time.
-        if number % 2:
-            ours = _ours(turn, device)
-            theirs = timer.blocked_autorange(min_run_time=0.2).median
-        else:
-            theirs = timer.blocked_autorange(min_run_time=0.2).median
-            ours = _ours(turn, device)
-        ratios.append(ours / theirs)
-    return ratios
+    call_s = timer.blocked_autorange(min_run_time=_SAMPLE_S).median
+    calls = max(1, math.ceil(_SAMPLE_S / call_s))  # so that samples are as long as ours
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        ours += interleaved(turn, device=device, rounds=_SAMPLES, least_sample_s=_SAMPLE_S)[
+            "product"
+        ]
+        theirs += [timer.timeit(calls).mean for _ in range(_SAMPLES)]
+    return ours, theirs
 
 
-def _ours(turn: dict[str, partial[torch.Tensor]], device: torch.device) -> float:
-    return statistics.median(interleaved(turn, device=device, rounds=9)["product"])
+def _within(ratios: list[float]) -> str:
+    return f"{sum(abs(one - 1) <= 0.05 for one in ratios)} of {len(ratios)}"
 
 
 def main() -> None:
@@ -54,28 +58,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("docs/measured/bench-matmul.md"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     device = device_of("auto")
     layers = tuple(Shape(rows=m, inner=k, columns=n) for m, k, n in LAYERS)
-    rows, medians = [], []
+    rows, medians, bests = [], [], []
     for shape in (*squares(SIZES), *layers):
         for number_type in TYPES:
-            ratios = sorted(compare(shape, number_type, device, options.rounds))
-            middle = statistics.median(ratios)
+            ours, theirs = compare(shape, number_type, device, options.rounds)
+            middle = statistics.median(ours) / statistics.median(theirs)
+            best = min(ours) / min(theirs)
             medians.append(middle)
-            low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-            rows.append(
-                f"| {shape.name} | {number_type} | {middle:.3f} | {low:.3f} to {high:.3f} |"
-            )
+            bests.append(best)
+            rows.append(f"| {shape.name} | {number_type} | {middle:.3f} | {best:.3f} |")
             print(rows[-1], flush=True)
-    within = sum(abs(one - 1) <= 0.05 for one in medians)
     where = platform.processor() if device.type == "cpu" else device_name(device)
+    load = f"{os.getloadavg()[0]:.0f} processes at work on {os.cpu_count()} cores"
     page = [
-        f"{within} of {len(medians)} within 5 %; the furthest is {max(medians, key=lambda one: abs(one - 1)):.3f}. "
         f"{datetime.date.today()}, torch {torch.__version__}, {where or device.type}, "
-        f"{torch.get_num_threads()} threads, {options.rounds} rounds.",
+        f"{options.threads} {'thread' if options.threads == 1 else 'threads'}, "
+        f"{options.rounds * _SAMPLES} samples of each; {load}. Within 5 %: {_within(medians)} by medians, "
+        f"{_within(bests)} by the best sample of each.",
         "",
-        "| product | number type | our time over theirs | middle half of the rounds |",
+        "| product | number type | our median over theirs | our best over theirs |",
         "|---|---|---|---|",
         *rows,
     ]

@@ -203,7 +203,7 @@ memory, "of the processor" its own computing. The events are those of a real run
 """
 _TAIL = """
 A trace is read in pieces of 4 MiB. What is held of it are begins and ends, at most three million of them; when there are more, the last
-steps are let go, and the report says how many were looked at.
+steps are let go (of a single step its second half), and the report says so.
 """
 
 

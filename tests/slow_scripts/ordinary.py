@@ -90,7 +90,7 @@ class Training:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
                 logits = model(batch)
                 loss = nn.functional.cross_entropy(logits, labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             self.after_step(step, model, logits)

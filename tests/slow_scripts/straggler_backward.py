@@ -29,7 +29,9 @@ class HeldBack(nn.Module):
         self._behind_s = behind_s
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.second(_SlowBack.apply(self.first(batch), self._behind_s))
+        slow: Any = _SlowBack
+        logits: torch.Tensor = self.second(slow.apply(self.first(batch), self._behind_s))
+        return logits
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ class HeldBack(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         time.sleep(self._behind_s)
-        return self.inner(batch)
+        logits: torch.Tensor = self.inner(batch)
+        return logits
 
 
 if __name__ == "__main__":

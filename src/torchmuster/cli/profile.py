@@ -23,6 +23,7 @@ from torchmuster.units import parse_bytes
 
 if TYPE_CHECKING:
     from torchmuster.measure.profile.advice import Advice
+    from torchmuster.measure.profile.analysis import Analysis
     from torchmuster.measure.profile.changes import Trial
 
 _WORKER = "torchmuster.worker"
@@ -255,7 +256,7 @@ def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
 def _show(
     options: argparse.Namespace,
     folder: Path,
-    found: "object",
+    found: "Analysis",
     advised: Sequence["Advice"],
     proof: "Trial | None",
 ) -> None:

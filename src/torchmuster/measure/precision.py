@@ -43,7 +43,7 @@ class Way:
     output_error: (
         float | None
     )  # of the first outputs against float64: norm of the difference over the norm
-    skipped: int  # steps that were not applied, since a gradient was not finite
+    skipped: int  # tries of a step that were not applied, since a gradient was not finite
     scale: float | None = None  # of the loss at the end, where it is scaled
     trouble: str = ""  # the first step that failed for another reason than the scale of the loss
 

@@ -72,8 +72,10 @@ def choose(answer: PrecisionAnswer, units: Units | None) -> Decision[str]:
             refused.append(f"{name} gave numbers that are not finite")
         elif abs(one.loss_difference) > allowed:
             refused.append(f"{name}'s loss differs by {one.loss_difference:+.1%}")
-        elif one.gain < _WORTH or one.gain_low <= 1.0:
+        elif one.gain < _WORTH:
             refused.append(f"{name} is {one.gain:.2g} times as fast{_no_unit(name, units)}")
+        elif one.gain_low <= 1.0:
+            refused.append(f"{name} is {one.gain:.2g} times as fast, which may be noise")
         else:
             good[name] = one
     refused += [f"{name}: {why}" for name, why in answer.missing.items()]

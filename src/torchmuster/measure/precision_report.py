@@ -184,7 +184,7 @@ def _table(
         rows=tuple(rows),
         note=f"loss: after the last step, on samples{random} that were not trained on; with another order of "
         f"the data that of fp32 differs by {_of_order(answer)}. outputs: how far the first ones are "
-        "from float64. lost: steps whose gradients overflowed.",
+        "from float64. lost: tries of a step whose gradients overflowed; it is taken again with a smaller loss scale.",
     )
 
 
@@ -200,7 +200,7 @@ def _pictures(compared: Sequence[Compared]) -> Iterator[Picture]:
                     value=one.step_s.median,
                     low=one.step_s.low,
                     high=one.step_s.high,
-                    label=f"{amount(one.step_s.median, 's')} ({one.gain:.2f} x fp32's speed)",
+                    label=f"{amount(one.step_s.median, 's')} ({one.gain:.2f}x)",
                 )
                 for one in compared
             ],

@@ -54,7 +54,7 @@ def _of_fp16(course: Course) -> Finding:
             what=f"{course.case}: fp16 overflowed in none of {steps} steps on this device",
         )
     where = f"{course.kind} in {course.culprit}" if course.culprit else "a gradient was not finite"
-    scale = f"the loss scale went from {max(course.scales):g} to {course.scales[-1]:g}"
+    scale = f"the loss scale, first 65536, was {course.scales[-1]:g} in the end"
     if course.in_forward:
         return Finding(
             name=name,

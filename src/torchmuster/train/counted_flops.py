@@ -45,11 +45,11 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-class _Types(TorchDispatchMode):
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in which types products are computed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(
@@ -66,12 +66,13 @@ class CountedFlops:
     def __init__(self) -> None:
         self._modes: list[Any] = []
         self._types = _Types()
-        self._counter = FlopCounterMode(display=False)
+        self._counter: Any = FlopCounterMode(display=False)
         self.flops: int | None = None
 
     def begin(self) -> None:
         """Begin to count what this thread computes, and the backward of it."""
-        for mode in (self._types, self._counter):
+        modes: tuple[Any, ...] = (self._types, self._counter)
+        for mode in modes:
             mode.__enter__()
             self._modes.append(mode)
 

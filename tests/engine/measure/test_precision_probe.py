@@ -34,6 +34,20 @@ def overflows():
     return Overflows()
 
 
+class LargeGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.first(inputs))) * 100
+
+
+def large_gradients():
+    return LargeGradients()
+
+
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,6 +132,19 @@ def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(tmp_path: Path) 
     assert ways["fp16"].trouble == "step 0: rank 0's layer grow gave Inf from finite inputs"
     assert ways["bf16"].skipped == 0
     assert not ways["bf16"].trouble
+
+
+def test_a_step_that_the_loss_scale_spoils_is_taken_again_with_a_smaller_one(
+    tmp_path: Path,
+) -> None:
+    found = precision.measure(request(work_of(tmp_path, "large_gradients")), made_up_world())
+    ways = {one.precision: one for one in found.ways}
+    assert ways["fp16"].skipped > 0
+    assert ways["fp16"].scale is not None
+    assert ways["fp16"].scale < 65536
+    assert not ways["fp16"].trouble
+    # All have learnt as often.
+    assert ways["fp16"].held_loss == pytest.approx(ways["fp32"].held_loss, rel=1e-2)
 
 
 def test_rows_of_text_are_drawn_where_there_is_no_dataset(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ WORLD = made_up_world()
 OF_A_SAMPLE = 2 * (32 * 64 + 64 * 8) + 2 * (32 * 64 + 2 * 64 * 8)
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
@@ -56,7 +56,9 @@ def test_a_compiled_model_is_not_counted() -> None:
     network = model()
     network[0].compile(backend="eager")
     assert is_compiled(network)
-    assert is_compiled(torch.compile(model(), backend="eager"))
+    whole = torch.compile(model(), backend="eager")
+    assert isinstance(whole, nn.Module)
+    assert is_compiled(whole)
     assert not is_compiled(model())
     flops = FlopsPerSample(network)
     with flops.counting(4):

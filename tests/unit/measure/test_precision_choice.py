@@ -79,7 +79,9 @@ def test_fp32_stays_where_the_processor_has_no_unit_for_less() -> None:
 def test_a_gain_that_may_be_noise_is_none() -> None:
     times = tuple(0.09 * factor for factor in (0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4))
     noisy = replace(way("bf16", 0.08), step_s=times)
-    assert choose(answer(noisy), None).value == "fp32"
+    decided = choose(answer(noisy), None)
+    assert decided.value == "fp32"
+    assert "bf16 is 1.1 times as fast, which may be noise" in decided.reason
 
 
 def test_bf16_is_taken_before_an_fp16_that_is_hardly_faster() -> None:

@@ -137,6 +137,7 @@ def test_saves_of_one_rank_hold_all_up() -> None:
     assert advice.change == Change(kind="saves", value=75)
     assert advice.gain == pytest.approx(0.117 / (0.067 + 0.05 / 75))
     assert "checkpoint: {every: 75, mode: async}" in advice.finding.fix
+    assert "a save takes 50.0 ms, and there is one in every step" in advice.finding.why
 
 
 def test_a_save_every_fifth_step_is_counted_by_the_steps_between() -> None:
@@ -252,6 +253,7 @@ def _traced(messages: float) -> TraceAnalysis:
     return TraceAnalysis(
         steps=(20,),
         left_out=(),
+        shortened=False,
         events=1,
         truncated=False,
         unreadable=0,

@@ -86,11 +86,14 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
     found = profile(tmp_path)
     trace = found.ranks[0].trace
     assert trace is not None
-    broken = dataclasses.replace(trace, truncated=True, unreadable=3, left_out=(21, 22))
+    broken = dataclasses.replace(
+        trace, truncated=True, unreadable=3, left_out=(21, 22), shortened=True
+    )
     facts = dataclasses.replace(found.ranks[0].facts, trouble=("flops could not be counted",))
     one = dataclasses.replace(found.ranks[0], trace=broken, facts=facts)
     text = screen(dataclasses.replace(found, ranks=(one, found.ranks[1])), (), None, tmp_path)
     assert "rank 0: its trace is large; 1 of its 3 steps were looked at" in text
+    assert "rank 0: its step is very large; only its beginning was looked at" in text
     assert "rank 0: its trace ends too early; what is there was looked at" in text
     assert "rank 0: 3 events of its trace could not be read" in text
     assert "rank 0: flops could not be counted" in text

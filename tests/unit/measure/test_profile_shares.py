@@ -138,7 +138,18 @@ def test_more_than_may_be_held_lets_the_last_steps_go(tmp_path: Path) -> None:
     found = lanes(tmp_path, events, most_held=250)
     assert [step.number for step in found.steps] == [20, 21]
     assert found.left_out == (22, 23)
+    assert not found.shortened
     assert in_us(shares.of_trace(found)) == {"compute": 500.0, "idle": 500.0}
+
+
+def test_a_step_that_is_more_than_may_be_held_is_looked_at_from_its_beginning(
+    tmp_path: Path,
+) -> None:
+    events = [event("aten::mm", 10 * at, 5) for at in range(1000)]
+    found = lanes(tmp_path, [mark("muster:step#3", 0, 10_000), *events], most_held=300)
+    assert found.shortened
+    assert sum(step.held for step in found.steps) == 250
+    assert in_us(shares.of_trace(found)) == {"compute": 1250.0, "idle": 1250.0}
 
 
 def test_memory_over_time_is_the_devices_if_there_is_one(tmp_path: Path) -> None:

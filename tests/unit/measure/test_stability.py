@@ -38,7 +38,7 @@ def test_an_overflow_that_the_scale_mends_is_told_with_where_it_was() -> None:
     assert found.status is Status.NOTE
     assert found.what == "large losses: fp16 lost 2 of 4 steps, and its loss scale mended it"
     assert found.why.startswith(
-        "Inf in the output of layers.2; the loss scale went from 32768 to 16384"
+        "Inf in the output of layers.2; the loss scale, first 65536, was 16384 in the end"
     )
 
 

@@ -36,9 +36,9 @@ class OwnTrainer:
             self._trainer = trainer
             return fit(trainer, **named)
 
-        Tally.wait = watched_wait  # type: ignore[method-assign]
-        Tally.work = watched_work  # type: ignore[method-assign]
-        Trainer.fit = watched_fit  # type: ignore[method-assign]
+        Tally.wait = watched_wait  # type: ignore[method-assign, assignment]
+        Tally.work = watched_work  # type: ignore[method-assign, assignment]
+        Trainer.fit = watched_fit  # type: ignore[method-assign, assignment]
 
     def loader(self) -> Loader | None:
         """Return what the trainer reads from; None where no trainer of ours has run."""

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,7 +31,7 @@ class Phases:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.times: Counter[str] = Counter()
         self.first_at_s: dict[str, float] = {}
         self.last_end_at_s: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Phases:
         mark = None
         if self.marks:
             mark = record_function(f"muster:{phase}")
-            mark.__enter__()
+            mark.__enter__()  # type: ignore[no-untyped-call]
         at_s = self._clock()
         self.seconds[self.now] += at_s - self._since_s
         self._since_s = at_s

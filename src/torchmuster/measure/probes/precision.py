@@ -38,6 +38,7 @@ _FOLLOWED = 3  # steps whose memory is looked at; the last of them is like all l
 _HELD = 2  # batches that are not trained on
 _STUDY_STEPS = 60
 _NEVER = 10**9
+_MOST_TRIES = 24  # of a step: halved so often, the first loss scale is less than 1
 _NUMBER_TYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -220,14 +221,25 @@ class _Training:
         return _finite((given - self._reference).norm() / self._reference.norm())
 
     def _train(self, built: Built, number: int, batch: Any) -> None:
-        torch.manual_seed(number)  # for dropout
-        loss, outcome = _step(built, number, batch)
-        self._losses.append(_finite(loss))
-        if outcome.applied:
+        """Take a step; one that only the scale of the loss has spoilt is taken again with the smaller one.
+
+        So all precisions have learnt from the same data in the end, and a difference is that of their numbers.
+        """
+        for _ in range(_MOST_TRIES):
+            torch.manual_seed(number)  # for dropout
+            loss, outcome = _step(built, number, batch)
+            value = _finite(loss)
+            if outcome.applied:
+                break
+            self._skipped += 1
+            if value is None or not outcome.overflowed:
+                self._look_for_cause(built, number)
+                break
+        self._losses.append(value)
+
+    def _look_for_cause(self, built: Built, number: int) -> None:
+        if self._trouble:
             return
-        self._skipped += 1
-        if self._trouble or (outcome.overflowed and self._losses[-1] is not None):
-            return  # the scale of the loss is smaller now, which mends it
         looking = BadNumbers(
             built.model, self._world, precision=built.precision, most_in_a_row=_NEVER
         )

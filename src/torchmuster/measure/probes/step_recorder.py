@@ -165,7 +165,7 @@ class StepRecorder:
         ]
         for parameter in self._parameters:
             try:
-                parameter.register_post_accumulate_grad_hook(
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _: self._phases.gradient_ready()
                 )
             except RuntimeError as error:
@@ -192,7 +192,7 @@ class StepRecorder:
             return batch
 
         DataLoader.__iter__ = watched_begin  # type: ignore[method-assign]
-        _BaseDataLoaderIter.__next__ = watched_following  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = watched_following  # type: ignore[method-assign, assignment]
 
     # Backward.
 
@@ -280,7 +280,7 @@ class StepRecorder:
             usual(model, *words, **named)
             self._bucket_bytes = int(model.bucket_bytes_cap)
 
-        DistributedDataParallel.__init__ = watched  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = watched  # type: ignore[method-assign, assignment]
 
     # The end.
 

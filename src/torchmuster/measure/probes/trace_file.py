@@ -43,7 +43,7 @@ class TraceFile:
             self._running = profile(activities=_activities(), profile_memory=asked.with_memory)
             self._running.start()
         self._mark = record_function(f"muster:step#{step}")
-        self._mark.__enter__()
+        self._mark.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def after(self, step: int) -> None:

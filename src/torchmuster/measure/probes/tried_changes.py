@@ -35,7 +35,7 @@ class TriedChanges:
             self._change_ddp()
         if "threads" in self._values:
             torch.set_num_threads(self._values["threads"])
-            torch.set_num_threads = lambda _: None
+            torch.set_num_threads = lambda nthreads: None
             self._used.add("threads")
         if "bf16" in self._values:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -101,7 +101,7 @@ class TriedChanges:
             del given["self"]
             usual(loader, **given)
 
-        DataLoader.__init__ = begin  # type: ignore[method-assign]
+        DataLoader.__init__ = begin  # type: ignore[method-assign, assignment]
 
     def _change_ddp(self) -> None:
         usual = DistributedDataParallel.__init__
@@ -110,4 +110,4 @@ class TriedChanges:
             self._used.add("buckets")
             usual(model, *words, **{**named, "bucket_cap_mb": self._values["buckets"]})
 
-        DistributedDataParallel.__init__ = begin  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = begin  # type: ignore[method-assign, assignment]

@@ -34,6 +34,7 @@ class TraceAnalysis:
 
     steps: tuple[int | None, ...]  # that were looked at
     left_out: tuple[int, ...]  # that are in the trace as well
+    shortened: bool  # only the beginning of the step was looked at
     events: int
     truncated: bool
     unreadable: int
@@ -151,6 +152,7 @@ def of_trace(lanes: TraceLanes) -> TraceAnalysis:
     return TraceAnalysis(
         steps=tuple(step.number for step in lanes.steps),
         left_out=lanes.left_out,
+        shortened=lanes.shortened,
         events=lanes.events,
         truncated=lanes.truncated,
         unreadable=lanes.unreadable,

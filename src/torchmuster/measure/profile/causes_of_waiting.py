@@ -124,13 +124,17 @@ def many_saves(analysis: Analysis, _: Sequence[Trial]) -> Cause | None:
         would=f"saving every {steps} steps would give",
         gain=gain,
         known_by="trace",
-        why=f"a save takes {amount(one_s, 's')}, and there is one every {every:.3g} steps; every {steps} steps it would be "
+        why=f"a save takes {amount(one_s, 's')}, and there is one {_often(every)}; every {steps} steps it would be "
         f"{_SAVING_AT_MOST:.0%} of the time",
         fix=f"if step % {steps} == 0: torch.save(...)\n"
         f"or let it be written beside the training: checkpoint: {{every: {steps}, mode: async}}",
         evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount(analysis.step_s, 's')}",
         change=Change(kind="saves", value=times),
     )
+
+
+def _often(every: float) -> str:
+    return "in every step" if every <= 1 else f"every {every:.3g} steps"
 
 
 def straggler(analysis: Analysis, _: Sequence[Trial]) -> Cause | None:

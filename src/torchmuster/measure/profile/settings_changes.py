@@ -1,6 +1,7 @@
 """Changes of a training from settings: they are made by the settings, as a person would make them."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from torchmuster.measure.profile.changes import Change
 from torchmuster.measure.profile.recording_words import Asked
@@ -39,6 +40,6 @@ def _batch(asked: Asked, times: int) -> dict[str, int]:
     return {_GLOBAL: whole * times, _MICRO: min(micro or _USUAL_MICRO_BATCH, own) * times}
 
 
-def _told(asked: Asked, settings: dict[str, int | str]) -> Asked:
+def _told(asked: Asked, settings: Mapping[str, int | str]) -> Asked:
     words = [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
     return dataclasses.replace(asked, command=(*asked.command, *words))

@@ -29,11 +29,8 @@ _PARSER = json.JSONDecoder()
 class Args(msgspec.Struct, gc=False):
     """What an event says beyond its time; only what the analysis asks for."""
 
-    stream: Any = None
     total_allocated_bytes: Any = msgspec.field(name="Total Allocated", default=None)
     device_type: Any = msgspec.field(name="Device Type", default=None)
-    collective: Any = msgspec.field(name="Collective name", default=None)
-    group: Any = msgspec.field(name="Process Group Name", default=None)
 
 
 class Event(msgspec.Struct, gc=False):

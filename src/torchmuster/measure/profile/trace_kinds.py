@@ -12,7 +12,6 @@ STEP_MARKS = (b"muster:step#", b"ProfilerStep#")
 _SENDS = re.compile(r"^(?:(nccl|rccl|ncclx?|mscclpp)|.*(nccl|rccl)(?:Dev)?Kernel)", re.IGNORECASE)
 _MOVES = re.compile(r"^(Memcpy|Memset)|^dma", re.IGNORECASE)
 _BLOCKS = re.compile(r"^(cuda|hip)(Stream|Device|Event)Synchronize$|^(cuda|hip)Memcpy$")
-_LAUNCHES = re.compile(r"^(cuda|hip)(Graph)?Launch|^cuLaunchKernel|^hip(Ext)?(Module)?LaunchKernel")
 
 
 class Lane(enum.Enum):
@@ -83,11 +82,6 @@ def _mark(name: str) -> Lane | None:
     if name in _MARKS:
         return _MARKS[name]
     return next((lane for begin, lane in _OF_TORCH.items() if name.startswith(begin)), None)
-
-
-def is_launch(event: Event) -> bool:
-    """Tell whether the host gives the device something to do with this call."""
-    return event.cat in ("cuda_runtime", "cuda_driver") and bool(_LAUNCHES.match(event.name))
 
 
 def is_operation(event: Event) -> bool:

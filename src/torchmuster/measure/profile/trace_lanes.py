@@ -1,7 +1,8 @@
 """The lanes of one rank's trace: what went on when, held so that a trace of any size fits.
 
 Events come in no order of time. Those of the marked steps are kept as begins and ends of 8 bytes each, with the steps
-they belong to; when more are held than ``most_held``, the last step is let go, and the report says so.
+they belong to; when more are held than ``most_held``, the last step is let go, of a single one its second half, and the
+report says so.
 """
 
 import functools
@@ -21,7 +22,6 @@ from torchmuster.measure.profile.trace_kinds import (
     STEP_MARKS,
     Lane,
     computes,
-    is_launch,
     is_operation,
     lane_of,
     step_of,
@@ -47,6 +47,13 @@ class Spans:
         self.begins.append(begin)
         self.ends.append(end)
         self.names.append(name)
+
+    def forget_from(self, moment: float) -> None:
+        """Hold only what began before a moment."""
+        kept = [at for at, begin in enumerate(self.begins) if begin < moment]
+        self.begins = array("d", (self.begins[at] for at in kept))
+        self.ends = array("d", (self.ends[at] for at in kept))
+        self.names = array("i", (self.names[at] for at in kept))
 
     def in_order(self) -> Iterator[tuple[float, float, int]]:
         """Give them by their begin; what encloses another comes before it, as the profiler writes it."""
@@ -82,7 +89,18 @@ class StepLanes:
     end: float
     lanes: dict[Lane, Spans] = field(default_factory=dict)
     operations: dict[Any, Spans] = field(default_factory=dict)  # by thread
-    launches: int = 0
+
+    @property
+    def held(self) -> int:
+        """How many begins and ends are held."""
+        spans = (*self.lanes.values(), *self.operations.values())
+        return sum(len(one.begins) for one in spans)
+
+    def halve(self) -> None:
+        """End in the middle, and forget what began later."""
+        self.end = (self.begin + self.end) / 2
+        for spans in (*self.lanes.values(), *self.operations.values()):
+            spans.forget_from(self.end)
 
 
 @dataclass
@@ -94,6 +112,7 @@ class TraceLanes:
     names: list[str]
     main_thread: Any
     left_out: tuple[int, ...]  # steps that are in the trace and were not held
+    shortened: bool  # only the beginning of a step is held, because it was more than may be
     memory: MemoryTimeline
     events: int
     truncated: bool
@@ -190,6 +209,7 @@ class _Filling:
         self._begins = [step.begin for step in steps]
         self._numbers: dict[str, int] = {}
         self._left_out: list[int] = []
+        self._shortened = False
 
     def lanes(self) -> TraceLanes:
         memory = MemoryTimeline.between(self._steps[0].begin, self._steps[-1].end)
@@ -201,7 +221,7 @@ class _Filling:
                     self._put(event)
                 elif event.ph == "i" and event.name == "[memory]":
                     memory.add(event)
-            while self._held > self._most_held and len(self._steps) > 1:
+            while self._held > self._most_held:
                 self._let_go()
         return TraceLanes(
             header=self._trace.header,
@@ -209,6 +229,7 @@ class _Filling:
             names=list(self._numbers),
             main_thread=self._main_thread,
             left_out=tuple(reversed(self._left_out)),
+            shortened=self._shortened,
             memory=memory,
             events=count,
             truncated=self._trace.truncated,
@@ -232,7 +253,6 @@ class _Filling:
             if spans is None:
                 spans = step.lanes[lane] = Spans()
         else:
-            step.launches += is_launch(event)
             return
         spans.add(begin, begin + event.dur, self._number(event.name))
         self._held += 1
@@ -246,9 +266,16 @@ class _Filling:
         return found
 
     def _let_go(self) -> None:
-        step = self._steps.pop()
-        self._begins.pop()
-        held = [*step.lanes.values(), *step.operations.values()]
-        self._held -= sum(len(spans.begins) for spans in held)
-        if step.number is not None:
-            self._left_out.append(step.number)
+        """Hold less: leave out the last step, or the second half of the only one."""
+        step = self._steps[-1]
+        if len(self._steps) > 1:
+            self._steps.pop()
+            self._begins.pop()
+            self._held -= step.held
+            if step.number is not None:
+                self._left_out.append(step.number)
+            return
+        before = step.held
+        step.halve()
+        self._shortened = True
+        self._held -= before - step.held

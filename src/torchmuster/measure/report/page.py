@@ -16,24 +16,24 @@ from torchmuster.verify.report.terminal import or_unknown
 def page(report: Report) -> str:
     """Return the page. Pictures are ours; everything else is shown as text, never as markup."""
     record = report.record
+    found = worst_first(report.findings)
+    bad = [one for one in found if one.status in (Status.FAILURE, Status.WARNING)]
+    good = [one for one in found if one.status is Status.OK]
+    notes = [one for one in found if one.status is Status.NOTE]
     parts = [
         f"<h1>muster bench {escape(report.bench)}: {_verdict(report)}</h1>",
         f"<p>{escape(report.question)}</p>",
         f"<p>measured {escape(record.date)} on {escape(record.environment.host)}, "
         f"in {format_seconds(report.took_s)}</p>",
-        *(article(one) for one in worst_first(report.findings)),
-    ]
-    if report.choices:
-        chosen = (
-            f"<li><b>{escape(one.value)}</b>: {escape(one.reason)}</li>" for one in report.choices
-        )
-        parts += ["<ul>", *chosen, "</ul>"]
-    for picture in report.pictures:
-        parts.append(
-            f"<figure>{picture.svg}<figcaption>{escape(picture.caption)}</figcaption></figure>"
-        )
-    parts += [_table(one) for one in report.tables]
-    parts += [
+        *_choices(report),
+        *map(article, bad),
+        *map(article, good),
+        *(
+            f"<figure>{one.svg}<figcaption>{escape(one.caption)}</figcaption></figure>"
+            for one in report.pictures
+        ),
+        *map(_table, report.tables),
+        *map(article, notes),
         _folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
         _folded("measured on", _environment(record.environment)),
         _folded("settings", _settings(record)),
@@ -46,6 +46,13 @@ def _verdict(report: Report) -> str:
         if any(finding.status is status for finding in report.findings):
             return f'<b class="{status.value}">{word}</b>'
     return '<b class="ok">done</b>'
+
+
+def _choices(report: Report) -> list[str]:
+    chosen = [
+        f"<li><b>{escape(one.value)}</b>: {escape(one.reason)}</li>" for one in report.choices
+    ]
+    return ["<ul>", *chosen, "</ul>"] if chosen else []
 
 
 def _table(one: Table) -> str:

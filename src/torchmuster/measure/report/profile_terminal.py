@@ -102,6 +102,8 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
             f"rank {rank}: its trace is large; {len(trace.steps)} of its "
             f"{len(trace.steps) + len(trace.left_out)} steps were looked at"
         )
+    if trace.shortened:
+        yield f"rank {rank}: its step is very large; only its beginning was looked at"
     if trace.truncated:
         yield f"rank {rank}: its trace ends too early; what is there was looked at"
     if trace.unreadable:
