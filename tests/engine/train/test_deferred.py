@@ -313,6 +313,7 @@ def test_a_copy_gets_the_same_values_and_leaves_the_first_without_memory() -> No
     with deferred():
         model = Everything()
     copy = copied(model)
+    assert isinstance(copy, Everything)
     assert copy.tied.weight is copy.embedding.weight is not model.embedding.weight
     materialise(copy, device=CPU, seed=3)
     assert is_deferred(model)
