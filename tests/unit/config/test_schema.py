@@ -49,6 +49,7 @@ data:
   pack: true
   shuffle: false
   workers: 2
+  prefetch: 4
   evaluation_dataset: my_data:test
   evaluation_files: data/test.jsonl
 train:

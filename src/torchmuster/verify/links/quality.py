@@ -161,6 +161,8 @@ def _is_slow(link: Link, usual: _Usual) -> bool:
         return True
     freed, back = _freed(figures), usual.back.get(link.places)
     compared = max(usual.bytes_per_s, _capped(back) if back else 0.0) / _TIMES_SLOWER
+    if _sends_bigger_than_passes(link, usual):  # which alone makes it slower than the others
+        compared = 0.0
     slow_anywhere = (figures.bytes_per_s or 0.0) < SLOW_BYTES_PER_S
     return freed < compared or (slow_anywhere and freed < _TIMES_SLOWER * SLOW_BYTES_PER_S)
 
