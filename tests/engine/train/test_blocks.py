@@ -64,6 +64,12 @@ def test_a_sequential_with_other_things_gives_its_repeated_layers() -> None:
     assert repeated_blocks(nn.Sequential(nn.Sequential(nn.Linear(3, 8)), *parts)) == parts
 
 
+def test_layers_before_and_after_the_blocks_do_not_hide_them() -> None:
+    listed = nn.Sequential(*layers(4))
+    model = nn.Sequential(nn.Linear(4, 8), listed, nn.Linear(8, 3))
+    assert repeated_blocks(model) == list(listed)
+
+
 def test_a_model_without_repeated_layers_has_none() -> None:
     assert repeated_blocks(Model(first=nn.Linear(2, 2), second=nn.Linear(2, 2))) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())) == []

@@ -12,18 +12,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     layers of a transformer, those of encoder and decoder, the blocks of a residual network. Lists
     within a layer are part of it. Wrappers around the model (DDP, peft) make no difference.
     """
-    lists = {
-        name: members
-        for name, module in model.named_modules()
+    lists = [
+        (module, members)
+        for module in model.modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and (members := _alike(module))
-    }
-    outermost = [
-        members
-        for name, members in lists.items()
-        if not any(
-            f"{name}.".startswith(f"{other}." if other else "") for other in lists if other != name
-        )
     ]
+    # Below a list, but beside its repeated layers, there may be the list that matters: a stem and a head
+    # of one class do not make the blocks between them a part of something.
+    within = {id(one) for _, members in lists for layer in members for one in layer.modules()}
+    outermost = [members for module, members in lists if id(module) not in within]
     if not outermost:
         return []
     largest = max(outermost, key=_size)
