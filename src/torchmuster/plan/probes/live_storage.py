@@ -169,11 +169,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _adds_gradients(self, first: Any, second: Any) -> bool:
-        """Say whether a backward adds up what several operations gave for one tensor, and not within an operation.
+        """Say whether a backward adds up what several operations gave for one tensor, and may do so in place.
 
-        What an operation itself adds to is made by it, or kept until it has ended.
+        What an operation itself adds to is made by it, or kept until it has ended. A view, such as the gradient of a
+        matrix that was transposed, holds on to what it is a view of, so that torch adds it up in a new tensor.
         """
-        if torch.is_grad_enabled() or not computing_backward():
+        if torch.is_grad_enabled() or not computing_backward() or first._is_view():
             return False
         numbers = [
             self._see_tensor(one, "") for one in (first, second) if isinstance(one, torch.Tensor)

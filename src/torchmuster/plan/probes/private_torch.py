@@ -2,7 +2,7 @@
 
 Nothing else in ``plan/`` imports one. Of attributes of public classes it uses a few private ones in their places:
 ``Module._apply`` and what a module holds, and ``Reducer._rebuild_buckets`` of DDP (``imagined_world.py``, which replaces
-both for a while), and ``UntypedStorage._cdata``, the address that tells storages apart (``live_storage.py``,
+both for a while), ``Tensor._is_view`` and ``UntypedStorage._cdata``, the address that tells storages apart (``live_storage.py``,
 ``limit.py``). Operations are told apart by their names in ``torch.ops.aten``, some of which begin with an underscore.
 """
 
