@@ -5,6 +5,7 @@
 
 They are installed into an environment of their own, which is made once. It sees the packages of this one and gets only what
 is missing, without what that depends on: the same torch answers everywhere.
+Where GitHub cannot be reached, give all of them with ``--peer``, llm-analysis as a folder with that commit.
 """
 
 import argparse
