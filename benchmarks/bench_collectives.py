@@ -2,12 +2,13 @@
 
     python benchmarks/bench_collectives.py --ranks 2 4 --out docs/measured/bench-collectives.md
 
-In each of the repeats the product's probe measures all messages, then a plain loop does (or the other way round): a barrier,
-20 calls, the time over 20, the largest over the ranks. The loop shares no code with the probe: it has tensors, calls and
-factors of its own. Figures are medians over all repeats. Nothing else may run beside it.
+Message by message, the product's probe measures it and then a plain loop does (or the other way round), as often as repeats are
+asked for: a barrier, 20 calls, the time over 20, the largest over the ranks. The loop shares no code with the probe: it has
+tensors, calls and factors of its own. Figures are medians over all repeats. Nothing else may run beside it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,22 +30,17 @@ CALLS = 20
 BAR = 0.10
 
 
-def by_hand(ranks: int, rank: int) -> dict[str, float]:
-    """Return seconds per call, "kind size" by "kind size", of the slowest rank."""
-    found = {}
-    for size in SIZES:
-        count = size // 4
-        for kind, call in calls(count, ranks, rank).items():
-            for _ in range(2):
-                call()
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            took = torch.tensor([(time.perf_counter() - begun) / CALLS], dtype=torch.float64)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            found[f"{kind} {size}"] = took.item()
-    return found
+def by_hand(call: Callable[[], object]) -> float:
+    """Return seconds per call, of the slowest rank."""
+    for _ in range(2):
+        call()
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    took = torch.tensor([(time.perf_counter() - begun) / CALLS], dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()
 
 
 def calls(count: int, ranks: int, rank: int) -> dict[str, Callable[[], object]]:
@@ -85,15 +81,17 @@ def rank_program(repeats: int, answers: str) -> None:
     from torchmuster.train.world import join_world
 
     torch.set_num_threads(1)
-    asked = Asked(operations=tuple(OPERATIONS), sizes_bytes=SIZES, rounds=2, device="cpu")
     with join_world("cpu") as world:
         ours, hand = [], []
-        for number in range(repeats):
-            for turn in (0, 1) if number % 2 else (1, 0):
-                if turn:
-                    ours.append(collectives.times(asked, world))
-                else:
-                    hand.append(by_hand(world.world_size, world.global_rank))
+        for size, kind in itertools.product(SIZES, OPERATIONS):
+            asked = Asked(operations=(kind,), sizes_bytes=(size,), rounds=1, device="cpu")
+            call = calls(size // 4, world.world_size, world.global_rank)[kind]
+            for number in range(repeats):
+                for turn in (0, 1) if number % 2 else (1, 0):
+                    if turn:
+                        ours.append(collectives.times(asked, world))
+                    else:
+                        hand.append((kind, size, by_hand(call)))
         text = msgspec.json.encode({"ours": ours, "hand": hand})
         Path(answers, f"rank-{world.global_rank}.json").write_bytes(text)
 
@@ -114,7 +112,7 @@ def measured(ranks: int, repeats: int) -> list[tuple[str, int, float, float]]:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         seen = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     ours: dict[tuple[str, int], list[float]] = {}
-    for number in range(repeats):
+    for number in range(len(seen[0]["ours"])):
         answers = [
             msgspec.convert(one["ours"][number], collectives.RankTimes, strict=False)
             for one in seen
@@ -124,7 +122,9 @@ def measured(ranks: int, repeats: int) -> list[tuple[str, int, float, float]]:
                 ours.setdefault((kind, size), []).extend(samples)
     rows = []
     for (kind, size), taken in ours.items():
-        hand = statistics.median(one[f"{kind} {size}"] for one in seen[0]["hand"])
+        hand = statistics.median(
+            seconds for *message, seconds in seen[0]["hand"] if message == [kind, size]
+        )
         product = bus_bytes_s(kind, size, statistics.median(taken), ranks)
         rows.append((kind, size, product, bus(kind, size, hand, ranks)))
     return rows

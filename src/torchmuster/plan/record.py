@@ -55,6 +55,7 @@ class Operation:
     count: int
     flops: int
     moved_bytes: int  # read and written
+    made_bytes: int = 0  # of results that are new tensors: what is written in place is none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ MEASURED = RankRates(
     bandwidth_bytes_s=1e10,
     operation_s=0.0,
     sharded_operation_s=2e-5,
+    new_memory_bytes_s=1e9,
+    slow_operations={"aten.bernoulli_": 1e8},
     collectives={"all_reduce 2": Link(latency_s=1e-3, bytes_s=1e9, source="measured")},
 )
 FOUND = Calibration(machine="somewhere", date="2026-01-02", by_ranks={1: MEASURED, 2: MEASURED})
@@ -80,10 +82,14 @@ def test_all_wait_for_the_weakest_rank() -> None:
     slow = dataclasses.replace(
         MEASURED,
         flops={"float32": 5e10, "bfloat16": 3e11},
+        new_memory_bytes_s=5e8,
+        slow_operations={"aten.bernoulli_": 2e8},
         collectives={"all_reduce 2": Link(latency_s=2e-3, bytes_s=2e9)},
     )
     found = calibration.weakest([MEASURED, slow])
     assert found.flops == {"float32": 5e10, "bfloat16": 2e11}
+    assert found.new_memory_bytes_s == 5e8
+    assert found.slow_operations == {"aten.bernoulli_": 1e8}
     assert found.collectives["all_reduce 2"].latency_s == 2e-3
     assert found.collectives["all_reduce 2"].bytes_s == 1e9
 
@@ -97,6 +103,7 @@ def test_measured_rates_take_the_place_of_others() -> None:
     assert rates.measured("all_reduce", 2) == MEASURED.collectives["all_reduce 2"]
     assert rates.measured("all_reduce", 4) is None
     assert rates.sharded_operation_s == 2e-5
+    assert (rates.new_memory_bytes_s, rates.slow_operations) == (1e9, {"aten.bernoulli_": 1e8})
     assert not rates.beside
     alone = dataclasses.replace(MEASURED, sharded_operation_s=None)
     without = dataclasses.replace(FOUND, by_ranks={2: alone})
@@ -125,7 +132,10 @@ def test_numbers_of_ranks_that_were_not_measured_have_their_share() -> None:
     eight = calibration.hardware_as_measured(FOUND, many)
     assert eight.card.flops["float32"] == 1e11 * 2 / 8
     assert eight.card.bandwidth_bytes_s == 1e10 * 2 / 8
-    assert calibration.rates(FOUND, many).sharded_operation_s == 2e-5 * 8 / 2
+    rates = calibration.rates(FOUND, many)
+    assert rates.sharded_operation_s == 2e-5 * 8 / 2
+    assert rates.new_memory_bytes_s == 1e9 * 2 / 8
+    assert rates.slow_operations == {"aten.bernoulli_": 1e8 * 2 / 8}
     crowded = dataclasses.replace(FOUND, by_ranks={2: MEASURED, 8: MEASURED}, cores=2)
     assert calibration.hardware_as_measured(crowded, many).card.flops["float32"] == 1e11 * 2 / 8
     on_gpus = dataclasses.replace(FOUND, device="gpu")

@@ -18,6 +18,7 @@ from torchmuster.plan.timing.links import Group
 from torchmuster.plan.timing.rates import Rates, key_of
 from torchmuster.plan.timing.timeline import Load, Pace, Part
 from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import MiB
 
 MB = 10**6
 PARAMETERS = 16 * MB  # of one block, in numbers
@@ -176,7 +177,7 @@ def test_ddp_reduces_only_after_the_last_micro_batch() -> None:
 
 def test_parts_of_another_micro_batch_are_not_taken_for_those_that_are_gone() -> None:
     def backward(last: bool, flops: float) -> Part:
-        work = (Load(dtype="float32", times=1.0, flops=flops, moved_bytes=0.0),)
+        work = (Load("aten.mm", "float32", 1.0, flops, moved_bytes=0.0, made_bytes=0.0),)
         paces = tuple(Pace("backward", int(last), None, False, work, None) for _ in range(3))
         return Part(phase="backward", block=None, last_micro_batch=last, times=1, paces=paces)
 
@@ -275,6 +276,47 @@ def test_the_update_of_shards_begins_its_operations_by_another_way() -> None:
     ):
         longer = predict(wanted, on_cpu, rates=slow).step_s - predict(wanted, on_cpu).step_s
         assert longer == pytest.approx(longer_s)
+
+
+@pytest.mark.parametrize(
+    ("samples", "longer_s"),
+    [(1, 0.0), (3, 0.0), (4, 40 * MiB / 1e9)],  # what a sample's results are: 10 MiB
+)
+def test_memory_for_large_results_is_handed_out_by_the_system_each_time(
+    samples: int, longer_s: float
+) -> None:
+    records = [
+        dataclasses.replace(
+            one,
+            timeline=tuple(
+                dataclasses.replace(
+                    stretch,
+                    operations=tuple(
+                        dataclasses.replace(
+                            operation,
+                            made_bytes=one.request.candidate.micro_batch_size * 10 * MiB,
+                        )
+                        for operation in stretch.operations
+                    ),
+                )
+                if stretch.phase == "loss"
+                else stretch
+                for stretch in one.timeline
+            ),
+        )
+        for one in traced(candidate())
+    ]
+    wanted = dataclasses.replace(candidate(), micro_batch_size=samples)
+    anew = dataclasses.replace(RATES, new_memory_bytes_s=1e9)
+    longer = predict(wanted, records=records, rates=anew).step_s
+    assert longer - predict(wanted, records=records).step_s == pytest.approx(longer_s)
+
+
+def test_operations_that_are_slower_than_memory_are_known_by_name() -> None:
+    wanted = candidate()
+    slow = dataclasses.replace(RATES, slow_operations={"aten.add_": 1e10})
+    longer = predict(wanted, rates=slow).step_s - predict(wanted).step_s
+    assert longer == pytest.approx(BLOCKS * 1e9 * (1e-10 - 1e-12))
 
 
 def test_more_is_never_slower() -> None:

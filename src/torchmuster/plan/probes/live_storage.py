@@ -134,6 +134,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         if func is ATTENTION_BACKWARD and not self._on_host:
             self._take_for_a_moment(room_of_attention_backward(args[1], args[2]), name)
+        known = len(self.log.storages)
         try:
             result = func(*args, **kwargs)
         except CANNOT_FOLLOW:
@@ -163,6 +164,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     dtype=_dtype(made or given),
                     flops=flops,
                     moved_bytes=moved,
+                    made_bytes=sum(
+                        one.numel() * one.itemsize
+                        for one, number in zip(made, numbers, strict=True)
+                        if number is not None and number >= known
+                    ),
                     recomputed=self._is_recomputing(),
                 )
             )

@@ -23,6 +23,7 @@ class Done(NamedTuple):
     dtype: str
     flops: int
     moved_bytes: int
+    made_bytes: int
     recomputed: bool
 
 

@@ -29,6 +29,7 @@ _PRODUCT_ON_CARD = 8192
 _STREAM_BYTES = {"cpu": 16 * MiB}
 _STREAM_ON_CARD_BYTES = 512 * MiB
 _SMALL_BYTES, _LARGE_BYTES = 64 * KiB, 16 * MiB
+_NEW_BYTES = 64 * MiB  # more than the C library keeps: it gives them back, and is given others
 _TRIES = 7
 _MEASURE_S = 0.3
 
@@ -42,6 +43,8 @@ def measure(world: World) -> RankRates:
         bandwidth_bytes_s=_stream(world),
         operation_s=_beginning(world, torch.zeros(1, device=world.device)),
         sharded_operation_s=_beginning(world, _shard(world)) if world.world_size > 1 else None,
+        new_memory_bytes_s=_new_memory(world) if kind == "cpu" else None,
+        slow_operations=_slow_operations(world) if kind == "cpu" else {},
         collectives=_collectives(world) if world.world_size > 1 else {},
     )
 
@@ -80,6 +83,20 @@ def _stream(world: World) -> float:
     two = torch.zeros_like(one)
     out = torch.zeros_like(one)
     return 12.0 * count / _turn_s(world, lambda: torch.add(one, two, out=out))
+
+
+def _new_memory(world: World) -> float:
+    kept = torch.zeros(_NEW_BYTES // 4)
+    anew_s = _turn_s(world, lambda: torch.empty(_NEW_BYTES // 4).zero_())
+    again_s = _turn_s(world, lambda: kept.zero_())
+    return _NEW_BYTES / max(anew_s - again_s, 1e-6)
+
+
+def _slow_operations(world: World) -> dict[str, float]:
+    """Return what is far from the memory's rate: random numbers, which torch draws in one thread, as dropout needs."""
+    count = _STREAM_BYTES["cpu"] // 4
+    drawn = torch.zeros(count)
+    return {"aten.bernoulli_": 4.0 * count / _turn_s(world, lambda: drawn.bernoulli_(0.9))}
 
 
 def _beginning(world: World, one: torch.Tensor) -> float:

@@ -147,7 +147,14 @@ def _stretches(events: Iterable[Event], now: Stage) -> Iterator[Stretch]:
 
     def stretch(collective: Collective | None = None) -> Stretch:
         operations = tuple(
-            Operation(name=name, dtype=dtype, count=one[0], flops=one[1], moved_bytes=one[2])
+            Operation(
+                name=name,
+                dtype=dtype,
+                count=one[0],
+                flops=one[1],
+                moved_bytes=one[2],
+                made_bytes=one[3],
+            )
             for (name, dtype), one in added.items()
         )
         added.clear()
@@ -166,10 +173,11 @@ def _stretches(events: Iterable[Event], now: Stage) -> Iterator[Stretch]:
                 if added:
                     yield stretch()
                 recomputed = event.recomputed
-            sums = added.setdefault((event.name, event.dtype), [0, 0, 0])
+            sums = added.setdefault((event.name, event.dtype), [0, 0, 0, 0])
             sums[0] += 1
             sums[1] += event.flops
             sums[2] += event.moved_bytes
+            sums[3] += event.made_bytes
         elif isinstance(event, Stage | Collective):
             if added:
                 yield stretch()

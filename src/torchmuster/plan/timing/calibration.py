@@ -47,6 +47,8 @@ class RankRates:
     bandwidth_bytes_s: float
     operation_s: float
     sharded_operation_s: float | None = None  # None: one rank alone has no shards
+    new_memory_bytes_s: float | None = None  # None: on a card
+    slow_operations: Mapping[str, float] = field(default_factory=dict)  # by name, bytes a second
     collectives: Mapping[str, Link]  # by rates.key_of
 
 
@@ -135,6 +137,11 @@ def weakest(found: Sequence[RankRates]) -> RankRates:
         bandwidth_bytes_s=min(one.bandwidth_bytes_s for one in found),
         operation_s=max(one.operation_s for one in found),
         sharded_operation_s=max(one.sharded_operation_s or 0.0 for one in found) or None,
+        new_memory_bytes_s=min(one.new_memory_bytes_s or 0.0 for one in found) or None,
+        slow_operations={
+            name: min(one.slow_operations[name] for one in found)
+            for name in found[0].slow_operations
+        },
         collectives={
             key: Link(
                 latency_s=max(one.collectives[key].latency_s for one in found),
@@ -225,6 +232,8 @@ def rates(calibration: Calibration, hardware: Hardware) -> Rates:
         memory=calibration.memory,
         operation_s=found.operation_s,
         sharded_operation_s=found.sharded_operation_s or as_usual.sharded_operation_s,
+        new_memory_bytes_s=found.new_memory_bytes_s or as_usual.new_memory_bytes_s,
+        slow_operations=found.slow_operations,
         collectives=collectives,
         source=calibration.source,
     )
@@ -253,6 +262,8 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
         bandwidth_bytes_s=one.bandwidth_bytes_s * share,
         operation_s=one.operation_s / share,
         sharded_operation_s=one.sharded_operation_s and one.sharded_operation_s / share,
+        new_memory_bytes_s=one.new_memory_bytes_s and one.new_memory_bytes_s * share,
+        slow_operations={name: rate * share for name, rate in one.slow_operations.items()},
     )
 
 

@@ -10,9 +10,13 @@ from torchmuster.plan.job import Candidate
 from torchmuster.plan.record import Record
 from torchmuster.plan.timing import schedule, timeline
 from torchmuster.plan.timing.rates import CATALOGUED, ON_CPU, Rates, usual
+from torchmuster.units import MiB
 
 __all__ = ["CATALOGUED", "ON_CPU", "Rates", "StepTime", "predict", "usual"]
 
+# Results of more bytes are given back to the system at once by the C library, which then has to be given new ones
+# (DEFAULT_MMAP_THRESHOLD_MAX of glibc).
+_KEPT_BYTES = 32 * MiB
 _NUMBER_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -82,7 +86,9 @@ def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates, begin_s: f
     bandwidth = card.bandwidth_bytes_s * rates.memory
     total = begun = 0.0
     for one in work:
-        moving = one.moved_bytes / bandwidth
+        moving = one.moved_bytes / rates.slow_operations.get(one.name, bandwidth)
+        if rates.new_memory_bytes_s and one.made_bytes > one.times * _KEPT_BYTES:
+            total += one.made_bytes / rates.new_memory_bytes_s
         computing = one.flops / (_rate(card, one.dtype) * rates.compute) if one.flops else 0.0
         total += max(moving, computing)
         begun += one.times

@@ -16,6 +16,10 @@ class Rates:
     operation_s: float  # what beginning one operation takes
     # The same on a sharded tensor, as the update of fsdp has them: DTensor first works out where the result goes.
     sharded_operation_s: float
+    # What the system takes to hand out memory that it was given back; None: it stays with the program, as on cards.
+    new_memory_bytes_s: float | None = None
+    # Operations that are far slower than memory, by name: bytes a second of what they write.
+    slow_operations: Mapping[str, float] = field(default_factory=dict)
     beside: bool  # whether collectives run beside computing, or hold it up
     # Collectives measured as a whole, by "kind ranks": over the bytes of a gather's result or a reduction's input.
     collectives: Mapping[str, Link] = field(default_factory=dict)
@@ -54,6 +58,7 @@ ON_CPU = Rates(
     communication=1.0,
     operation_s=5e-6,
     sharded_operation_s=4e-5,
+    new_memory_bytes_s=2.5e9,
     beside=False,
     source="usual shares of a processor's rates, not measured",
 )

@@ -24,10 +24,12 @@ _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Load(NamedTuple):
     """Operations of one kind, at some depth and micro-batch size."""
 
+    name: str
     dtype: str
     times: float
     flops: float
     moved_bytes: float
+    made_bytes: float  # of results that are new tensors
 
 
 class Pace(NamedTuple):
@@ -116,11 +118,20 @@ def _merged(same: _Same) -> list[_Merged]:
     return found
 
 
+_NOTHING = Load("", "", 0.0, 0.0, 0.0, 0.0)
+
+
 def _add(loads: dict[tuple[str, str], Load], operations: Sequence[Operation]) -> None:
     for one in operations:
         key = one.name, one.dtype
-        _, count, flops, moved = loads.get(key, (one.dtype, 0.0, 0.0, 0.0))
-        loads[key] = Load(one.dtype, count + one.count, flops + one.flops, moved + one.moved_bytes)
+        _, _, count, flops, moved, made = loads.get(key, _NOTHING)
+        loads[key] = Load(
+            *key,
+            count + one.count,
+            flops + one.flops,
+            moved + one.moved_bytes,
+            made + one.made_bytes,
+        )
 
 
 def _of_size(records: Sequence[Record], depth: int, size: int) -> list[Pace]:
@@ -138,23 +149,12 @@ def _of_size(records: Sequence[Record], depth: int, size: int) -> list[Pace]:
     return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
 
 
-_NOTHING = Load("", 0.0, 0.0, 0.0)
-
-
 def _pace(low: dict[tuple[str, str], Load], high: _Merged, at: float) -> Pace:
     """Return the stretch on the straight line through two of them: 0 is the first, 1 the second."""
     work = []
     for key, two in high.loads.items():
         one = low.get(key, _NOTHING)
-        flops, moved = two.flops - one.flops, two.moved_bytes - one.moved_bytes
-        work.append(
-            Load(
-                two.dtype,
-                two.times,
-                max(one.flops + flops * at, 0.0),
-                max(one.moved_bytes + moved * at, 0.0),
-            )
-        )
+        work.append(_between(one, two, at)._replace(times=two.times))
     return Pace(*high[:4], tuple(work), high.collective)
 
 
@@ -170,16 +170,19 @@ def _at_depth(low: list[Pace], high: list[Pace], at: float) -> list[Pace]:
 def _deeper(low: Pace, high: Pace, at: float) -> Pace:
     if len(low.work) != len(high.work):
         return high
-    work = tuple(
-        Load(
-            two.dtype,
-            one.times + (two.times - one.times) * at,
-            one.flops + (two.flops - one.flops) * at,
-            one.moved_bytes + (two.moved_bytes - one.moved_bytes) * at,
-        )
-        for one, two in zip(low.work, high.work, strict=True)
-    )
+    work = tuple(_between(one, two, at) for one, two in zip(low.work, high.work, strict=True))
     return high._replace(work=work)
+
+
+def _between(one: Load, two: Load, at: float) -> Load:
+    """Return the load on the straight line through two: 0 is the first, 1 the second."""
+    return Load(
+        *two[:2],
+        max(one.times + (two.times - one.times) * at, 0.0),
+        max(one.flops + (two.flops - one.flops) * at, 0.0),
+        max(one.moved_bytes + (two.moved_bytes - one.moved_bytes) * at, 0.0),
+        max(one.made_bytes + (two.made_bytes - one.made_bytes) * at, 0.0),
+    )
 
 
 def _sharded(step: list[Pace], record: Record, traced: int, wanted: int) -> list[Pace]:
@@ -206,7 +209,12 @@ def _with_shards(pace: Pace, own: float, padding: float, shorter: float) -> Pace
     if pace.phase in _OF_MICRO_BATCHES:
         return pace
     work = tuple(
-        Load(load.dtype, load.times, load.flops * own, load.moved_bytes * own) for load in pace.work
+        load._replace(
+            flops=load.flops * own,
+            moved_bytes=load.moved_bytes * own,
+            made_bytes=load.made_bytes * own,
+        )
+        for load in pace.work
     )
     return pace._replace(work=work)
 
