@@ -23,7 +23,7 @@ from torchmuster.measure.probes.on_device import device_name, device_of
 SIZES = (128, 256, 512, 1024)
 LAYERS = ((1024, 128, 384), (1024, 512, 128), (1024, 128, 2048))  # of the small GPT, 8 x 128 tokens
 TYPES = ("float32", "bfloat16")
-_SAMPLES, _SAMPLE_S = 10, 0.01
+_SAMPLES, _SAMPLE_S = 2, 0.01  # few in a turn: the machine is faster in one second than in the next
 
 
 def compare(
@@ -56,7 +56,7 @@ def _within(ratios: list[float]) -> str:
 def main() -> None:
     """Compare all shapes and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=75)
     parser.add_argument("--out", type=Path, default=Path("docs/measured/bench-matmul.md"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     python benchmarks/plan_time.py --kept /tmp/plan-time --out docs/measured/plan-time.md
     python benchmarks/plan_time.py --quick
 
-The machine is measured once, and one constant is fitted to ONE real run of a model of middle size with one process, which
-is not judged. Then every setting is trained with one process, DDP and FSDP2 on 2 ranks, every second one on 4 ranks
+The machine is measured once, and one constant each is fitted to three real runs of ONE model of middle size (one process, DDP and
+FSDP2 on 2 ranks), which are not judged, as ``muster plan --calibrate`` does it. Then every setting is trained with one process, DDP and FSDP2 on 2 ranks, every second one on 4 ranks
 too. A step's time is that of the slowest rank, and the best of all steps of all rounds; the ways take turns. What was
 measured and traced is kept in a folder, so that a run that was broken off goes on; with more --rounds it adds to what
 is there. Nothing else may run beside it; two cores take ten to twelve minutes by estimate.
@@ -29,9 +29,10 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.proof import real_steps
 from torchmuster.plan.record import Record
-from torchmuster.plan.timing import calibration
+from torchmuster.plan.timing import calibration, fitting
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.calibration import Calibration, RealRun
+from torchmuster.plan.timing.calibration import Calibration
+from torchmuster.plan.timing.fitting import RealRun
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.train.strategies.sharding import Layout
 
@@ -90,7 +91,7 @@ _BATCHES = ((128, 4), (256, 4), (128, 8))  # tokens of a sample, samples of a ra
 _WAYS = (("single", 1, 1), ("ddp", 2, 1), ("fsdp", 1, 2))  # strategy, copies, shards
 _WIDER_WAYS = (("ddp", 4, 1), ("fsdp", 1, 4))
 _QUICK_SETTINGS, _QUICK_STEPS = 2, 3
-_FIT_STEPS = 12  # of the run that the constant is fitted to: everything hangs on it
+_FIT_STEPS = 12  # of the runs that constants are fitted to: everything hangs on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +199,15 @@ class Bench:
         return self._best[key]
 
     def fit(self, case: Case, step_s: float) -> None:
-        """Fit the one constant to a run."""
+        """Fit one constant to a run."""
         run = RealRun(
             records=self.records(case),
             candidate=case.candidate,
             hardware=self.hardware(case),
             step_s=step_s,
-            words=f"{case.setting.words} with one process",
+            words=f"{case.setting.words} {fitting.in_words(case.candidate)}",
         )
-        self.calibration = calibration.with_fit(self.calibration, run)
+        self.calibration = fitting.with_fit(self.calibration, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +274,15 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
         f"{date.today().isoformat()}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, gloo; "
         f"{len(rows)} runs of {len({row.case.setting for row in rows})} settings, best of "
         f"{options.rounds} x {options.steps} steps. "
-        f"Rates: {measured.source} (share of the memory's bandwidth {measured.memory:.2f}, of products "
-        f"{measured.compute:.2f}).",
+        f"Rates: {measured.source}.",
+        "",
+        "Shares of the measured rates that were fitted: "
+        + "; ".join(
+            f"{number} {'rank' if number == 1 else 'ranks'}: {one.memory:.2f} of the memory's bandwidth, "
+            f"{one.compute:.2f} of products, {one.sharded_communication:.2f} of fsdp's collectives"
+            for number, one in measured.by_ranks.items()
+        )
+        + ".",
         "",
         f"Mean error **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, worst "
         f"**{max(errors):.1%}**. Of {pairs} pairs of ways that differ by more than 10 %, {right} are ranked "
@@ -313,14 +321,14 @@ def compare(folder: Path, options: argparse.Namespace) -> str:
         for case in cases(setting, wider=number % 2 == 0)
     ]
     middle = Setting(shape="calibration", sequence_length=192, micro_batch_size=8)
-    fitted_to = next(cases(middle, wider=False))
     measured = calibration.kept(folder)
     if measured is None or measured.machine != platform.node():
         measured = calibration.measure([1, 2, 4], say=lambda text: print(text, flush=True))
         calibration.keep(measured, folder)
     with Tracer(cache=folder / "traces") as tracer:
         bench = Bench(folder, tracer, measured)
-        bench.fit(fitted_to, bench.measured_s(fitted_to, 0, _FIT_STEPS))
+        for case in cases(middle, wider=False):
+            bench.fit(case, bench.measured_s(case, 0, _FIT_STEPS))
         seen = measure_all(bench, chosen, options.rounds, options.steps)
         rows = []
         for case, took in zip(chosen, seen, strict=True):

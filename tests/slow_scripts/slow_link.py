@@ -20,7 +20,7 @@ class SlowLink:
         """Have a model's gradients go over this link."""
         model.register_comm_hook(None, self._send)
 
-    def _send(self, _: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def _send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         begin_s = max(time.monotonic(), self._free_at_s)
         self._free_at_s = begin_s + gradients.nbytes / self._bytes_per_s

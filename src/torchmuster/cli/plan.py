@@ -22,6 +22,7 @@ from torchmuster.cli.plan_checks import (
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve
 from torchmuster.config.written import as_yaml
+from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.finding import Finding, Status, exit_code
 from torchmuster.plan import planning
 from torchmuster.plan.answer import Answer
@@ -193,15 +194,17 @@ def _as_measured(
     options: argparse.Namespace, hardware: Hardware, work: Work, look: Look
 ) -> tuple[Hardware, Rates]:
     """Return this machine with the rates that were measured on it, now or before."""
-    from torchmuster.plan.timing import calibration  # it can launch ranks, and most plans do not
+    # They can launch ranks, and most plans do not.
+    from torchmuster.plan.timing import calibration, fitting
 
     found = None if options.no_cache else calibration.kept(cache_folder())
     if options.calibrate:
         device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
-        numbers = sorted({1, hardware.cards})
+        # More ranks than cores take turns, and what one reaches is known from fewer.
+        numbers = sorted({1, min(hardware.cards, usable_cores().value), hardware.cards})
         found = calibration.measure(numbers, device=device, say=output.say)
         output.say("timing real steps of a few blocks of the model")
-        found = calibration.fit_here(found, work, hardware, look, say=output.say)
+        found = fitting.fit_here(found, work, hardware, look, say=output.say)
         if not options.no_cache:
             calibration.keep(found, cache_folder())
     return calibration.as_known(found, hardware)

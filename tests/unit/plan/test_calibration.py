@@ -1,6 +1,7 @@
 """Rates that were measured: the weakest rank's, fitted to one run, used for this machine only."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ from torchmuster.decision import Decision
 from torchmuster.errors import MusterError
 from torchmuster.plan.hardware.model import Card, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.record import Operation, Record, Request, Stretch
-from torchmuster.plan.timing import calibration, links
+from torchmuster.plan.record import Collective, Operation, Record, Request, Stretch
+from torchmuster.plan.timing import calibration, fitting, links
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.calibration import Calibration, RankRates, RealRun
+from torchmuster.plan.timing.calibration import Calibration, RankRates
+from torchmuster.plan.timing.fitting import RealRun
 from torchmuster.plan.timing.links import Group
 from torchmuster.plan.timing.rates import Rates, usual
 from torchmuster.train.strategies.sharding import Layout
@@ -176,28 +178,29 @@ def test_what_was_measured_of_something_else_is_left_out_and_that_is_said(
 def test_one_run_gives_the_share_of_the_memory_s_bandwidth() -> None:
     rates = calibration.rates(FOUND, HERE)
     assert predicted(rates) == pytest.approx(2.0)
-    fitted = calibration.fit(run(5.0), rates)
+    fitted = fitting.fit(run(5.0), rates)
     assert (fitted.compute, fitted.memory) == pytest.approx((1.0, 0.25))
     assert predicted(fitted) == pytest.approx(5.0)
     assert fitted.source.endswith(", fitted to a little run")
-    kept = calibration.with_fit(FOUND, run(1.5))
-    assert (kept.compute, kept.memory) == pytest.approx((1.0, 2.0))
+    kept = fitting.with_fit(FOUND, run(1.5))
+    for one in kept.by_ranks.values():
+        assert (one.compute, one.memory) == pytest.approx((1.0, 2.0))
     assert kept.source == "measured on somewhere on 2026-01-02, fitted to a little run"
 
 
 def test_a_run_that_is_sooner_than_its_products_speeds_both_up() -> None:
-    fitted = calibration.fit(run(0.5), calibration.rates(FOUND, HERE))
+    fitted = fitting.fit(run(0.5), calibration.rates(FOUND, HERE))
     assert (fitted.compute, fitted.memory) == pytest.approx((4.0, 4.0))
 
 
 def test_one_constant_for_a_stack_of_which_nothing_else_is_known() -> None:
-    fitted = calibration.fit(run(8.0), calibration.rates(FOUND, HERE), both=True)
+    fitted = fitting.fit(run(8.0), calibration.rates(FOUND, HERE), both=True)
     assert (fitted.compute, fitted.memory) == pytest.approx((0.25, 0.25))
 
 
 def test_what_cannot_be_fitted_is_said() -> None:
     with pytest.raises(MusterError) as caught:
-        calibration.fit(run(1e9), calibration.rates(FOUND, HERE))
+        fitting.fit(run(1e9), calibration.rates(FOUND, HERE))
     assert caught.value.what == "the rates cannot be fitted to a step of 1e+09 s"
 
 
@@ -205,19 +208,44 @@ def test_a_few_blocks_of_the_model_are_trained_here_to_fit_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[tuple[Candidate, int | None]] = []
+    takes = {"single": (7.0, 5.0, 6.0), "ddp": (3.0, 3.5, 4.0), "fsdp": (4.5, 4.0, 5.0)}
 
     def train(work: Work, candidate: Candidate, *, blocks: int | None, **how: Any) -> list[Any]:
         ran.append((candidate, blocks))
-        return [SimpleNamespace(step_s=(7.0, 5.0, 6.0))]
+        slow = [SimpleNamespace(step_s=takes[candidate.strategy])]
+        return slow + [SimpleNamespace(step_s=(0.1, 0.1, 0.1))] * (candidate.layout.ranks - 1)
+
+    def look(asked: Sequence[Request]) -> list[Record]:
+        """Return a second of products and one of moving; with fsdp a second of gathering too."""
+        traced = dataclasses.replace(record(), blocks_traced=4, blocks=32)
+        if asked[0].candidate.strategy != "fsdp":
+            return [traced]
+        whole = Collective(
+            kind="all_gather", ranks=2, between_copies=False, moved_bytes=10**9, dtype="float32"
+        )
+        gather = Stretch(phase="forward", micro_batch=0, block=None, collective=whole)
+        return [dataclasses.replace(traced, timeline=(gather, *traced.timeline))]
 
     monkeypatch.setattr("torchmuster.plan.proof.real_steps.run", train)
-    deeper = dataclasses.replace(record(), blocks_traced=4, blocks=32)
-    found = calibration.fit_here(FOUND, Work(build="my:model"), HERE, lambda asked: [deeper])
-    assert ran == [(ALONE, 4)]
-    assert found.memory == pytest.approx(0.25)
-    assert found.fitted_to == "4 blocks of my:model in one process"
-    assert calibration.fit_here(FOUND, Work(), HERE, lambda asked: ["refused"]) == FOUND
-    assert len(ran) == 1
+    gathers = {"all_gather 2": Link(latency_s=0.0, bytes_s=1e9)}
+    two = dataclasses.replace(MEASURED, collectives=gathers)
+    measured = dataclasses.replace(FOUND, by_ranks={1: MEASURED, 2: two}, cores=2)
+    found = fitting.fit_here(measured, Work(build="my:model"), HERE, look)
+    assert ran == [(one, 4) for one in fitting.ways(2)]
+    assert [one.memory for one in found.by_ranks.values()] == pytest.approx([0.25, 0.5])
+    # 3 s without gathering: it took a second, and the second that it takes by itself
+    assert found.by_ranks[2].sharded_communication == pytest.approx(1.0)
+    takes["fsdp"] = (7.0, 8.0, 9.0)
+    found = fitting.fit_here(measured, Work(build="my:model"), HERE, look)
+    assert found.by_ranks[2].sharded_communication == pytest.approx(0.25)
+    assert found.fitted_to == (
+        "4 blocks of my:model in one process, 4 blocks of my:model by ddp on 2 ranks, "
+        "4 blocks of my:model by fsdp on 2 ranks"
+    )
+
+
+def test_what_cannot_be_traced_is_not_fitted_to() -> None:
+    assert fitting.fit_here(FOUND, Work(), HERE, lambda asked: ["refused"]) == FOUND
 
 
 def test_it_is_kept_and_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Rates that were measured on this machine instead of taken from a catalogue, and kept with date and place.
 
-Two measurements: what ranks reach alone (products, memory, collectives; ``probes/rates.py``), and one real training run, to
-which the share of the memory's bandwidth is fitted that operations of a training reach.
+What ranks reach is measured by themselves (products, memory, collectives; ``probes/rates.py``); what of it a training reaches
+is fitted to real steps (``fitting.py``).
 """
 
 import dataclasses
@@ -18,18 +18,12 @@ import msgspec
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import MusterError
 from torchmuster.plan.hardware.model import Hardware, Link
-from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof import fresh_ranks, real_steps
-from torchmuster.plan.record import Record, Request
-from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.proof import fresh_ranks
 from torchmuster.plan.timing.rates import Rates, key_of, usual
 from torchmuster.runfolder import write_atomically
-from torchmuster.train.strategies.sharding import Layout
 
 PROGRAM = "torchmuster.plan.probes.rates"
 FILE = "calibration.json"
-_BLOCKS = 4  # of a model, for the run that rates are fitted to: few enough for any machine
-_LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +44,10 @@ class RankRates:
     new_memory_bytes_s: float | None = None  # None: on a card
     slow_operations: Mapping[str, float] = field(default_factory=dict)  # by name, bytes a second
     collectives: Mapping[str, Link]  # by rates.key_of
+    # Shares of these rates that a training reaches, fitted to real steps.
+    compute: float = 1.0
+    memory: float = 1.0
+    sharded_communication: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +57,6 @@ class Calibration:
     machine: str
     date: str
     by_ranks: Mapping[int, RankRates]
-    compute: float = 1.0  # shares of what was measured alone, fitted to a real run
-    memory: float = 1.0
     fitted_to: str = ""  # the real run, in words
     device: Literal["cpu", "gpu"] = "cpu"
     cores: int | None = None  # that ranks on the CPU shared
@@ -228,8 +224,9 @@ def rates(calibration: Calibration, hardware: Hardware) -> Rates:
     as_usual = usual(hardware.card.kind)
     return dataclasses.replace(
         as_usual,
-        compute=calibration.compute,
-        memory=calibration.memory,
+        compute=found.compute,
+        memory=found.memory,
+        sharded_communication=found.sharded_communication,
         operation_s=found.operation_s,
         sharded_operation_s=found.sharded_operation_s or as_usual.sharded_operation_s,
         new_memory_bytes_s=found.new_memory_bytes_s or as_usual.new_memory_bytes_s,
@@ -265,98 +262,6 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
         new_memory_bytes_s=one.new_memory_bytes_s and one.new_memory_bytes_s * share,
         slow_operations={name: rate * share for name, rate in one.slow_operations.items()},
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RealRun:
-    """A training that was timed, with the traces of it."""
-
-    records: tuple[Record, ...]
-    candidate: Candidate
-    hardware: Hardware
-    step_s: float
-    words: str = field(default="one real run")
-
-
-def fit(run: RealRun, rates: Rates, *, both: bool = False) -> Rates:
-    """Return rates with which the run takes what it took: one constant is fitted.
-
-    It is the share of the memory's bandwidth where products were measured by themselves; with ``both``, products and memory
-    are that much slower or faster alike, as for a stack of which nothing else is known.
-    """
-
-    def slower(share: float) -> Rates:
-        if both:
-            return dataclasses.replace(
-                rates, compute=rates.compute * share, memory=rates.memory * share
-            )
-        return dataclasses.replace(rates, memory=rates.memory * share)
-
-    def takes(share: float) -> float:
-        return timing.predict(
-            run.records, run.candidate, hardware=run.hardware, rates=slower(share)
-        ).step_s
-
-    low, high = _LOWEST_SHARE, _HIGHEST_SHARE
-    if not takes(high) < run.step_s < takes(low):
-        if not both:  # products alone take longer than the run did: they were measured too slow
-            return fit(run, rates, both=True)
-        raise MusterError(
-            f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
-            why=f"with any share of them it takes from {takes(high):.3g} to {takes(low):.3g} s",
-            fix="calibrate with a run that computes more and sends less",
-        )
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if takes(middle) > run.step_s else (low, middle)
-    fitted = slower(low)
-    return dataclasses.replace(fitted, source=f"{rates.source}, fitted to {run.words}")
-
-
-def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
-    """Return the calibration with its shares fitted to a real run."""
-    fitted = fit(run, rates(calibration, run.hardware))
-    return dataclasses.replace(
-        calibration, compute=fitted.compute, memory=fitted.memory, fitted_to=run.words
-    )
-
-
-def fit_here(
-    calibration: Calibration,
-    work: Work,
-    hardware: Hardware,
-    look: Callable[[Sequence[Request]], Sequence[object]],
-    *,
-    steps: int = 5,
-    say: Callable[[str], None] = lambda _: None,
-) -> Calibration:
-    """Return the calibration fitted to real steps of a few blocks of the model, in one process of this machine.
-
-    ``look`` traces. A model that cannot be traced leaves the calibration as it is.
-    """
-    alone = Candidate(strategy="single", layout=Layout(copies=1, shards=1))
-    on_cpu = hardware.card.kind == "cpu"
-    asked = Request(work=work, candidate=alone, blocks=_BLOCKS, kernels="cpu" if on_cpu else "cuda")
-    (record,) = look([asked])
-    if not isinstance(record, Record):
-        return calibration
-    ran = real_steps.run(
-        *(work, alone),
-        ranks=1,
-        device="cpu" if on_cpu else "gpu",
-        steps=steps,
-        blocks=_BLOCKS,
-        say=say,
-    )
-    one = hardware_as_measured(calibration, dataclasses.replace(hardware, cards_per_machine=1))
-    run = RealRun(
-        records=(dataclasses.replace(record, blocks=record.blocks_traced),),
-        candidate=alone,
-        hardware=one,
-        step_s=min(ran[0].step_s),
-        words=f"{record.blocks_traced} blocks of {work.model_name_or_path or work.build} in one process",
-    )
-    return with_fit(calibration, run)
 
 
 def keep(calibration: Calibration, folder: Path) -> Path:

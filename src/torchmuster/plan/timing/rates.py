@@ -21,6 +21,8 @@ class Rates:
     # Operations that are far slower than memory, by name: bytes a second of what they write.
     slow_operations: Mapping[str, float] = field(default_factory=dict)
     beside: bool  # whether collectives run beside computing, or hold it up
+    # Of the rates of fsdp's collectives: what is left beside computing.
+    sharded_communication: float = 1.0
     # Collectives measured as a whole, by "kind ranks": over the bytes of a gather's result or a reduction's input.
     collectives: Mapping[str, Link] = field(default_factory=dict)
     # With cpu_offload: between a card and its host, and a card's share of the host's memory in the update.

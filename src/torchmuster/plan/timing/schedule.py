@@ -88,6 +88,8 @@ def _event(
         collective.kind, collective.moved_bytes, group, hardware=hardware, rates=rates
     )
     sharded = collective.kind in ("all_gather", "reduce_scatter")
+    if sharded:
+        seconds /= rates.sharded_communication
     if sharded and candidate.cpu_offload and hardware.card.kind != "cpu":
         # Its own shard comes from the host's memory, or goes there.
         seconds += collective.moved_bytes / candidate.layout.shards / rates.host_link_bytes_s

@@ -1,0 +1,168 @@
+"""What of a machine's rates a training reaches: shares of them, fitted to real steps.
+
+On the CPU to three runs of a few blocks. One process with all cores says what share of the memory's bandwidth operations
+reach; DDP says the same of ranks that have a part of the cores each, whose operations are not split over threads; FSDP says what
+share of the collectives' rates is left where collectives and products are computed on the same cores.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchmuster.errors import MusterError
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.proof import real_steps
+from torchmuster.plan.record import Record, Request
+from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.timing.calibration import Calibration, hardware_as_measured, rates
+from torchmuster.plan.timing.rates import Rates
+from torchmuster.train.strategies.sharding import Layout
+
+_BLOCKS = 4  # of a model, for the runs that rates are fitted to: few enough for any machine
+_LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """A training that was timed, with the traces of it."""
+
+    records: tuple[Record, ...]
+    candidate: Candidate
+    hardware: Hardware
+    step_s: float
+    words: str = field(default="one real run")
+
+
+def fit(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
+    """Return rates with which the run takes what it took: one constant is fitted.
+
+    It is the share of the memory's bandwidth where products were measured by themselves; with ``both``, products and memory
+    are that much slower or faster alike, as for a stack of which nothing else is known.
+    """
+
+    def slower(share: float) -> Rates:
+        compute = known.compute * share if both else known.compute
+        return dataclasses.replace(known, compute=compute, memory=known.memory * share)
+
+    fitted = _fitted(run, slower)
+    if fitted is None and not both:  # products alone take longer: they were measured too slow
+        return fit(run, known, both=True)
+    if fitted is None:
+        least, most = (_takes(run, slower(share)) for share in (_HIGHEST_SHARE, _LOWEST_SHARE))
+        raise MusterError(
+            f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
+            why=f"with any share of them it takes from {least:.3g} to {most:.3g} s",
+            fix="calibrate with a run that computes more and sends less",
+        )
+    return dataclasses.replace(fitted, source=f"{known.source}, fitted to {run.words}")
+
+
+def _fit_sharded(run: RealRun, known: Rates) -> Rates:
+    """Return rates whose collectives of shards make the run take what it took; as they are if nothing does."""
+
+    def slower(share: float) -> Rates:
+        share *= known.sharded_communication
+        return dataclasses.replace(known, sharded_communication=share)
+
+    return _fitted(run, slower) or known
+
+
+def _fitted(run: RealRun, slower: Callable[[float], Rates]) -> Rates | None:
+    """Return the rates that have the right share; None if there is none."""
+    low, high = _LOWEST_SHARE, _HIGHEST_SHARE
+    if not _takes(run, slower(high)) < run.step_s < _takes(run, slower(low)):
+        return None
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _takes(run, slower(middle)) > run.step_s else (low, middle)
+    return slower(low)
+
+
+def _takes(run: RealRun, assumed: Rates) -> float:
+    return timing.predict(run.records, run.candidate, hardware=run.hardware, rates=assumed).step_s
+
+
+def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
+    """Return the calibration with its shares fitted to a real run.
+
+    They hold for as many ranks as the run had, and for more, until a run of more is fitted.
+    """
+    known = rates(calibration, run.hardware)
+    sharded = run.candidate.strategy == "fsdp"
+    fitted = _fit_sharded(run, known) if sharded else fit(run, known)
+    by_ranks = {
+        number: one
+        if number < run.candidate.layout.ranks
+        else dataclasses.replace(
+            one,
+            compute=fitted.compute,
+            memory=fitted.memory,
+            sharded_communication=fitted.sharded_communication,
+        )
+        for number, one in calibration.by_ranks.items()
+    }
+    words = ", ".join(filter(None, [calibration.fitted_to, run.words]))
+    return dataclasses.replace(calibration, by_ranks=by_ranks, fitted_to=words)
+
+
+def fit_here(
+    calibration: Calibration,
+    work: Work,
+    hardware: Hardware,
+    look: Callable[[Sequence[Request]], Sequence[object]],
+    *,
+    steps: int = 5,
+    say: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Return the calibration fitted to real steps of a few blocks of the model on this machine.
+
+    ``look`` traces. A model that cannot be traced leaves the calibration as it is.
+    """
+    on_cpu = hardware.card.kind == "cpu"
+    most = max(
+        (number for number in calibration.by_ranks if number <= (calibration.cores or 1)), default=1
+    )
+    for candidate in ways(most if on_cpu else 1):
+        asked = Request(
+            work=work, candidate=candidate, blocks=_BLOCKS, kernels="cpu" if on_cpu else "cuda"
+        )
+        (record,) = look([asked])
+        if not isinstance(record, Record):
+            break
+        ran = real_steps.run(
+            *(work, candidate),
+            ranks=candidate.layout.ranks,
+            device="cpu" if on_cpu else "gpu",
+            steps=steps,
+            blocks=_BLOCKS,
+            say=say,
+        )
+        slowest = (max(times) for times in zip(*(one.step_s for one in ran), strict=True))
+        model = work.model_name_or_path or work.build
+        so_many = dataclasses.replace(hardware, cards_per_machine=candidate.layout.ranks)
+        run = RealRun(
+            records=(dataclasses.replace(record, blocks=record.blocks_traced),),
+            candidate=candidate,
+            hardware=hardware_as_measured(calibration, so_many),
+            step_s=min(slowest),
+            words=f"{record.blocks_traced} blocks of {model} {in_words(candidate)}",
+        )
+        calibration = with_fit(calibration, run)
+    return calibration
+
+
+def ways(ranks: int) -> list[Candidate]:
+    """Return how the model is trained for a fit, up to so many ranks, in the order in which shares can be fitted."""
+    found = [Candidate(strategy="single", layout=Layout(copies=1, shards=1))]
+    if ranks > 1:
+        found.append(Candidate(strategy="ddp", layout=Layout(copies=ranks, shards=1)))
+        found.append(Candidate(strategy="fsdp", layout=Layout(copies=1, shards=ranks)))
+    return found
+
+
+def in_words(candidate: Candidate) -> str:
+    """Say how a model was trained."""
+    if candidate.strategy == "single":
+        return "in one process"
+    return f"by {candidate.strategy} on {candidate.layout.ranks} ranks"
