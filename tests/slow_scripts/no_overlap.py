@@ -7,5 +7,5 @@ if __name__ == "__main__":
     told = options()
     Training(
         ddp={"bucket_cap_mb": (told.value or 4) if told.mended else 1000},
-        prepare=SlowLink(0.15e9).use,
+        prepare=SlowLink(share_of_computing=0.6, batch=Training.batch).use,
     ).run(told.steps)

@@ -42,6 +42,7 @@ class TriedChanges:
             self._device = "cpu" if accelerator is None else accelerator.type
             torch.set_autocast_dtype(self._device, torch.bfloat16)
             self.set_autocast(True)
+            self._change_autocast()
             self._used.add("bf16")
 
     @property
@@ -102,6 +103,15 @@ class TriedChanges:
             usual(loader, **given)
 
         DataLoader.__init__ = begin  # type: ignore[method-assign, assignment]
+
+    def _change_autocast(self) -> None:
+        """Switch on what a script may switch off: many have a line with ``enabled=`` around their forward."""
+        usual = torch.autocast.__init__
+
+        def begin(context: Any, device_type: str, *words: Any, **named: Any) -> None:
+            usual(context, device_type, dtype=torch.bfloat16)
+
+        torch.autocast.__init__ = begin  # type: ignore[method-assign, assignment]
 
     def _change_ddp(self) -> None:
         usual = DistributedDataParallel.__init__
