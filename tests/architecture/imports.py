@@ -20,6 +20,7 @@ LEVELS = {
     "devices": 1,
     "checkpoints": 1,
     "known_errors": 1,
+    "pages": 1,
     "launch": 2,
     "monitor": 3,
     "verify": 3,

@@ -1,16 +1,12 @@
 """``muster exporter``: serves this machine's metrics, and those of the runs on it, to Prometheus."""
 
 import argparse
-import os
 import signal
-import ssl
-import stat
 import threading
-from pathlib import Path
 
-from torchmuster.cli import output, parsers
-from torchmuster.errors import ExitCode, Impossible
-from torchmuster.monitor.serving import Access
+from torchmuster.cli import output, parsers, serving_flags
+from torchmuster.errors import ExitCode
+from torchmuster.monitor.serving import Access, Served
 
 _PORT = 9477
 
@@ -27,24 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parsers.add_runs_flag(parser)
-    parser.add_argument(
-        "--address", default="127.0.0.1", help="where to listen (127.0.0.1: this machine only)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=_PORT, help=f"which port ({_PORT}; 0: a free one)"
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="who asks must know the word in this file, which only you may read",
-    )
-    parser.add_argument(
-        "--certificate",
-        type=Path,
-        metavar="FILE",
-        help="serve by TLS: a certificate and its key (PEM, in one file)",
-    )
+    serving_flags.add_serving_flags(parser, port=_PORT)
     parser.add_argument("--once", action="store_true", help="print the metrics once, and end")
     parser.set_defaults(run=_run)
 
@@ -63,11 +42,12 @@ def _run(options: argparse.Namespace) -> int:
     access = Access(
         address=options.address,
         port=options.port,
-        token=_token(options.token_file),
-        tls=_tls(options.certificate),
+        token=serving_flags.token_from(options.token_file),
+        tls=serving_flags.tls_from(options.certificate),
     )
     ended = threading.Event()
-    with serving(access, lambda accept: exposition(collector.samples(), accept)) as port:
+    metrics = Served(answer=lambda accept: exposition(collector.samples(), accept))
+    with serving(access, {"/metrics": metrics}) as port:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         scheme = "http" if access.tls is None else "https"
@@ -76,45 +56,3 @@ def _run(options: argparse.Namespace) -> int:
         )
         ended.wait()
     return ExitCode.GOOD
-
-
-def _token(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        with path.open(encoding="utf-8") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
-            token = stream.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Impossible(
-            f"the token cannot be read from {path}",
-            why=str(error),
-            fix=f"(umask 077; openssl rand -hex 32 > {path})",
-        ) from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise Impossible(
-            f"the token in {path} is no secret: others on this machine may read it",
-            fix=f"chmod 600 {path}",
-        )
-    if len(token) < 16:
-        raise Impossible(
-            f"the token in {path} is too short to keep anybody out",
-            why=f"it has {len(token)} characters, and 16 are the least",
-            fix=f"(umask 077; openssl rand -hex 32 > {path})",
-        )
-    return token
-
-
-def _tls(path: Path | None) -> ssl.SSLContext | None:
-    if path is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(path)
-    except (OSError, ssl.SSLError) as error:
-        raise Impossible(
-            f"the certificate cannot be read from {path}",
-            why=str(error),
-            fix="give a PEM file that has the certificate and its private key, without a password",
-        ) from error
-    return context

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.launching import stay
+from torchmuster.cli.reporting import with_report
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
 from torchmuster.launch.channel import Transport
@@ -78,7 +79,8 @@ def _run(options: argparse.Namespace) -> int:
         stream=sys.stdout,
     )
     spec = job_flags.with_nodes(spec, options.nnodes)
-    return stay(spec, transport, create(options.runs, spec.name))
+    run = create(options.runs, spec.name)
+    return with_report(run, lambda: stay(spec, transport, run))
 
 
 def transport_for_guests(

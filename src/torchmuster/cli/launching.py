@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmuster.cli import job_flags, output, slurm_run
+from torchmuster.cli.reporting import with_report
 from torchmuster.errors import Impossible
 from torchmuster.launch.channel import Transport
 from torchmuster.launch.spec import JobSpec
@@ -54,8 +55,12 @@ def start(
     if options.detach:
         from torchmuster.cli import detaching
 
-        return detaching.detach(run, lambda: _stay_guarded(spec, transport, run))
-    return _stay_guarded(spec, transport, run)
+        return detaching.detach(run, lambda: _stay_to_the_end(spec, transport, run))
+    return _stay_to_the_end(spec, transport, run)
+
+
+def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+    return with_report(run, lambda: _stay_guarded(spec, transport, run))
 
 
 def _stay_guarded(spec: JobSpec, transport: Transport, run: RunFolder) -> int:

@@ -198,12 +198,17 @@ def note(run: RunFolder, event: str, **facts: object) -> None:
 
 def events(run: RunFolder) -> list[Event]:
     """Return what happened to a run, in its order; a line that is not understood is passed over."""
-    found = []
-    for line in read_lines(run.path / EVENTS):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            at_unix_s, name = unix_s(line.pop("at_unix_s")), str(line.pop("event"))
-            found.append(Event(at_unix_s=at_unix_s, name=name, facts=line))
-    return found
+    return [event for line in read_lines(run.path / EVENTS) if (event := event_of(line))]
+
+
+def event_of(line: dict[str, Any]) -> Event | None:
+    """Return the event that was written as this line; None if it was not one."""
+    try:
+        at_unix_s, name = unix_s(line["at_unix_s"]), str(line["event"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    facts = {key: value for key, value in line.items() if key not in ("at_unix_s", "event")}
+    return Event(at_unix_s=at_unix_s, name=name, facts=facts)
 
 
 class Diary:
@@ -249,7 +254,7 @@ def read_state(run: RunFolder) -> State | None:
     job = read_job(run)
     if not state.active or job is None or job.launcher.process() is not None:
         return state
-    since_unix_s, headline = state.since_unix_s, "the launcher was killed"
+    since_unix_s, headline = _heard_unix_s(run, state), "the launcher was killed"
     if not job.launcher.is_of_this_machine:
         silent_s = silent_for_s(run.state)
         if silent_s < SILENT_AFTER_S:
@@ -265,6 +270,14 @@ def read_state(run: RunFolder) -> State | None:
         started_unix_s=state.started_unix_s,
         headline=headline,
     )
+
+
+def _heard_unix_s(run: RunFolder, state: State) -> float:
+    """Return when a launcher that is gone gave its last sign of life."""
+    try:
+        return max(state.since_unix_s, run.state.stat().st_mtime)
+    except OSError:
+        return state.since_unix_s
 
 
 def _state(content: dict[str, Any]) -> State | None:

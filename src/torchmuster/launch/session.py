@@ -33,6 +33,7 @@ _PREPARED_WITHIN_S = 60.0
 # What an ending machine may take beyond its grace, before it is given up.
 _END_WITHIN_S = 8.0
 _MACHINES_SHOWN = 16
+_DEVICES_NOTED = 16  # of each of them
 
 
 class Voice(Protocol):
@@ -273,7 +274,12 @@ class Session:
             spread = [f"on {len(spread):,} machines"]
         count = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
         self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
-        facts = {"attempt": attempt, "ranks": world_size, "hosts": spread}
+        devices = {
+            node.name: list(node.prepared.devices)[:_DEVICES_NOTED]
+            for node in nodes[:_MACHINES_SHOWN]
+            if node.prepared is not None
+        }
+        facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
         await asyncio.to_thread(ledger.note, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:

@@ -131,6 +131,11 @@ def shown(moments: Sequence[Moment]) -> list[str]:
     return lines
 
 
+def words_of(event: ledger.Event) -> str:
+    """Say what happened, a restart too; "" for what only leads to something else."""
+    return _restart_words(event) if event.name == ledger.RESTART else _event_words(event)
+
+
 def _event_words(event: ledger.Event) -> str:
     """Say what happened; "" for what only leads to something else."""
     facts = event.facts

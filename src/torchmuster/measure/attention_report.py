@@ -7,10 +7,10 @@ from torchmuster.finding import Finding, Status
 from torchmuster.measure.attention import AttentionAnswer, AttentionRequest, Measured
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.record import BenchRecord, Json, Series
-from torchmuster.measure.report.charts import Axis, Curve, lines
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.measure.statistics import estimate
+from torchmuster.pages.charts import Axis, Curve, lines
+from torchmuster.pages.figures import amount
 from torchmuster.units import format_bytes
 
 # Of kinds that are nearly as fast, or may be, the one that needs nothing set is taken.

@@ -10,10 +10,10 @@ from torchmuster.measure.bus_bandwidth import OPERATIONS
 from torchmuster.measure.collectives import Asked, Measured, series_of
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.record import BenchRecord
-from torchmuster.measure.report.charts import Axis, Curve, lines
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.measure.statistics import estimate
+from torchmuster.pages.charts import Axis, Curve, lines
+from torchmuster.pages.figures import amount
 from torchmuster.units import format_bytes
 
 BENCH = "collectives"

@@ -10,9 +10,9 @@ from torchmuster.measure import loader_choice
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.loader import LoaderAnswer, Read
 from torchmuster.measure.record import BenchRecord, Json, Series
-from torchmuster.measure.report.charts import Bar, bars
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
+from torchmuster.pages.charts import Bar, bars
+from torchmuster.pages.figures import amount
 from torchmuster.units import format_bytes
 
 _UNKNOWN = "-"

@@ -16,9 +16,9 @@ from torchmuster.measure.matmul_rates import (
     types_of,
 )
 from torchmuster.measure.record import BenchRecord, Json, Series
-from torchmuster.measure.report.charts import Axis, Bar, Curve, bars, lines
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
+from torchmuster.pages.charts import Axis, Bar, Curve, bars, lines
+from torchmuster.pages.figures import amount
 from torchmuster.plan.hardware.model import Card
 
 _NOISY = 0.05

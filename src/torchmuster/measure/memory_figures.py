@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torchmuster.measure.memory_stages import MemoryAnswer, StageTaken
 from torchmuster.measure.recomputing import Way
 from torchmuster.measure.record import Series
-from torchmuster.measure.report.charts import Axis, Curve, Stack, lines, stacked
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Table
 from torchmuster.measure.statistics import estimate
+from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked
+from torchmuster.pages.figures import amount
 from torchmuster.plan.job import Recompute
 from torchmuster.plan.proof.comparison import percent
 from torchmuster.units import format_bytes

@@ -7,8 +7,6 @@ from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.record import BenchRecord, Series
-from torchmuster.measure.report.charts import Axis, Curve, Stack, lines, stacked
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.measure.scaling import MODES, Mode, OnRanks, Study
 from torchmuster.measure.scaling_forecast import Checked, Forecast, checked_forecasts, forecast
@@ -22,6 +20,8 @@ from torchmuster.measure.scaling_losses import (
     Scaled,
     scaled,
 )
+from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked
+from torchmuster.pages.figures import amount
 
 BENCH = "scaling"
 _GOOD_FORECAST = 0.15

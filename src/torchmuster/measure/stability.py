@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.finding import Finding, Status
-from torchmuster.measure.report.charts import Axis, Curve, lines
 from torchmuster.measure.report.report import Picture, Table
+from torchmuster.pages.charts import Axis, Curve, lines
 
 Case = Literal["large losses", "large activations"]
 CASES: tuple[Case, ...] = ("large losses", "large activations")

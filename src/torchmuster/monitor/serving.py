@@ -1,4 +1,4 @@
-"""The exporter's server: it answers one question, and only those who may ask.
+"""The server of metrics and pages: it answers a few questions, and only those who may ask.
 
 On loopback everybody on this machine may. Elsewhere a token and TLS are demanded. A browser that another site's
 page sends here is refused everywhere: by the name that it asks for, and by where it comes from.
@@ -8,7 +8,7 @@ import hmac
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -23,13 +23,23 @@ from torchmuster.errors import Impossible
 Answer = Callable[[str], tuple[bytes, str]]
 _AT_ONCE = 8  # who comes when so many are being served waits for the system's queue
 _PATIENCE_S = 10.0  # with a client that sends or takes nothing
-_QUESTION = "/metrics"
+_SAME_SITE = ("", "none", "same-origin")  # "": no browser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is given at one path; ``answer`` is told what the client accepts."""
+
+    answer: Answer
+    needs_token: bool = True  # not where it holds nothing of any run
+    policy: str = "default-src 'none'"  # what a browser may do with it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
     """Where the server listens, and what it demands of those who ask."""
 
+    what: str = "metrics"  # is served, in a word
     address: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
@@ -54,29 +64,28 @@ def check(access: Access) -> None:
         if there is None
     ]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise Impossible(
-            f"metrics are not served on {access.address}: {' and '.join(missing)} is missing"
-            if len(missing) == 1
-            else f"metrics are not served on {access.address}: {' and '.join(missing)} are missing",
+            f"{access.what} are not served on {access.address}: {' and '.join(missing)} {verb} missing",
             why="whoever reaches that address could read them, and others could read along",
             fix="give --token-file FILE and --certificate FILE (with its key), or serve on 127.0.0.1 and "
-            "let Prometheus come by ssh or a proxy of yours",
+            "come by ssh or a proxy of yours",
         )
 
 
 @contextmanager
-def serving(access: Access, answer: Answer) -> Iterator[int]:
-    """Serve in threads of its own for as long as this lasts; gives the port."""
+def serving(access: Access, served: Mapping[str, Served]) -> Iterator[int]:
+    """Serve these paths in threads of its own for as long as this lasts; gives the port."""
     check(access)
     try:
-        server = _Server((access.address, access.port), access, answer)
+        server = _Server((access.address, access.port), access, served)
     except OSError as error:
         raise Impossible(
-            f"metrics cannot be served on {access.address}:{access.port}",
+            f"{access.what} cannot be served on {access.address}:{access.port}",
             why=error.strerror or str(error),
             fix="choose another port: --port 0 takes a free one and says which",
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="exporter", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()
     try:
         yield int(server.server_address[1])
@@ -91,9 +100,11 @@ class _Server(ThreadingMixIn, HTTPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, where: tuple[str, int], access: Access, answer: Answer) -> None:
+    def __init__(
+        self, where: tuple[str, int], access: Access, served: Mapping[str, Served]
+    ) -> None:
         self.access = access
-        self.answer = answer
+        self.served = served
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         if ":" in where[0]:
             self.address_family = socket.AF_INET6
@@ -137,37 +148,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say why not."""
-        refused = self._refused()
-        if refused is not None:
-            self._send(refused, refused.phrase.encode(), "text/plain; charset=utf-8")
+        served = self.server.served.get(urlsplit(self.path).path)
+        refused = self._refused(served)
+        if refused is not None or served is None:
+            self._refuse(refused or HTTPStatus.NOT_FOUND)
             return
         try:
-            body, content_type = self.server.answer(self.headers.get("Accept", ""))
+            body, content_type = served.answer(self.headers.get("Accept", ""))
         except Exception:  # a run must not suffer from it, and a stranger must not read why
-            error = HTTPStatus.INTERNAL_SERVER_ERROR
-            self._send(error, error.phrase.encode(), "text/plain; charset=utf-8")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
-        self._send(HTTPStatus.OK, body, content_type)
+        self._send(HTTPStatus.OK, body, content_type, served.policy)
 
-    def _refused(self) -> HTTPStatus | None:
+    def _refused(self, served: Served | None) -> HTTPStatus | None:
         access = self.server.access
         if not _is_meant(self.headers.get("Host", ""), access):
             return HTTPStatus.MISDIRECTED_REQUEST
-        if self.headers.get("Origin") or self.headers.get("Sec-Fetch-Site") == "cross-site":
-            return HTTPStatus.FORBIDDEN  # no page reads metrics
-        if access.token is not None:
+        if self.headers.get("Origin") or self.headers.get("Sec-Fetch-Site", "") not in _SAME_SITE:
+            return HTTPStatus.FORBIDDEN  # no page reads this but our own
+        if access.token is not None and (served is None or served.needs_token):
             given = self.headers.get("Authorization", "").encode("utf-8", errors="replace")
             if not hmac.compare_digest(given, f"Bearer {access.token}".encode()):
                 return HTTPStatus.UNAUTHORIZED
-        if urlsplit(self.path).path != _QUESTION:
-            return HTTPStatus.NOT_FOUND
         return None
 
-    def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+    def _refuse(self, status: HTTPStatus) -> None:
+        self._send(
+            status, status.phrase.encode(), "text/plain; charset=utf-8", "default-src 'none'"
+        )
+
+    def _send(self, status: HTTPStatus, body: bytes, content_type: str, policy: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in (
+            ("Content-Type", content_type),
+            ("Content-Length", str(len(body))),
+            ("Content-Security-Policy", f"{policy}; frame-ancestors 'none'"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

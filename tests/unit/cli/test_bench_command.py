@@ -18,8 +18,8 @@ from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.measure import record
-from torchmuster.measure.report.charts import Bar, bars
 from torchmuster.measure.report.report import Picture, Report, Table
+from torchmuster.pages.charts import Bar, bars
 
 EVIL = "<script>alert(1)</script>"
 

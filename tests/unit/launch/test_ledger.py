@@ -111,6 +111,10 @@ def test_a_run_whose_launcher_was_killed_has_died(
     state = ledger.read_state(run)
     assert state is not None
     assert (state.phase, state.active, state.headline) == ("died", False, "the launcher was killed")
+    os.utime(run.state, (state.since_unix_s + 90, state.since_unix_s + 90))  # its last sign of life
+    later = ledger.read_state(run)
+    assert later is not None
+    assert later.since_unix_s == pytest.approx(state.since_unix_s + 90, abs=1)
 
 
 def test_a_later_process_with_the_same_number_is_not_the_launcher(

@@ -3,36 +3,17 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, Ecc, Kind, Node
 from torchmuster.launch import ledger, node_ranks
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
 from torchmuster.runfolder import RunFolder, create, write_atomically
-
-NOW = 2_000_000_000.0
-LINE: dict[str, Any] = {
-    "step": 10,
-    "epoch": 0,
-    "loss": 2.5,
-    "learning_rate": 1e-4,
-    "gradient_norm": None,
-    "samples_per_s": 640.0,
-    "tokens_per_s": None,
-    "step_s": 2.0,
-    "data_share": 0.1,
-    "compute_share": 0.6,
-    "communication_share": 0.2,
-    "checkpoint_share": 0.1,
-    "evaluation_share": 0.0,
-    "skipped_steps": 1,
-    "memory_peak_bytes": 1000,
-}
 
 
 def _node() -> Node:

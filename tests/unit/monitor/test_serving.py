@@ -11,7 +11,7 @@ import pytest
 from torchmuster.errors import Impossible
 from torchmuster.launch.join import certificate
 from torchmuster.monitor import serving
-from torchmuster.monitor.serving import Access
+from torchmuster.monitor.serving import Access, Served
 
 TOKEN = "a-long-enough-token"
 
@@ -20,9 +20,12 @@ def _answer(accept: str) -> tuple[bytes, str]:
     return b"muster_run_ranks 2\n", "text/plain"
 
 
+SERVED = {"/metrics": Served(answer=_answer)}
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
-    with serving.serving(Access(), _answer) as port:
+    with serving.serving(Access(), SERVED) as port:
         yield port
 
 
@@ -63,7 +66,7 @@ def test_nothing_can_be_changed(port: int, method: str) -> None:
 
 
 def test_without_the_token_nothing_is_said() -> None:
-    with serving.serving(Access(token=TOKEN), _answer) as port:
+    with serving.serving(Access(token=TOKEN), SERVED) as port:
         assert _ask(port)[0] == 401
         assert _ask(port, Authorization="Bearer wrong")[0] == 401
         assert _ask(port, Authorization="Bearer \u00e4")[0] == 401
@@ -95,7 +98,7 @@ def test_an_answer_that_fails_says_nothing_of_why() -> None:
     def fail(accept: str) -> tuple[bytes, str]:
         raise RuntimeError("a secret path")
 
-    with serving.serving(Access(), fail) as port:
+    with serving.serving(Access(), {"/metrics": Served(answer=fail)}) as port:
         assert _ask(port) == (500, "Internal Server Error")
 
 
@@ -116,7 +119,7 @@ def test_nobody_else_is_served_without_protection(access: Access, missing: str) 
 def test_with_both_others_are_served() -> None:
     made = certificate.make()
     access = Access(address="0.0.0.0", token=TOKEN, tls=made.context)
-    with serving.serving(access, _answer) as port:
+    with serving.serving(access, SERVED) as port:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
@@ -132,22 +135,22 @@ def test_with_both_others_are_served() -> None:
 def test_a_port_that_is_taken_is_named(port: int) -> None:
     with (
         pytest.raises(Impossible, match=f"cannot be served on 127.0.0.1:{port}"),
-        serving.serving(Access(port=port), _answer),
+        serving.serving(Access(port=port), SERVED),
     ):
         pass
 
 
 def test_a_token_that_others_may_read_is_none(tmp_path: Path) -> None:
-    from torchmuster.cli import exporter
+    from torchmuster.cli import serving_flags
 
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(0o644)
     with pytest.raises(Impossible) as caught:
-        exporter._token(path)
+        serving_flags.token_from(path)
     assert caught.value.fix == f"chmod 600 {path}"
     path.chmod(0o600)
-    assert exporter._token(path) == TOKEN
+    assert serving_flags.token_from(path) == TOKEN
     path.write_text("short")
     with pytest.raises(Impossible, match="too short"):
-        exporter._token(path)
+        serving_flags.token_from(path)

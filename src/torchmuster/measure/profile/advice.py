@@ -21,7 +21,7 @@ from torchmuster.measure.profile.causes_of_waiting import (
 )
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.shares import WORDS
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.figures import amount
 
 # A change of what is trained has to promise more than one that only makes the same training faster.
 _WEIGHT_OF_ANOTHER_TRAINING = 0.4

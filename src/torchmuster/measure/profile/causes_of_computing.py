@@ -12,7 +12,7 @@ from torchmuster.measure.profile.trials_wanted import (
     in_full_precision,
 )
 from torchmuster.measure.profile.usual_steps import mean_s, transfer_s
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.figures import amount
 
 _ANOTHER_PRECISION_FROM = 1.15
 _ANOTHER_BATCH_FROM = 1.5

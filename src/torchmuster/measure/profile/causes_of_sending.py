@@ -8,7 +8,7 @@ from torchmuster.measure.profile.cause import WORTH_FROM, Cause, confirmed, trie
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.trials_wanted import overlap_wanted
 from torchmuster.measure.profile.usual_steps import mean_s, transfer_s
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.figures import amount
 from torchmuster.units import format_bytes
 
 

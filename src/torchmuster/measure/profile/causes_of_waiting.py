@@ -17,7 +17,7 @@ from torchmuster.measure.profile.cause import (
 )
 from torchmuster.measure.profile.changes import Change, Trial
 from torchmuster.measure.profile.usual_steps import mean_s
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.figures import amount
 
 _READ_EVERY = 100
 _SAVING_AT_MOST = 0.01

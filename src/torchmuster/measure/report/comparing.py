@@ -12,10 +12,11 @@ from torchmuster.measure.comparison import CONFIDENCE, FLOOR, Change, Comparison
 from torchmuster.measure.environment import Environment, differences, disturbance
 from torchmuster.measure.kept_records import take_turns
 from torchmuster.measure.record import BenchRecord
-from torchmuster.measure.report.charts import Bar, bars
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages import frame
+from torchmuster.pages.charts import Bar, bars
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, table
 from torchmuster.redaction import harmless
-from torchmuster.verify.report.page import article, head, table
 from torchmuster.verify.report.terminal import columns
 
 _ORDER = ("worse", "better", "unknown", "within noise")
@@ -248,7 +249,7 @@ def page(compared: Compared) -> str:
         picture = bars("change, with its interval", "%", drawn)
         parts.append(f"<figure>{picture}</figure>")
     parts.append(table(_HEAD, _rows(compared)))
-    return head("muster bench compare") + "\n".join(parts) + "\n</body>\n</html>\n"
+    return frame.page("muster bench compare", parts)
 
 
 def as_json(compared: Compared) -> dict[str, object]:

@@ -5,11 +5,12 @@ from html import escape
 from torchmuster.finding import Status, worst_first
 from torchmuster.measure.environment import Environment
 from torchmuster.measure.record import BenchRecord, Series
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.report import Report, Table
 from torchmuster.measure.statistics import estimate
+from torchmuster.pages import frame
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, folded, table
 from torchmuster.units import format_bytes, format_seconds
-from torchmuster.verify.report.page import article, head, table
 from torchmuster.verify.report.terminal import or_unknown
 
 
@@ -34,11 +35,11 @@ def page(report: Report) -> str:
         ),
         *map(_table, report.tables),
         *map(article, notes),
-        _folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
-        _folded("measured on", _environment(record.environment)),
-        _folded("settings", _settings(record)),
+        folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
+        folded("measured on", _environment(record.environment)),
+        folded("settings", _settings(record)),
     ]
-    return head(f"muster bench {report.bench}") + "\n".join(parts) + "\n</body>\n</html>\n"
+    return frame.page(f"muster bench {report.bench}", parts)
 
 
 def _verdict(report: Report) -> str:
@@ -57,14 +58,7 @@ def _choices(report: Report) -> list[str]:
 
 def _table(one: Table) -> str:
     note = f"<p>{escape(one.note)}</p>" if one.note else ""
-    return (
-        f"<details open><summary>{escape(one.title)}</summary>{table(one.head, one.rows)}"
-        f"{note}</details>"
-    )
-
-
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+    return folded(one.title, table(one.head, one.rows) + note, opened=True)
 
 
 _TITLES = ("what", "median", "95 % interval", "noise", "samples")

@@ -7,7 +7,6 @@ from torchmuster.measure.profile.advice import Advice, nothing_to_mend
 from torchmuster.measure.profile.analysis import Analysis, RankAnalysis
 from torchmuster.measure.profile.changes import Trial
 from torchmuster.measure.profile.shares import WORDS
-from torchmuster.measure.report.figures import amount
 from torchmuster.measure.report.profile_pictures import (
     memory_picture,
     shares_picture,
@@ -20,7 +19,9 @@ from torchmuster.measure.report.profile_terminal import (
     seen_shares,
     smallness_in_words,
 )
-from torchmuster.verify.report.page import article, head, table
+from torchmuster.pages import frame
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, folded, table
 
 _MOST_ROWS = 1000
 
@@ -40,16 +41,16 @@ def page(analysis: Analysis, advice: Sequence[Advice], proof: Trial | None) -> s
     parts += [article(one) for one in told]
     pictures = (shares_picture(analysis), step_picture(analysis), memory_picture(analysis))
     parts += [f"<figure>{one}</figure>" for one in pictures if one]
-    parts.append(_folded("where a step goes, by rank", _shares(analysis), opened=True))
+    parts.append(folded("where a step goes, by rank", _shares(analysis), opened=True))
     for one in analysis.ranks:
         if one.trace is not None and one.trace.operations.top:
             body = f"<p>{escape(smallness_in_words(one))}</p>{_operations(one)}"
             title = f"operations of rank {one.facts.rank}"
-            parts.append(_folded(title, body, opened=one is analysis.ranks[0]))
+            parts.append(folded(title, body, opened=one is analysis.ranks[0]))
     notes = "".join(f"<li>{escape(one)}</li>" for one in remarks(analysis))
     if notes:
-        parts.append(_folded("how the figures came about", f"<ul>{notes}</ul>", opened=True))
-    return head("muster profile") + "\n".join(parts) + "\n</body>\n</html>\n"
+        parts.append(folded("how the figures came about", f"<ul>{notes}</ul>", opened=True))
+    return frame.page("muster profile", parts)
 
 
 def _shares(analysis: Analysis) -> str:
@@ -76,7 +77,3 @@ def _operations(one: RankAnalysis) -> str:
         (amount(top.self_s, "s"), f"{top.calls:,.1f}", top.name) for top in one.trace.operations.top
     )
     return table(("its own time in a step", "calls", "operation"), rows)
-
-
-def _folded(title: str, body: str, *, opened: bool) -> str:
-    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"

@@ -6,8 +6,8 @@ from html import escape
 from torchmuster.measure.profile.analysis import Analysis, RankAnalysis
 from torchmuster.measure.profile.shares import WORDS
 from torchmuster.measure.profile.step_picture import Piece
-from torchmuster.measure.report.charts import Axis, Curve, Stack, lines, stacked, svg
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked, svg
+from torchmuster.pages.figures import amount
 
 _MOST_BARS = 64
 _MOST_TIMELINES = 16

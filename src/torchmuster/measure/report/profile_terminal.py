@@ -9,7 +9,7 @@ from torchmuster.measure.profile.advice import Advice, nothing_to_mend
 from torchmuster.measure.profile.analysis import Analysis, RankAnalysis
 from torchmuster.measure.profile.changes import Trial
 from torchmuster.measure.profile.shares import WORDS
-from torchmuster.measure.report.figures import amount
+from torchmuster.pages.figures import amount
 from torchmuster.redaction import harmless
 from torchmuster.verify.report.terminal import columns
 

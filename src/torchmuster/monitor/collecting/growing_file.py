@@ -18,6 +18,7 @@ class GrowingFile:
         self._file: tuple[int, int] | None = None  # which file it was, and how far it was read
         self._read_bytes = 0
         self.changed_unix_s: float | None = None
+        self.is_behind = False  # whether the last look left something for the next one
 
     def new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file begins anew, so that earlier lines do not count, and the new lines."""
@@ -37,6 +38,7 @@ class GrowingFile:
         if not whole and len(data) == _AT_A_TIME_BYTES:
             whole = len(data)  # a line of this length is none of ours
         self._read_bytes += whole
+        self.is_behind = len(data) == _AT_A_TIME_BYTES
         return anew, list(_objects(data[:whole]))
 
 

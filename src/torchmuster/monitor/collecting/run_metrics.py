@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from torchmuster.checkpoints.store import MARKER, step_of
@@ -25,7 +25,9 @@ _OF_THE_LAST_LINE = {
     "mfu": catalogue.MFU,
     "memory_peak_bytes": catalogue.MEMORY_PEAK,
 }
-_PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
+PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
+# Told of the new lines about steps, and whether those before them do not count any more.
+StepLines = Callable[[bool, Sequence[dict[str, Any]]], None]
 # An evaluation may give as many numbers as it likes; so many become series.
 _MOST_EVALUATED = 16
 
@@ -33,15 +35,28 @@ _MOST_EVALUATED = 16
 class RunMetrics:
     """Follows one run's folder."""
 
-    def __init__(self, run: RunFolder, job: str) -> None:
+    def __init__(
+        self, run: RunFolder, job: str, *, on_steps: StepLines = lambda anew, lines: None
+    ) -> None:
         self._run = run
         self._labels = (job, run.id)
+        self._on_steps = on_steps
         self._steps = GrowingFile(run.metrics / "steps.jsonl")
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
         self._events = GrowingFile(run.path / ledger.EVENTS)
         self._forget_steps()
         self._last_evaluation: dict[str, Any] = {}
         self._restarts = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are lines about steps that the last look did not come to."""
+        return self._steps.is_behind
+
+    @property
+    def changed_unix_s(self) -> float | None:
+        """When the last line about steps was written, as far as was seen."""
+        return self._steps.changed_unix_s
 
     def _forget_steps(self) -> None:
         self._last: dict[str, Any] = {}
@@ -50,7 +65,7 @@ class RunMetrics:
 
     def samples(self, now_unix_s: float) -> Iterator[Sample]:
         """Yield what the run is like now; nothing of what it does not have yet."""
-        self._catch_up()
+        self.catch_up()
         state = ledger.read_state(self._run)
         if state is None:
             return
@@ -65,12 +80,14 @@ class RunMetrics:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Read what is new in the folder, as much as one look reads at most."""
         anew, lines = self._steps.new_lines()
         if anew:
             self._forget_steps()
         for line in lines:
             self._add(line)
+        self._on_steps(anew, lines)
         _, evaluations = self._evaluations.new_lines()
         if evaluations:
             last = evaluations[-1]
@@ -101,7 +118,7 @@ class RunMetrics:
         for field, metric in _OF_THE_LAST_LINE.items():
             if _is_number(value := last.get(field)):
                 yield self._sample(metric, value)
-        for part in _PARTS:
+        for part in PARTS:
             if _is_number(share := last.get(f"{part}_share")):
                 yield self._sample(catalogue.TIME_SHARE, share, part)
         if self._steps.changed_unix_s is not None:

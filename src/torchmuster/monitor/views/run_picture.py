@@ -1,21 +1,26 @@
 """A run as it is now: what a view of it shows, apart from how it shows it."""
 
-import math
-from collections.abc import Mapping, Sequence
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchmuster.launch import ledger, node_ranks
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.monitor.alerts.watching import News, Watching
-from torchmuster.monitor.catalogue import TIME_SHARE
+from torchmuster.monitor.catalogue import EVALUATION, TIME_SHARE
 from torchmuster.monitor.collecting import rank_metrics
 from torchmuster.monitor.collecting.growing_file import GrowingFile
-from torchmuster.monitor.collecting.run_metrics import RunMetrics
+from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
+from torchmuster.monitor.views.long_curve import LongCurve
 from torchmuster.runfolder import RunFolder, name_of
 
-# A curve has a few hundred places at most; what is older is kept more and more coarsely.
-_MOST_POINTS = 4096
+# What a curve is drawn of: fields of the lines about steps.
+CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
+_MOST_EVENTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +32,16 @@ class RunPicture:
     phase: str
     headline: str
     lasts_s: float
+    until_unix_s: float  # what it shows is of then: now, or the run's end
+    heard_s: float | None  # how long ago something was heard of it; None: never
     values: Mapping[Metric, float]  # of metrics that the run has one of
+    evaluation: Mapping[str, float]  # the last one
+    remark: str  # what the last line says of the time, if anything is worth a word
     shares: Mapping[str, float]
-    losses: Sequence[float]
-    speeds: Sequence[float]  # samples a second
+    spent_s: Mapping[str, float]  # in steps that count, by part of the time, since the start
+    curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Pulse]]  # with their hosts
+    events: Sequence[ledger.Event]  # the last of them
     alerts: Sequence[News]
     news: Sequence[News]  # since the last look
 
@@ -44,14 +54,36 @@ class RunPicture:
 class RunWatch:
     """Looks at one run, again and again."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(
+        self, run: RunFolder, *, on_line: Callable[[dict[str, Any]], None] = lambda line: None
+    ) -> None:
+        """Look at a run; ``on_line`` is told of each line about steps."""
         self._run = run
         self._job = name_of(run)
-        self._metrics = RunMetrics(run, self._job)
-        self._steps = GrowingFile(run.metrics / "steps.jsonl")
-        self._losses = Curve()
-        self._speeds = Curve()
+        self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
+        self._on_line = on_line
+        self._forget()
+        self._events_file = GrowingFile(run.path / ledger.EVENTS)
+        self._events: deque[ledger.Event] = deque(maxlen=_MOST_EVENTS)
         self._watching = Watching()
+
+    def _forget(self) -> None:
+        self._curves = {name: LongCurve() for name in CURVES}
+        self._spent_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._last_step = 0
+        self._remark = ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there was too much to be read in one look."""
+        return self._metrics.is_behind
+
+    def catch_up(self, within_s: float) -> None:
+        """Read all that there is before the first look, or as much as can be read within this time."""
+        give_up_s = time.monotonic() + within_s
+        self._metrics.catch_up()
+        while self.is_behind and time.monotonic() < give_up_s:
+            self._metrics.catch_up()
 
     def look(self, now_unix_s: float) -> RunPicture:
         """Return what the run is like now."""
@@ -59,62 +91,71 @@ class RunWatch:
         samples = list(self._metrics.samples(now_unix_s))
         samples += rank_metrics.samples(self._run, self._job, now_unix_s)
         news = self._watching.look(samples, now_unix_s)
-        self._catch_up()
+        self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
+        nodes = node_ranks.read(self._run, now_unix_s)
+        heard = self._heard_unix_s(nodes)
         return RunPicture(
             id=self._run.id,
             job=self._job,
             phase=state.phase if state else "submitted",
             headline=state.headline if state else "",
             lasts_s=max(0.0, until - state.started_unix_s) if state else 0.0,
+            until_unix_s=until,
+            heard_s=None if heard is None else max(0.0, now_unix_s - heard),
             values=_of_the_run(samples),
+            evaluation={one.labels[-1]: one.value for one in samples if one.metric is EVALUATION},
+            remark=self._remark,
             shares={one.labels[-1]: one.value for one in samples if one.metric is TIME_SHARE},
-            losses=self._losses.values,
-            speeds=self._speeds.values,
+            spent_s=dict(self._spent_s),
+            curves=self._curves,
             ranks=sorted(
-                (
-                    (node.host, pulse)
-                    for node in node_ranks.read(self._run, now_unix_s)
-                    for pulse in node.ranks
-                ),
+                ((node.host, pulse) for node in nodes for pulse in node.ranks),
                 key=lambda one: one[1].rank,
             ),
+            events=tuple(self._events),
             alerts=self._watching.raised,
             news=news,
         )
 
-    def _catch_up(self) -> None:
-        anew, lines = self._steps.new_lines()
+    def _take_in(self, anew: bool, lines: Sequence[dict[str, Any]]) -> None:
         if anew:
-            self._losses, self._speeds = Curve(), Curve()
+            self._forget()
         for line in lines:
-            self._losses.add(line.get("loss"))
-            self._speeds.add(line.get("samples_per_s"))
+            step = line.get("step")
+            if not isinstance(step, int):
+                continue
+            for name, curve in self._curves.items():
+                curve.add(step, line.get(name))
+            self._count_time(line, step)
+            self._remark = str(line.get("verdict") or "")
+            self._on_line(line)
+
+    def _count_time(self, line: dict[str, Any], step: int) -> None:
+        step_s = line.get("step_s")
+        took_s = max(0, step - self._last_step) * _number(step_s)
+        for part in PARTS:
+            self._spent_s[part] += took_s * _number(line.get(f"{part}_share"))
+        self._last_step = step
+
+    def _follow_events(self) -> None:
+        anew, lines = self._events_file.new_lines()
+        if anew:
+            self._events.clear()
+        self._events.extend(event for line in lines if (event := ledger.event_of(line)))
+
+    def _heard_unix_s(self, nodes: Sequence[node_ranks.NodeRanks]) -> float | None:
+        """Return when the launcher, the first rank or a machine last wrote something."""
+        heard = [node.at_unix_s for node in nodes]
+        if self._metrics.changed_unix_s is not None:
+            heard.append(self._metrics.changed_unix_s)
+        with contextlib.suppress(OSError):
+            heard.append(self._run.state.stat().st_mtime)
+        return max(heard, default=None)
 
 
-class Curve:
-    """Values one after the other; where they become too many, neighbours become their mean."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self._each = 1  # so many values are one of the curve
-        self._waiting: list[float] = []
-
-    def add(self, value: object) -> None:
-        """Add a value; what is no number is a gap."""
-        self._waiting.append(float(value) if isinstance(value, int | float) else math.nan)
-        if len(self._waiting) < self._each:
-            return
-        self.values.append(_mean(self._waiting))
-        self._waiting.clear()
-        if len(self.values) >= _MOST_POINTS:
-            self.values = [_mean(self.values[at : at + 2]) for at in range(0, _MOST_POINTS, 2)]
-            self._each *= 2
-
-
-def _mean(values: Sequence[float]) -> float:
-    numbers = [one for one in values if math.isfinite(one)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _of_the_run(samples: Sequence[Sample]) -> dict[Metric, float]:

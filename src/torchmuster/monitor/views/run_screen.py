@@ -1,17 +1,16 @@
 """A run on a terminal: how far it is, its curves, where the time goes, its ranks, what is wrong."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.text import Text
 
-from torchmuster.launch.hangs.pulse import Pulse
-from torchmuster.monitor import catalogue
-from torchmuster.monitor.metric import Metric
 from torchmuster.monitor.views.curve import curve
+from torchmuster.monitor.views.key_figures import key_figures
+from torchmuster.monitor.views.odd_ranks import odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes, format_seconds
+from torchmuster.units import format_seconds
 
 _CURVE_LINES = 4
 _LABEL = 12
@@ -48,11 +47,7 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     yield title
     if picture.headline:
         yield Text(harmless(picture.headline.partition("\n")[0]))
-    told = [
-        text
-        for metric, shown in _FIGURES
-        if (value := picture.values.get(metric)) is not None and (text := shown(value))
-    ]
+    told = [figure.line for figure in key_figures(picture.values)]
     line = ""
     for one in told:
         if line and len(line) + 2 + len(one) > width:
@@ -65,33 +60,9 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
         yield Text("no step yet", style="dim")
 
 
-_FIGURES: tuple[tuple[Metric, Callable[[float], str]], ...] = (
-    (catalogue.STEPS, lambda value: f"step {value:,.0f}"),
-    (catalogue.EPOCH, lambda value: f"epoch {value:.0f}"),
-    (
-        catalogue.LOSS,
-        lambda value: "loss is not a number" if math.isnan(value) else f"loss {value:.4f}",
-    ),
-    (catalogue.LEARNING_RATE, lambda value: f"lr {value:.3g}"),
-    (catalogue.GRADIENT_NORM, lambda value: f"norm {value:.3g}"),
-    (catalogue.SAMPLES_RATE, lambda value: f"{value:,.1f} samples/s"),
-    (catalogue.TOKENS_RATE, lambda value: f"{value:,.0f} tokens/s"),
-    (catalogue.STEP_TIME, lambda value: f"{1000 * value:,.1f} ms/step"),
-    (catalogue.MFU, lambda value: f"MFU {value:.0%}"),
-    (catalogue.MEMORY_PEAK, lambda value: format_bytes(int(value))),
-    (catalogue.GOODPUT, lambda value: f"goodput {value:.0%}"),
-    (catalogue.SKIPPED_STEPS, lambda value: f"{value:.0f} skipped" if value else ""),
-    (catalogue.RUN_RESTARTS, lambda value: f"{value:.0f} restarts" if value else ""),
-    (catalogue.CHECKPOINT_AGE, lambda value: f"saved {format_seconds(value)} ago"),
-    (
-        catalogue.STEP_AGE,
-        lambda value: f"last line {format_seconds(value)} ago" if value > 10 else "",
-    ),
-)
-
-
 def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
-    for name, values in (("loss", picture.losses), ("samples/s", picture.speeds)):
+    for name, field in (("loss", "loss"), ("samples/s", "samples_per_s")):
+        values = picture.curves[field].values
         numbers = [one for one in values if math.isfinite(one)]
         if len(numbers) < 2:
             continue
@@ -142,28 +113,14 @@ def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
             text = Text(f"{label:>{_LABEL}} ", style="dim")
             text.append(cells[at : at + room], style="blue" if field[0] == "c" else "yellow")
             yield text
-    yield from _odd_ones(pulses)
+    for words in odd_ranks(pulses):
+        yield Text(f"{'':>{_LABEL}} {words}", style="yellow")
 
 
 def _shade(share: float | None) -> str:
     if share is None:
         return "?"
     return _SHADES[min(len(_SHADES) - 1, math.ceil(share * (len(_SHADES) - 1)))]
-
-
-def _odd_ones(pulses: Sequence[Pulse]) -> Iterator[Text]:
-    """Name the rank that others wait for, and those that say nothing."""
-    waits = {
-        one.rank: one.communication_share for one in pulses if one.communication_share is not None
-    }
-    if len(waits) > 1:
-        slowest = min(waits, key=lambda rank: waits[rank])
-        if max(waits.values()) - waits[slowest] >= 0.2:
-            yield Text(f"{'':>{_LABEL}} the others wait for rank {slowest}", style="yellow")
-    silent = [one.rank for one in pulses if one.silent_s > 10]
-    if silent:
-        named = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
-        yield Text(f"{'':>{_LABEL}} Python does not run in rank {named}", style="yellow")
 
 
 def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:

@@ -2,13 +2,14 @@
 
 from html import escape
 
+from torchmuster.pages import frame
+from torchmuster.pages.frame import article, folded
+from torchmuster.pages.frame import table as cells
 from torchmuster.plan.answer import Answer
 from torchmuster.plan.report.bars import bars
 from torchmuster.plan.report.figures import remarks, scaling, table
 from torchmuster.plan.report.terminal import question
 from torchmuster.plan.search.decide import passed_over_in_words
-from torchmuster.verify.report.page import article, head
-from torchmuster.verify.report.page import table as cells
 
 
 def page(answer: Answer, *, line: str) -> str:
@@ -25,11 +26,11 @@ def page(answer: Answer, *, line: str) -> str:
         "<ul>",
         *(f"<li>{escape(sentence)}</li>" for sentence in _sentences(answer)),
         "</ul>",
-        "<details open><summary>where the figures come from</summary>",
-        cells(("figure", "source"), answer.sources),
-        "</details>",
+        folded(
+            "where the figures come from", cells(("figure", "source"), answer.sources), opened=True
+        ),
     ]
-    return head("muster plan") + "\n".join(parts) + "\n</body>\n</html>\n"
+    return frame.page("muster plan", parts)
 
 
 def _sentences(answer: Answer) -> list[str]:

@@ -1,9 +1,11 @@
 """A check as one page: report.html, which needs no other file and no network."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from torchmuster.finding import Finding, Status, worst_first
+from torchmuster.finding import Status, worst_first
+from torchmuster.pages import frame
+from torchmuster.pages.frame import article, folded, table
 from torchmuster.units import format_seconds
 from torchmuster.verify.rank_record import RankRecord
 from torchmuster.verify.report.grid import Grid, of_machines, of_ranks, words
@@ -15,46 +17,6 @@ _WORST_SHOWN = 20
 _NAMED_IN_PICTURE = 8  # up to so many, every figure can be read in the picture itself
 _MOST_ROWS = 1000  # all are in check.json
 _OPEN_UP_TO = 40
-
-# Nothing may be loaded from anywhere, and no script may run, whatever a machine calls itself.
-_HEAD = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>TITLE</title>
-<style>
-:root { color-scheme: light dark; --edge: #8884; --failure: #b00020; --warning: #8a5a00; --note: #00687a;
-  --ok: #1b6e2d }
-@media (prefers-color-scheme: dark) {
-  :root { --failure: #ff8a80; --warning: #ffc24b; --note: #6fd3e6; --ok: #86d995 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem }
-summary { font-size: 1.1rem; font-weight: 600; margin: 1.5rem 0 .5rem; cursor: pointer }
-table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--edge);
-  vertical-align: top; white-space: nowrap }
-article { border-left: 4px solid var(--edge); padding: .1rem 0 .1rem 1rem; margin: 1rem 0 }
-pre { white-space: pre-wrap; margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace;
-  overflow-wrap: anywhere }
-dt { font-size: 12px; opacity: .75 } dd { margin: 0 0 .4rem }
-.failure { border-color: var(--failure) } .warning { border-color: var(--warning) }
-.note { border-color: var(--note) }
-b.failure { color: var(--failure) } b.warning { color: var(--warning) } b.note { color: var(--note) }
-b.ok { color: var(--ok) }
-figure { margin: 1rem 0; overflow-x: auto }
-</style>
-</head>
-<body>
-"""
-
-
-def head(title: str) -> str:
-    """Return the beginning of a page: every report of the product looks the same."""
-    return _HEAD.replace("TITLE", escape(title), 1)
 
 
 def page(result: GroupResult) -> str:
@@ -74,7 +36,7 @@ def page(result: GroupResult) -> str:
     if result.ranks:
         parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
     parts += [article(one) for one in found if one.status is Status.NOTE]
-    return head("muster check") + "\n".join(parts) + "\n</body>\n</html>\n"
+    return frame.page("muster check", parts)
 
 
 def _verdict(result: GroupResult) -> str:
@@ -84,27 +46,13 @@ def _verdict(result: GroupResult) -> str:
     return 'muster check: <b class="ok">passed</b>'
 
 
-def article(finding: Finding) -> str:
-    """Return a finding as a part of a page."""
-    status = finding.status.value
-    told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
-    details = "".join(
-        f"<dt>{title}</dt><dd><pre>{escape(text)}</pre></dd>" for title, text in told if text
-    )
-    return (
-        f'<article class="{status}"><b class="{status}">{status}</b> {escape(finding.what)}'
-        f"<dl>{details}</dl></article>"
-    )
-
-
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _section(title: str, body: str, rows: int) -> str:
     """Return a part of the page; a long one is to be opened by a click."""
-    opened = " open" if rows <= _OPEN_UP_TO else ""
-    return f"<details{opened}><summary>{title}</summary>\n{body}</details>"
+    return folded(title, body, opened=rows <= _OPEN_UP_TO)
 
 
 def _machines(machines: Sequence[Machine]) -> str:
@@ -157,12 +105,3 @@ def _ranks(records: Sequence[RankRecord]) -> str:
             )
         )
     return table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose cells are texts."""
-    first = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-    )
-    return f"<table><tr>{first}</tr>\n{body}</table>"

@@ -21,12 +21,12 @@ def linear(values: Sequence[float], start: float, end: float, *, from_zero: bool
     """Return a scale from 0, or from below the least value, to above the largest."""
     low = min([0.0, *values]) if from_zero else min(values)
     high = max(values)
-    if high <= low:
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # too close to be told apart
         high = low + (abs(low) or 1.0)
     step = _step(high - low)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     count = round((high - low) / step)
-    ticks = tuple(round(low + number * step, 12) for number in range(count + 1))
+    ticks = tuple(_round(low + number * step, step) for number in range(count + 1))
     return Scale(
         place=lambda value: start + (value - low) / (high - low) * (end - start), ticks=ticks
     )
@@ -45,6 +45,11 @@ def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
         place=lambda value: start + math.log(max(value, low / 1e6) / low) / length * (end - start),
         ticks=tuple(values) if own else _decades(low, high),
     )
+
+
+def _round(value: float, step: float) -> float:
+    """Return a tick without the last digits, which sums leave behind."""
+    return 0.0 if abs(value) < 1e-6 * step else float(f"{value:.12g}")
 
 
 def _step(width: float) -> float:

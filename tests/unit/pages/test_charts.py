@@ -1,13 +1,14 @@
 """Pictures show the values where they belong, and nothing from outside becomes markup."""
 
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from torchmuster.measure.report.charts import Axis, Bar, Curve, Stack, bars, lines, stacked
-from torchmuster.measure.report.figures import amount
-from torchmuster.measure.report.scales import linear, logarithmic
+from torchmuster.pages.charts import Axis, Bar, Curve, Stack, bars, lines, stacked
+from torchmuster.pages.figures import amount
+from torchmuster.pages.scales import linear, logarithmic
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "<script>alert(1)</script>"
@@ -123,3 +124,33 @@ def test_scales_end_on_round_numbers_and_have_few_ticks() -> None:
     wide = logarithmic([10.0**power * one for power in range(9) for one in (1, 3)], 0, 100)
     assert wide.ticks == tuple(10.0**power for power in range(9))
     assert logarithmic([128, 256, 512], 0, 100).ticks == (128, 256, 512)
+
+
+def test_what_is_no_number_leaves_a_gap_with_a_cross() -> None:
+    points = [(1, 5.0), (2, 4.0), (3, math.nan), (4, 3.0)]
+    svg = lines(
+        "loss",
+        Axis(title="step"),
+        Axis(title=""),
+        [Curve(name="", points=points, marked=False)],
+        width=440,
+        height=150,
+    )
+    tree = drawn(svg)
+    (line,) = tree.iter(f"{SVG}polyline")
+    assert len(line.attrib["points"].split()) == 2
+    assert len(list(tree.iter(f"{SVG}circle"))) == 1, "a point that has no neighbour"
+    (cross,) = [one for one in tree.iter(f"{SVG}path") if one.find(f"{SVG}title") is not None]
+    assert cross.findtext(f"{SVG}title") == "not a number at 3"
+    assert tree.attrib["width"] == "440"
+    only_gaps = [Curve(name="", points=[(1, math.nan)], marked=False)]
+    assert not list(drawn(lines("x", Axis(title=""), Axis(title=""), only_gaps)).iter("polyline"))
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 1.0 + 1e-15], [0.0, 1e-320], [-1e99, 1e99], [3e-13, 4e-13], [7.0]]
+)
+def test_scales_of_values_that_are_close_or_far_apart_have_ticks(values: list[float]) -> None:
+    scale = linear(values, 0, 100, from_zero=False)
+    assert 2 <= len(scale.ticks) <= 12
+    assert all(-1 <= scale.place(value) <= 101 for value in values)

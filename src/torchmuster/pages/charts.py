@@ -1,11 +1,13 @@
 """Pictures of measurements: SVG that needs nothing else, readable in light and dark and without colours."""
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchmuster.measure.report.figures import amount, tick
-from torchmuster.measure.report.scales import Scale, linear, logarithmic
+from torchmuster.pages.figures import amount, tick
+from torchmuster.pages.scales import Scale, linear, logarithmic
 
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
 _ROW, _BAR_HEIGHT = 30, 18
@@ -34,13 +36,14 @@ _DARK = (
     "#8fd3e0",
 )
 _FONT = "font-family:system-ui,sans-serif;font-size:11px"
-_STYLE = (
-    f"<style>.chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
+# The colours var(--c0) and on, --ink, --paper and --grid, for whatever is in the class "chart".
+RULES = (
+    f".chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
     ".chart{--ink:#1a1a1a;--paper:#ffffff;--grid:#0002;"
     + "".join(f"--c{place}:{one};" for place, one in enumerate(_LIGHT))
     + "}@media (prefers-color-scheme:dark){.chart{--ink:#e8e8e8;--paper:#1b1b1f;--grid:#fff3;"
     + "".join(f"--c{place}:{one};" for place, one in enumerate(_DARK))
-    + "}}</style>"
+    + "}}"
 )
 
 
@@ -51,17 +54,22 @@ class Axis:
     title: str
     unit: str = ""
     log: bool = False
+    from_zero: bool = True  # where it is not ``log``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Points (x, y); ``low`` and ``high`` are the ends of y's interval, point by point."""
+    """Points (x, y); ``low`` and ``high`` are the ends of y's interval, point by point.
+
+    A y that is no finite number leaves a gap, with a cross at its x. A curve without a name is the only one.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     dashed: bool = False
+    marked: bool = True  # each point, which hundreds of them do not need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +91,29 @@ class Stack:
     parts: Mapping[str, float]
 
 
-def lines(title: str, x: Axis, y: Axis, curves: Sequence[Curve]) -> str:
+def lines(
+    title: str,
+    x: Axis,
+    y: Axis,
+    curves: Sequence[Curve],
+    *,
+    width: int = _WIDTH,
+    height: int = _HEIGHT,
+) -> str:
     """Draw curves over a common x axis, with the intervals of their points where they are given."""
-    right = _LEFT + _WIDTH - 240
-    bottom = _TOP + _HEIGHT
+    names = [curve.name for curve in curves if curve.name]
+    right = width - (156 if names else 24)
+    bottom = _TOP + height
     across = _scale(x, [one[0] for curve in curves for one in curve.points], _LEFT + 12, right)
     ends = [value for curve in curves for value in (*(curve.low or ()), *(curve.high or ()))]
-    values = [one[1] for curve in curves for one in curve.points]
-    up = _scale(y, [*values, *ends], bottom - 6, _TOP + 8, from_zero=True)
+    values = [one[1] for curve in curves for one in curve.points if math.isfinite(one[1])]
+    up = _scale(y, [*values, *ends], bottom - 6, _TOP + 8)
     body = [
         *_grid_of_lines(x, y, across, up, right, bottom),
         *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
-        *_names([curve.name for curve in curves], right + 24, _TOP + 10),
+        *_names(names, right + 24, _TOP + 10),
     ]
-    return svg(title, _WIDTH, bottom + 50, body)
+    return svg(title, width, bottom + 50, body)
 
 
 def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
@@ -156,10 +173,10 @@ def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
     return svg(title, _WIDTH, y + 16, body)
 
 
-def _scale(axis: Axis, values: Sequence[float], start: float, end: float, **how: bool) -> Scale:
+def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> Scale:
     if axis.log:
         return logarithmic(values, start, end)
-    return linear(values or [1.0], start, end, **how)
+    return linear(values or [1.0], start, end, from_zero=axis.from_zero)
 
 
 def svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
@@ -168,7 +185,7 @@ def svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
             f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}">',
-            _STYLE,
+            f"<style>{RULES}</style>",
             f'<rect width="{width:g}" height="{height:g}" style="fill:var(--paper)"/>',
             f'<text x="14" y="24" class="title">{escape(title)}</text>',
             *body,
@@ -197,16 +214,32 @@ def _grid_of_lines(
 
 
 def _curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterator[str]:
-    points = [(across.place(x), up.place(y)) for x, y in curve.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dash = ' stroke-dasharray="6 4"' if curve.dashed else ""
     colour = f"var(--c{place % len(_LIGHT)})"
-    yield f'<polyline points="{path}" style="stroke:{colour};fill:none;stroke-width:2"{dash}/>'
+    for number, part in itertools.groupby(curve.points, lambda one: math.isfinite(one[1])):
+        points = [(across.place(x), up.place(y)) for x, y in part] if number else []
+        if not number:
+            yield from (_no_number(across.place(x), x) for x, _ in part)
+        elif len(points) == 1 and not curve.marked:
+            yield _shape(*points[0], place, curve.name)
+        else:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            yield f'<polyline points="{path}" style="stroke:{colour};fill:none;stroke-width:2"{dash}/>'
+    drawn = [(across.place(x), y) for x, y in curve.points]
     if curve.low is not None and curve.high is not None:
-        for (x, _), low, high in zip(points, curve.low, curve.high, strict=True):
+        for (x, _), low, high in zip(drawn, curve.low, curve.high, strict=True):
             yield _line(x, up.place(low), x, up.place(high), colour, wide=1.5)
-    for (x, y), (_, value) in zip(points, curve.points, strict=True):
-        yield _shape(x, y, place, f"{curve.name}: {value:.4g}")
+    if curve.marked:
+        for x, y in drawn:
+            if math.isfinite(y):
+                yield _shape(x, up.place(y), place, f"{curve.name}: {y:.4g}")
+
+
+def _no_number(x: float, at: float) -> str:
+    """Return a cross at the top, where a value is missing."""
+    tip = f"<title>not a number at {at:g}</title>"
+    style = "stroke:var(--c1);stroke-width:2;fill:none"
+    return f'<path d="M{x - 3:.1f} {_TOP + 2}l6 6m0 -6l-6 6" style="{style}">{tip}</path>'
 
 
 def _names(names: Sequence[str], x: float, y: float) -> Iterator[str]:

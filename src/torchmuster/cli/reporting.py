@@ -1,0 +1,86 @@
+"""The page that a run leaves in its folder at its end. Whatever becomes of it, the run's end is what it was."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchmuster.cli import output
+from torchmuster.errors import Impossible
+from torchmuster.runfolder import RunFolder, write_atomically
+
+_AT_MOST_S = 15.0  # that a run's end waits for its page: a disk may hang
+
+
+def with_report(run: RunFolder, work: Callable[[], int]) -> int:
+    """Do the work of a run; then leave the page in its folder, unless that was already done."""
+    try:
+        return work()
+    finally:
+        _leave_report(run)
+
+
+def write(run: RunFolder, path: Path) -> None:
+    """Write the page of a run to a file."""
+    from torchmuster.monitor.views.run_report import report
+
+    try:
+        write_atomically(path, report(run), durable=False)
+    except OSError as error:
+        raise Impossible(
+            f"the report cannot be written to {path}",
+            why=error.strerror or str(error),
+            fix="give a file in a folder that exists and that you may write to, on a disk with room",
+        ) from error
+
+
+def _leave_report(run: RunFolder) -> None:
+    """Write the page beside what may interrupt or hang: neither changes how the run ended."""
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            if _is_due(run):
+                write(run, run.report)
+        except Exception as error:  # a full disk, a damaged file: the run has ended all the same
+            with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
+                console.write(f"muster: no report was written: {error!r}\n")
+        finally:
+            over.set()
+
+    with contextlib.suppress(Exception), _signals_only(over.set):
+        thread = threading.Thread(target=work, name="report", daemon=True)
+        thread.start()
+        if over.wait(_AT_MOST_S):
+            thread.join(0.1)  # it has nothing left to do, unless it was interrupted
+        if sys.stderr.isatty() and run.report.exists():
+            output.say(f"muster: report in {run.report}")
+
+
+def _is_due(run: RunFolder) -> bool:
+    """Say whether a run is over and has no page of its end yet; who guarded it may have come before."""
+    with contextlib.suppress(OSError):  # the usual case needs no more than this
+        if run.report.stat().st_mtime >= run.state.stat().st_mtime:
+            return False
+    from torchmuster.launch import ledger
+
+    state = ledger.read_state(run)
+    return state is not None and not state.active
+
+
+@contextlib.contextmanager
+def _signals_only(do: Callable[[], None]) -> Iterator[None]:
+    """Let requests to end do only this meanwhile: the run has ended, and its exit code is known."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, lambda *_: do())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

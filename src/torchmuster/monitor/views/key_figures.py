@@ -1,0 +1,104 @@
+"""The figures by which a run is known, in the order in which every view shows them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.metric import Metric
+from torchmuster.units import format_bytes, format_seconds
+
+_OLD_LINE_S = 10.0  # lines come at least as often as this where steps are quick
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    metric: Metric
+    title: str
+    text: Callable[[float], str]  # "": not worth a word
+    line: str = "{title} {text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFigure:
+    """One of them: its title and its value apart, and both together as people say it."""
+
+    title: str
+    text: str
+    line: str
+
+
+def key_figures(values: Mapping[Metric, float]) -> Iterator[KeyFigure]:
+    """Yield those that a run has."""
+    for kind in _KINDS:
+        value = values.get(kind.metric)
+        text = kind.text(value) if value is not None else ""
+        if text:
+            yield KeyFigure(
+                title=kind.title, text=text, line=kind.line.format(title=kind.title, text=text)
+            )
+
+
+def _some(value: float) -> str:
+    return f"{value:.0f}" if value else ""
+
+
+_KINDS = (
+    _Kind(metric=catalogue.STEPS, title="step", text=lambda value: f"{value:,.0f}"),
+    _Kind(metric=catalogue.EPOCH, title="epoch", text=lambda value: f"{value:.0f}"),
+    _Kind(
+        metric=catalogue.LOSS,
+        title="loss",
+        text=lambda value: "is not a number" if math.isnan(value) else f"{value:.4f}",
+    ),
+    _Kind(
+        metric=catalogue.LEARNING_RATE,
+        title="learning rate",
+        text=lambda value: f"{value:.3g}",
+        line="lr {text}",
+    ),
+    _Kind(
+        metric=catalogue.GRADIENT_NORM,
+        title="gradient norm",
+        text=lambda value: f"{value:.3g}",
+        line="norm {text}",
+    ),
+    _Kind(
+        metric=catalogue.SAMPLES_RATE,
+        title="samples/s",
+        text=lambda value: f"{value:,.1f}",
+        line="{text} {title}",
+    ),
+    _Kind(
+        metric=catalogue.TOKENS_RATE,
+        title="tokens/s",
+        text=lambda value: f"{value:,.0f}",
+        line="{text} {title}",
+    ),
+    _Kind(
+        metric=catalogue.STEP_TIME,
+        title="ms/step",
+        text=lambda value: f"{1000 * value:,.1f}",
+        line="{text} {title}",
+    ),
+    _Kind(metric=catalogue.MFU, title="MFU", text=lambda value: f"{value:.0%}"),
+    _Kind(
+        metric=catalogue.MEMORY_PEAK,
+        title="memory",
+        text=lambda value: format_bytes(int(value)),
+        line="{text}",
+    ),
+    _Kind(metric=catalogue.GOODPUT, title="goodput", text=lambda value: f"{value:.0%}"),
+    _Kind(metric=catalogue.SKIPPED_STEPS, title="skipped", text=_some, line="{text} {title}"),
+    _Kind(metric=catalogue.RUN_RESTARTS, title="restarts", text=_some, line="{text} {title}"),
+    _Kind(
+        metric=catalogue.CHECKPOINT_AGE,
+        title="saved",
+        text=lambda value: f"{format_seconds(value)} ago",
+    ),
+    _Kind(
+        metric=catalogue.STEP_AGE,
+        title="last line",
+        text=lambda value: f"{format_seconds(value)} ago" if value > _OLD_LINE_S else "",
+    ),
+)

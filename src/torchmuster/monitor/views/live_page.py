@@ -1,0 +1,90 @@
+"""A run in a browser: a page that asks for the newest picture, and what it is given.
+
+The page and its script hold nothing of the run, so they need no token; what they ask for does.
+"""
+
+import json
+import time
+from html import escape
+from pathlib import Path
+
+from torchmuster.monitor.serving import Served
+from torchmuster.monitor.views import page_parts
+from torchmuster.monitor.views.rank_map import rank_map
+from torchmuster.monitor.views.run_picture import RunPicture
+from torchmuster.pages import frame
+from torchmuster.redaction import harmless
+
+_SECTIONS = {
+    "alerts": "alerts",
+    "curves": "over steps",
+    "times": "where the time goes",
+    "ranks": "ranks",
+    "happened": "what happened",
+}
+_HTML, _SCRIPT, _JSON = "text/html", "text/javascript", "application/json"
+
+
+class LivePage:
+    """Shows the newest picture to whoever asks; pictures may come from another thread than questions."""
+
+    def __init__(self) -> None:
+        nothing = {"title": "muster watch", "over": False, "heard_s": None, "parts": {}}
+        self._newest = (json.dumps(nothing), time.monotonic())
+
+    def show(self, picture: RunPicture) -> None:
+        """Take the newest picture."""
+        content = {
+            "title": f"{harmless(picture.job)}: {picture.phase}",
+            "over": picture.is_over,
+            "heard_s": picture.heard_s,
+            "parts": _parts(picture),
+        }
+        self._newest = (json.dumps(content, allow_nan=False), time.monotonic())
+
+    def served(self) -> dict[str, Served]:
+        """Return what a server gives, by path."""
+        script = Path(__file__).with_name("page.js").read_bytes()
+        return {
+            "/": Served(
+                answer=lambda _: (_page().encode(), f"{_HTML}; charset=utf-8"),
+                needs_token=False,
+                policy=frame.ASKS_ITS_SERVER,
+            ),
+            "/page.js": Served(
+                answer=lambda _: (script, f"{_SCRIPT}; charset=utf-8"), needs_token=False
+            ),
+            "/picture": Served(answer=lambda _: (self._picture().encode(), _JSON)),
+        }
+
+    def _picture(self) -> str:
+        content, looked_s = self._newest
+        age_s = time.monotonic() - looked_s
+        # How old it is can only be told when somebody asks.
+        return f'{{"age_s": {age_s:.1f}, {content[1:]}'
+
+
+def _page() -> str:
+    sections = "".join(
+        f'<section><h2>{escape(title)}</h2><div id="{name}"></div></section>'
+        for name, title in _SECTIONS.items()
+    )
+    parts = [
+        '<p id="pulse" role="status">waiting for the first answer …</p>',
+        '<div id="head" class="head"></div><div id="tiles"></div>',
+        sections,
+        "<noscript><p>This page needs JavaScript; muster watch without --browser does not.</p></noscript>",
+    ]
+    return frame.page("muster watch", parts, style=page_parts.STYLE, script="page.js")
+
+
+def _parts(picture: RunPicture) -> dict[str, str]:
+    return {
+        "head": page_parts.head(picture),
+        "tiles": page_parts.tiles(picture),
+        "alerts": page_parts.alerts(picture.alerts, none="none"),
+        "curves": page_parts.curves(picture),
+        "times": page_parts.times(picture.shares) + page_parts.remark(picture),
+        "ranks": rank_map(picture.ranks),
+        "happened": page_parts.happened(picture),
+    }

@@ -1,0 +1,171 @@
+"""The parts of a run's page: the live one and the report show the same, drawn here. All texts are escaped."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import ledger, story
+from torchmuster.monitor.alerts.watching import News
+from torchmuster.monitor.views.key_figures import key_figures
+from torchmuster.monitor.views.run_picture import RunPicture
+from torchmuster.pages import charts
+from torchmuster.pages.charts import Axis, Curve
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, table
+from torchmuster.redaction import harmless
+from torchmuster.units import format_seconds
+
+STYLE = charts.RULES + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+MOST_POINTS = 500
+_MOST_ALERTS = 50
+_MOST_EVENTS = 40
+_WIDTH, _HEIGHT = 440, 150
+_CURVES = {  # title, unit of the axis, whether it begins at 0
+    "loss": ("loss", "", False),
+    "learning_rate": ("learning rate", "", True),
+    "samples_per_s": ("samples/s", "", True),
+    "tokens_per_s": ("tokens/s", "", True),
+    "step_s": ("time of a step", "s", True),
+}
+# In the order in which a step has them; their colours are the first of the charts'.
+_PARTS = ("compute", "communication", "data", "checkpoint", "evaluation")
+_STATUS = {"critical": Status.FAILURE, "warning": Status.WARNING, "info": Status.NOTE}
+_CHIPS = (*ledger.ACTIVE, ledger.RESTART, "finished", "failed", "stopped", "saved")
+_PHASES = {"failed": "failure", "died": "failure", "stopped": "warning", "saved": "note"}
+
+
+def text(words: str) -> str:
+    """Return a text from outside as markup that shows it as it is."""
+    return escape(harmless(words))
+
+
+def verdict(phase: str) -> str:
+    """Return a phase with the colour of what it means."""
+    return f'<b class="{_PHASES.get(phase, "ok")}">{text(phase)}</b>'
+
+
+def head(picture: RunPicture) -> str:
+    """Return who it is, how it goes and since when."""
+    headline = picture.headline.partition("\n")[0]
+    return (
+        f"<h1>{text(picture.job)}: {verdict(picture.phase)}</h1>"
+        f'<p class="quiet">{text(picture.id)}, {format_seconds(picture.lasts_s)}</p>'
+        + (f"<p>{text(headline)}</p>" if headline else "")
+    )
+
+
+def tiles(picture: RunPicture) -> str:
+    """Return the figures by which the run is known, and what the last evaluation gave."""
+    told = [(one.title, one.text) for one in key_figures(picture.values)]
+    told += [(f"evaluation: {name}", f"{value:.4g}") for name, value in picture.evaluation.items()]
+    if not told:
+        return '<p class="quiet">no step yet</p>' if not picture.is_over else ""
+    cells = "".join(
+        f"<div><span>{text(name)}</span><b>{text(value)}</b></div>" for name, value in told
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def curves(picture: RunPicture) -> str:
+    """Return loss, learning rate, throughput and step time over steps, as far as there are any."""
+    names = [name for name in _CURVES if picture.curves[name].has_numbers]
+    if "tokens_per_s" in names:  # that of samples has the same shape
+        names = [name for name in names if name != "samples_per_s"]
+    found = [f"<figure>{_curve(name, picture)}</figure>" for name in names]
+    return f'<div class="curves">{"".join(found)}</div>' if found else ""
+
+
+def _curve(name: str, picture: RunPicture) -> str:
+    title, unit, from_zero = _CURVES[name]
+    points = picture.curves[name].points(MOST_POINTS)
+    return charts.lines(
+        title,
+        Axis(title="step"),
+        Axis(title="", unit=unit, from_zero=from_zero),
+        [Curve(name="", points=points, marked=False)],
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
+
+
+def times(shares: Mapping[str, float], *, rest: str = "", of_s: float | None = None) -> str:
+    """Return shares of the time as a bar with its legend; what is left over is called ``rest``, if it has a name.
+
+    With ``of_s``, the seconds are told as well.
+    """
+    parts = [(name, shares[name]) for name in _PARTS if shares.get(name, 0.0) > 0]
+    left = 1.0 - sum(share for _, share in parts)
+    if rest and left > 0.0005:
+        parts.append((rest, left))
+    if not parts:
+        return ""
+    colours = {name: f"var(--c{place})" for place, name in enumerate((*_PARTS, rest))}
+    bar = "".join(
+        f'<i style="flex:{share:.4f};background:{colours[name]}" title="{name} {share:.1%}"></i>'
+        for name, share in parts
+    )
+    legend = "".join(
+        f'<li><i style="background:{colours[name]}"></i>{name} {share:.0%}'
+        + (f" ({format_seconds(share * of_s)})" if of_s is not None else "")
+        + "</li>"
+        for name, share in parts
+    )
+    return f'<div class="chart"><div class="bar">{bar}</div><ul class="legend">{legend}</ul></div>'
+
+
+def remark(picture: RunPicture) -> str:
+    """Return what the run itself says of its time."""
+    return f"<p>{text(picture.remark)}</p>" if picture.remark else ""
+
+
+def alerts(told: Sequence[News], *, none: str = "") -> str:
+    """Return alerts with what to do about each; ``none`` is said where there are none."""
+    if not told:
+        return f'<p class="quiet">{none}</p>' if none else ""
+    shown = "".join(
+        article(
+            Finding(
+                name=one.alert.name,
+                status=_STATUS[one.alert.severity],
+                what=harmless(one.summary),
+                why=one.alert.why,
+                fix=harmless(one.fix),
+            )
+        )
+        for one in told[:_MOST_ALERTS]
+    )
+    more = len(told) - _MOST_ALERTS
+    return shown + (f"<p>and {more} more</p>" if more > 0 else "")
+
+
+def happened(picture: RunPicture) -> str:
+    """Return the phases that the run has gone through, and what happened in them."""
+    if not picture.events:
+        return ""
+    chips = "".join(f"<li>{text(words)}</li>" for words in _phases(picture))
+    rows = [
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(words))
+        for event in picture.events
+        if (words := story.words_of(event))
+    ]
+    left_out = len(rows) - _MOST_EVENTS
+    note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""
+    body = table(("when", "what"), rows[-_MOST_EVENTS:]) if rows else ""
+    return f'<ul class="phases">{chips}</ul>{note}{body}'
+
+
+def _phases(picture: RunPicture) -> Iterator[str]:
+    """Yield each phase with how long it lasted; restarts and ends among them."""
+    shown = [one for one in picture.events if one.name in _CHIPS]
+    ends = [*(one.at_unix_s for one in shown[1:]), picture.until_unix_s]
+    for one, end_s in list(zip(shown, ends, strict=False))[-_MOST_EVENTS:]:
+        lasted = _lasted(max(0.0, end_s - one.at_unix_s))
+        yield f"{one.name} {lasted}" if one.name in ledger.ACTIVE else one.name
+    if picture.is_over and (not shown or shown[-1].name != picture.phase):
+        yield picture.phase
+
+
+def _lasted(seconds: float) -> str:
+    return amount(seconds, "s") if seconds < 60 else format_seconds(seconds)

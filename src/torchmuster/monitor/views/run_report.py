@@ -1,0 +1,223 @@
+"""The report of a run, from its folder alone: what was asked, what is true, what to do; then the figures."""
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.manifest import Manifest, committed
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.account import Account, account_of
+from torchmuster.launch.spec import as_people_know_it
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.alerts.replay import PastAlert, Replay
+from torchmuster.monitor.views import page_parts
+from torchmuster.monitor.views.page_parts import text
+from torchmuster.monitor.views.rank_map import rank_map
+from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
+from torchmuster.pages import frame
+from torchmuster.pages.frame import article, folded, table
+from torchmuster.redaction import harmless, printable, redact_text
+from torchmuster.runfolder import RunFolder, name_of
+from torchmuster.units import format_bytes, format_seconds
+
+# A report is made while somebody waits for the end of a run: what is not read by then is left out, and said.
+_READ_WITHIN_S = 8.0
+_MOST_SETTINGS = 64 * 1024
+_MOST_CHECKPOINTS = 20
+_REST = "everything else"  # starting, repeating, waiting, ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """Everything that a report is made of."""
+
+    picture: RunPicture
+    account: Account
+    past: Sequence[PastAlert]
+    saved: Sequence[Manifest]
+    settings: str
+    is_whole: bool  # whether all lines about steps were read
+
+
+def report(run: RunFolder) -> str:
+    """Return the page. Everything that came from the run is shown as text, never as markup."""
+    told = _read(run)
+    picture = told.picture
+    title = f"{harmless(picture.job)}: {picture.phase}"
+    return frame.page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
+
+
+def _read(run: RunFolder) -> _Told:
+    replay = Replay(name_of(run), run.id)
+    watch = RunWatch(run, on_line=replay.add)
+    account = account_of(run)
+    state = account.story.state
+    # Of a run that is over, ranks were last heard of at its end.
+    now = time.time() if state is None or state.active else state.since_unix_s
+    watch.catch_up(_READ_WITHIN_S)
+    picture = watch.look(now)
+    saved: list[Manifest] = []
+    with contextlib.suppress(Exception):  # damaged ones are another command's subject
+        saved = committed(FolderStore(run.checkpoints))
+    settings = ""
+    with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
+        settings = file.read(_MOST_SETTINGS)
+    return _Told(
+        picture=picture,
+        account=account,
+        past=replay.alerts,
+        saved=saved,
+        settings=settings,
+        is_whole=not watch.is_behind,
+    )
+
+
+def _page(told: _Told) -> Iterator[str]:
+    picture, story = told.picture, told.account.story
+    started = story.state.started_unix_s if story.state else None
+    when = "" if started is None else f", launched {_clock(started)}"
+    yield f"<h1>{text(picture.job)}: {page_parts.verdict(picture.phase)}</h1>"
+    yield f'<p class="quiet">run {text(picture.id)}{when}</p>'
+    yield _answer(told)
+    yield page_parts.tiles(picture)
+    yield from (article(one) for one in told.account.findings if one.status is not Status.OK)
+    yield _section("over steps", page_parts.curves(picture))
+    if not told.is_whole:
+        yield f"<p>The curves end at step {_steps(picture)}: reading the rest would have taken too long.</p>"
+    yield _section("where the time went", _times(picture))
+    yield _section("alerts over the run", _alerts(told.past))
+    yield _section("what happened", page_parts.happened(picture))
+    yield _section("evaluation", _evaluation(picture))
+    yield _section("checkpoints", _checkpoints(told.saved))
+    ranks = rank_map(picture.ranks) if picture.ranks else ""
+    yield _section("ranks, when they were last heard of", ranks)
+    yield _section("machines and devices", _devices(picture))
+    if told.settings:
+        body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
+        yield folded("settings", body)
+    if told.account.files:
+        names = "".join(f"<li>{text(name)}</li>" for name in told.account.files)
+        yield folded("files in its folder", f"<ul>{names}</ul>")
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _answer(told: _Told) -> str:
+    """Return what was asked, what is true and what to do, in a few lines."""
+    job = told.account.story.job
+    asked = "not known: job.json is missing"
+    if job:
+        asked = f"muster {printable(as_people_know_it(job.typed, job.command))}"
+    fixes = [one.fix for one in told.account.findings] + [one.fix for one in told.past]
+    to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
+    rows = (("asked", asked), ("true", _true(told)), ("to do", to_do or "nothing"))
+    cells = "".join(f"<dt>{name}</dt><dd>{text(words)}</dd>" for name, words in rows)
+    return f'<dl class="answer">{cells}</dl>'
+
+
+def _true(told: _Told) -> str:
+    """Return how it ended, and the figures that matter most."""
+    picture, values = told.picture, told.picture.values
+    first = [one.what for one in told.account.findings[:1]]
+    parts = [f"it lasted {format_seconds(picture.lasts_s)}"]
+    if catalogue.STEPS in values:
+        parts.append(f"{_steps(picture)} steps")
+        loss = values.get(catalogue.LOSS, math.nan)
+        parts.append("the loss is not a number" if math.isnan(loss) else f"loss {loss:.4g}")
+        if (rate := values.get(catalogue.SAMPLES_RATE)) is not None:
+            parts.append(f"{rate:,.1f} samples/s at the end")
+        if picture.lasts_s > 0:
+            computing = min(1.0, picture.spent_s["compute"] / picture.lasts_s)
+            parts.append(f"{computing:.0%} of the time computing")
+    else:
+        parts.append("no lines about steps")
+    parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
+    parts.append(_counted(sum(one.times for one in told.past), "alert"))
+    parts.append(f"{_counted(len(told.saved), 'checkpoint')} kept")
+    return "\n".join([*first, ", ".join(parts)])
+
+
+def _times(picture: RunPicture) -> str:
+    """Return where all of the run's time went, not only that of the last steps."""
+    whole_s = max(picture.lasts_s, sum(picture.spent_s.values()))
+    if whole_s <= 0 or not any(picture.spent_s.values()):
+        return ""
+    shares = {name: spent_s / whole_s for name, spent_s in picture.spent_s.items()}
+    note = f"{_REST}: starting, steps that were repeated or lost, waiting, ending"
+    return page_parts.times(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
+
+
+def _alerts(past: Sequence[PastAlert]) -> str:
+    note = '<p class="quiet">as its lines about steps tell; those about ranks and devices are known only to who watched</p>'
+    if not past:
+        return '<p class="quiet">none</p>' + note
+    return "".join(article(_finding(one)) for one in past) + note
+
+
+def _finding(one: PastAlert) -> Finding:
+    until = "the end" if one.last_step is None else f"step {one.last_step:,}"
+    often = "" if one.times == 1 else f", {one.times} times"
+    return Finding(
+        name=one.alert.name,
+        status=Status.FAILURE if one.alert.severity == "critical" else Status.WARNING,
+        what=harmless(f"{one.summary}: from step {one.first_step:,} until {until}{often}"),
+        why=one.alert.why,
+        fix=harmless(one.fix),
+    )
+
+
+def _evaluation(picture: RunPicture) -> str:
+    if not picture.evaluation:
+        return ""
+    rows = [(harmless(name), f"{value:.4g}") for name, value in picture.evaluation.items()]
+    return table(("the last one", ""), rows)
+
+
+def _checkpoints(saved: Sequence[Manifest]) -> str:
+    if not saved:
+        return ""
+    rows = [
+        (f"{one.step:,}", one.name, format_bytes(one.size_bytes), _clock(one.made_unix_s))
+        for one in saved[:_MOST_CHECKPOINTS]
+    ]
+    more = len(saved) - _MOST_CHECKPOINTS
+    note = f'<p class="quiet">and {more} older</p>' if more > 0 else ""
+    return table(("step", "name", "size", "made"), rows) + note
+
+
+def _devices(picture: RunPicture) -> str:
+    """Return what the ranks were last started on, as the launcher wrote it down: machines and their devices."""
+    started = [one for one in picture.events if one.name == "started"]
+    devices = started[-1].facts.get("devices") if started else None
+    if not isinstance(devices, dict):
+        return ""
+    rows = [
+        (harmless(str(host)), harmless(_together(names if isinstance(names, list) else [])))
+        for host, names in devices.items()
+    ]
+    return table(("machine", "devices"), rows)
+
+
+def _together(names: Sequence[object]) -> str:
+    """Return devices by their kind: 8 x NVIDIA H100; ``cuda:0`` and so on, which they begin with, are left out."""
+    counted = Counter(str(name).partition(" ")[2] or str(name) for name in names)
+    return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in counted.items())
+
+
+def _steps(picture: RunPicture) -> str:
+    return f"{picture.values.get(catalogue.STEPS, 0.0):,.0f}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))

@@ -1,0 +1,88 @@
+"""The frame of every page: one file that needs no other one and no network."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from torchmuster.finding import Finding
+
+# Nothing may be loaded from anywhere, and no script may run, whatever a machine calls itself.
+STRICT = "default-src 'none'; style-src 'unsafe-inline'"
+# For a page that is served: it may ask its own server, by the script that this server gives it.
+ASKS_ITS_SERVER = (
+    f"{STRICT}; script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
+
+_HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="POLICY">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>TITLE</title>
+<style>
+:root { color-scheme: light dark; --edge: #8884; --failure: #b00020; --warning: #8a5a00; --note: #00687a;
+  --ok: #1b6e2d }
+@media (prefers-color-scheme: dark) {
+  :root { --failure: #ff8a80; --warning: #ffc24b; --note: #6fd3e6; --ok: #86d995 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem }
+summary { font-size: 1.1rem; font-weight: 600; margin: 1.5rem 0 .5rem; cursor: pointer }
+table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--edge);
+  vertical-align: top; white-space: nowrap }
+article { border-left: 4px solid var(--edge); padding: .1rem 0 .1rem 1rem; margin: 1rem 0 }
+pre { white-space: pre-wrap; margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace;
+  overflow-wrap: anywhere }
+dt { font-size: 12px; opacity: .75 } dd { margin: 0 0 .4rem }
+.failure { border-color: var(--failure) } .warning { border-color: var(--warning) }
+.note { border-color: var(--note) }
+b.failure { color: var(--failure) } b.warning { color: var(--warning) } b.note { color: var(--note) }
+b.ok { color: var(--ok) }
+figure { margin: 1rem 0; overflow-x: auto }
+MORE</style>
+SCRIPT</head>
+<body>
+"""
+
+
+def page(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
+    """Return a whole page; its parts are markup of ours, ``style`` are rules besides those that all pages have.
+
+    ``script`` is the path of a script on the server that the page comes from; without one, none may run.
+    """
+    policy = ASKS_ITS_SERVER if script else STRICT
+    head = _HEAD.replace("POLICY", policy, 1).replace("MORE", style, 1)
+    head = head.replace(
+        "SCRIPT", f'<script src="{escape(script)}" defer></script>\n' if script else "", 1
+    )
+    # What comes from outside is put in last, so that nothing in it is taken for a place to fill.
+    return head.replace("TITLE", escape(title), 1) + "\n".join(parts) + "\n</body>\n</html>\n"
+
+
+def article(finding: Finding) -> str:
+    """Return a finding as a part of a page."""
+    status = finding.status.value
+    told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
+    details = "".join(
+        f"<dt>{title}</dt><dd><pre>{escape(text)}</pre></dd>" for title, text in told if text
+    )
+    return (
+        f'<article class="{status}"><b class="{status}">{status}</b> {escape(finding.what)}'
+        f"<dl>{details}</dl></article>"
+    )
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose cells are texts."""
+    first = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
+    return f"<table><tr>{first}</tr>\n{body}</table>"
+
+
+def folded(title: str, body: str, *, opened: bool = False) -> str:
+    """Return a part of a page that is opened and closed by a click; its body is markup."""
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"

@@ -1,0 +1,186 @@
+"""The report that a run leaves: what was asked, what is true, what to do; whatever the run was."""
+
+import json
+import os
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from made_up_runs import (
+    NOW,
+    a_run,
+    add_event,
+    add_lines,
+    add_ranks,
+    lifelike_lines,
+    set_state,
+    write_lines,
+)
+from patience import GIVE_UP_S
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import evidence, ledger
+from torchmuster.launch.spec import JobSpec
+from torchmuster.monitor.views import run_report
+from torchmuster.monitor.views.run_report import report
+from torchmuster.runfolder import RunFolder
+from unit.monitor.test_page_parts import EVIL, check_markup
+
+SPEC = JobSpec(
+    name="llm",
+    command=("torchmuster.worker", "--set", "a=b"),
+    typed=("train", "--config", "llm.yaml"),
+    folder="/",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = a_run(tmp_path, phase="finished", headline="finished well")
+    ledger.write_job(run, SPEC)
+    return run
+
+
+def _page(run: RunFolder) -> str:
+    page = report(run)
+    check_markup(page)
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in page, (
+        "nothing may run or be fetched"
+    )
+    assert "prefers-color-scheme" in page
+    return page
+
+
+def _answer(page: str) -> dict[str, str]:
+    found = re.findall(r"<dt>(asked|true|to do)</dt><dd>(.*?)</dd>", page, re.DOTALL)
+    return {name: unescape(words) for name, words in found}
+
+
+def test_a_run_that_finished(run: RunFolder) -> None:
+    add_lines(run)
+    add_ranks(run, 2)
+    add_event(
+        run,
+        "started",
+        NOW - 90,
+        attempt=0,
+        ranks=2,
+        devices={"a": ["cuda:0 NVIDIA A100", "cuda:1 NVIDIA A100"]},
+    )
+    run.config.write_text("train:\n  steps: 100\n")
+    (run.metrics / "evaluations.jsonl").write_text('{"step": 90, "epoch": 0, "accuracy": 0.875}\n')
+    page = _page(run)
+    assert '<h1>llm: <b class="ok">finished</b></h1>' in page
+    told = _answer(page)
+    assert told["asked"] == "muster train --config llm.yaml"
+    assert told["true"] == (
+        "finished well in 1 min\n"
+        "it lasted 1 min, 100 steps, loss 1, 610.0 samples/s at the end, 100% of the time computing, "
+        "no restarts, no alerts, no checkpoints kept"
+    )
+    assert told["to do"] == "nothing"
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 4
+    assert "rank 1 on a" in page
+    assert "<td>2 x NVIDIA A100</td>" in page
+    assert "accuracy" in page
+    assert "steps: 100" in page
+
+
+def test_where_the_time_of_all_steps_went(run: RunFolder) -> None:
+    set_state(run, "finished", lasted_s=410.0)  # of which the last 10 s were after its end
+    add_lines(run, 10, step_s=2.0, compute_share=0.5, communication_share=0.2, data_share=0.3,
+              checkpoint_share=0.0)  # fmt: skip
+    page = _page(run)
+    # 100 steps of 2 s in 400 s
+    for words in (
+        "compute 25% (1 min)",
+        "communication 10% (40 s)",
+        "data 15% (1 min)",
+        "everything else 50% (3 min)",
+    ):
+        assert words in page
+
+
+def test_a_run_that_failed(run: RunFolder) -> None:
+    write_lines(run, lifelike_lines(60, bad_from=50))
+    failed = Finding(
+        name="rank-failed",
+        status=Status.FAILURE,
+        what="rank 1 on a failed: ValueError: bad",
+        why="a batch is empty",
+        fix="leave it out",
+        evidence="Traceback …",
+    )
+    evidence.keep_failure(run, 0, failed)
+    content = json.loads(run.state.read_text())
+    content |= {"phase": "failed", "headline": failed.what, "started_unix_s": 1.0}
+    run.state.write_text(json.dumps(content))
+    page = _page(run)
+    assert 'llm: <b class="failure">failed</b>' in page
+    told = _answer(page)
+    assert told["true"].startswith("rank 1 on a failed: ValueError: bad\n")
+    assert "the loss is not a number" in told["true"]
+    assert told["to do"].startswith("leave it out\n")
+    assert "a batch is empty" in page
+    assert "the loss is not a number (run " in page
+    assert "from step 2,500 until the end" in page
+
+
+@pytest.mark.parametrize("phase", ["stopped", "saved", "running"])
+def test_a_run_without_a_single_step(tmp_path: Path, phase: str) -> None:
+    told = _answer(_page(a_run(tmp_path, phase=phase)))
+    assert told["asked"] == "not known: job.json is missing"
+    assert "no lines about steps" in told["true"]
+
+
+def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    run.state.unlink()
+    assert "its folder does not say how it went" in _answer(_page(run))["true"]
+
+
+def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    ledger.write_job(run, SPEC)
+    job = json.loads(run.job.read_text())
+    job["launcher"] |= {"pid": 2**22 + 1, "start_ticks": None}
+    run.job.write_text(json.dumps(job))
+    os.utime(run.state, (NOW + 500, NOW + 500))
+    page = _page(run)
+    assert 'llm: <b class="failure">died</b>' in page
+    assert "it lasted 10 min" in _answer(page)["true"]
+
+
+def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
+    run = a_run(tmp_path, EVIL, "failed", EVIL)
+    spec = JobSpec(name=EVIL, command=(EVIL,), typed=("run", EVIL), folder=EVIL)
+    ledger.write_job(run, spec)
+    add_lines(run, verdict=EVIL)
+    add_ranks(run, 1, host=EVIL)
+    add_event(run, "started", NOW - 9, attempt=0, ranks=1, hosts=[EVIL], devices={EVIL: [EVIL]})
+    evidence.keep_failure(run, 0, Finding(name="x", status=Status.FAILURE, what=EVIL, why=EVIL))
+    run.config.write_text(EVIL)
+    (run.logs / "rank-0.log").write_text(EVIL)
+    page = _page(run)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_secrets_in_settings_are_hidden(run: RunFolder) -> None:
+    run.config.write_text("hub_token: hf_abcdefghijklmnopqrstuvwx\n")
+    assert "hf_abc" not in _page(run)
+
+
+def test_a_long_run_makes_a_small_page(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torchmuster.monitor.collecting.growing_file._AT_A_TIME_BYTES", 100_000
+    )  # so that it takes several looks
+    monkeypatch.setattr(run_report, "_READ_WITHIN_S", GIVE_UP_S)
+    write_lines(run, lifelike_lines(5_000))
+    add_ranks(run, 64)
+    page = _page(run)
+    assert "250,000 steps" in _answer(page)["true"]
+    assert len(page) < 250_000
+    monkeypatch.setattr(run_report, "_READ_WITHIN_S", -1.0)
+    assert "reading the rest would have taken too long" in _page(run)
