@@ -34,7 +34,5 @@ def row_of(table: Table, line: Mapping[str, Any]) -> Row | None:
     if table == "train" and "loss" in line:
         # One that is not finite was written as null, and must not look like one that is missing.
         numbers.setdefault("train/loss", math.nan)
-    known = isinstance(at_unix_s, int | float) and not isinstance(at_unix_s, bool)
-    return Row(
-        table=table, step=step, at_unix_s=float(at_unix_s) if known else 0.0, numbers=numbers
-    )
+    written_s = float(at_unix_s) if isinstance(at_unix_s, int | float) else 0.0
+    return Row(table=table, step=step, at_unix_s=written_s, numbers=numbers)

@@ -87,6 +87,7 @@ def write(run: RunFolder, sink: str, sent: Sent) -> None:
     """Write down how far a sink is; on a full disk what was sent last may be sent again one day."""
     text = msgspec.json.encode(msgspec.structs.replace(sent, at_unix_s=time.time())).decode()
     with contextlib.suppress(OSError):
+        _folder(run).mkdir(parents=True, exist_ok=True)
         write_atomically(_folder(run) / f"{sink}.json", text, durable=False)
 
 
