@@ -48,8 +48,10 @@ def sending(folder: Path, wanted: Wanted) -> Iterator[None]:
 
 def _started(folder: Path, wanted: Wanted) -> "subprocess.Popen[bytes] | None":
     order = Order(run=str(folder.resolve()), wanted=wanted)
+    logs = folder / "logs"
     try:
-        with (folder / "logs" / "sinks.log").open("ab") as log:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "sinks.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchmuster.monitor.sinks"],
                 stdin=subprocess.PIPE,
@@ -57,12 +59,13 @@ def _started(folder: Path, wanted: Wanted) -> "subprocess.Popen[bytes] | None":
                 stderr=log,
                 start_new_session=True,  # signals that are meant for the training are not for it
             )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
-        process.stdin.flush()
     except OSError as error:  # no room on the disk, no more processes: a training can do without
         print(f"nothing is sent to {', '.join(wanted.sinks)}: {error}", flush=True)
         return None
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it was killed
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        process.stdin.flush()
     return process
 
 
