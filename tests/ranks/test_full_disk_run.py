@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root"),
 ]
 
-STEPS = 120
+STEPS = 600
 OWN = """\
 import time, torch
 from torch import nn
