@@ -12,6 +12,7 @@
     report.html
 """
 
+import errno
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from torchmuster.errors import Impossible, NoSuchRun
 LAYOUT_VERSION = 1
 DEFAULT_ROOT = Path("runs")
 _PARTS = ("logs", "metrics", "checkpoints", "hang")
+# What a disk says that takes nothing more: full, over a quota, a limit of files, or broken.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ LINES = [
     ["watch", "--help"],
     ["exporter", "--once"],
     ["runs"],
+    ["runs", "export", "--help"],
     ["attach", "--help"],
     ["stop", "--help"],
 ]

@@ -48,27 +48,29 @@ def data():
 
 
 @contextmanager
-def _process(folder: Path, *words: str, name: str) -> Iterator["subprocess.Popen[str]"]:
+def process(folder: Path, *words: str, name: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run a command beside the test, and ask it to end afterwards."""
     with (folder / f"{name}.txt").open("w") as out:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             muster_argv(list(words)), cwd=folder, stdout=out, stderr=subprocess.STDOUT, text=True
         )
     try:
-        yield process
+        yield started
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(GIVE_UP_S)
+        if started.poll() is None:
+            started.send_signal(signal.SIGTERM)
+        started.wait(GIVE_UP_S)
 
 
 @contextmanager
-def _exporter(folder: Path) -> Iterator[int]:
-    with _process(folder, "exporter", "--port", "0", name="exporter"):
+def exporter(folder: Path, port: int = 0) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """Run an exporter; yields it and its port."""
+    with process(folder, "exporter", "--port", str(port), name="exporter") as started:
         said = folder / "exporter.txt"
         await_until(lambda: "/metrics" in said.read_text(), "the exporter's address")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", said.read_text())
         assert found
-        yield int(found[1])
+        yield started, int(found[1])
 
 
 def test_prometheus_sees_everything_of_a_run(
@@ -90,10 +92,10 @@ def test_prometheus_sees_everything_of_a_run(
     )
     with (
         webhook() as heard,
-        _exporter(tmp_path) as port,
+        exporter(tmp_path) as (_, port),
         prometheus(tmp_path, [port], alerts_to=heard.address) as server,
     ):
-        with _process(tmp_path, *words, name="train") as training:
+        with process(tmp_path, *words, name="train") as training:
             expected = {one.name for one in catalogue.METRICS if one.level is Level.ALWAYS}
             await_until(lambda: expected <= server.names(), "every metric that is always there")
             _check_queries(server)

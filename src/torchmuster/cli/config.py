@@ -63,6 +63,11 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: numbers or UUIDs"
     )
+    add_set_flag(parser)
+
+
+def add_set_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, by which any setting can be given."""
     parser.add_argument(
         "--set",
         action="append",

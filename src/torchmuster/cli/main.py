@@ -1,7 +1,6 @@
 """The entry point: finds the subcommand, imports its module, runs it, turns errors into exit codes."""
 
 import argparse
-import errno
 import importlib
 import os
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from torchmuster import __version__
 from torchmuster.cli import output, parsers, scripts
 from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
+from torchmuster.runfolder import NO_ROOM
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ _EXAMPLES = (
 )
 
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output.replace_what_cannot_be_shown()
@@ -95,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to complain to
         _forget_output()
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise  # of our own making: its traceback belongs in a report
         _forget_output()
         output.say(f"failure  the answer could not be written: {error.strerror or error}")

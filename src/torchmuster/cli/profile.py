@@ -215,7 +215,9 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
     resolved = with_absolute_folder(settings_from(options))
     check_trainable(resolved, file=str(config))
     check_here(resolved)
-    words = (_WORKER, *as_words(resolved, paths_for_ranks()))
+    # Nobody looks for a profile among the runs of a tracker.
+    needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
+    words = (_WORKER, *as_words(resolved, needed))
     return (*words, "--device", "cpu") if device == "cpu" else words
 
 

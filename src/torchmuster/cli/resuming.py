@@ -23,7 +23,7 @@ _MAY_CHANGE = (
     *("train.precision", "train.activation_checkpointing", "train.compile"),
     *("train.on_bad_numbers", "train.log_every", "train.evaluate_every"),
     *("data.workers", "data.prefetch", "data.evaluation_", "model.device_map"),
-    "model.attention",
+    *("model.attention", "metrics."),
 )
 _LENGTHS = ("train.epochs", "train.steps")
 

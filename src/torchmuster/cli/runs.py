@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output, parsers, runs_export
 from torchmuster.errors import ExitCode
 from torchmuster.launch import ledger
 from torchmuster.redaction import printable
@@ -12,12 +12,21 @@ from torchmuster.units import format_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster runs``."""
-    parsers.show_examples(parser, ["muster runs", "muster runs --json"])
+    """Add the flags of ``muster runs`` and its action ``export``."""
+    parsers.show_examples(
+        parser,
+        [
+            "muster runs",
+            "muster runs --json",
+            "muster runs export last --to mlflow    send what its tracker has not got",
+        ],
+    )
     parsers.add_runs_flag(parser)
     parser.add_argument("--all", action="store_true", help="not only the newest 20")
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run)
+    actions = parser.add_subparsers(title="more", metavar="ACTION")
+    runs_export.add_parser(actions)
 
 
 def _run(options: argparse.Namespace) -> int:

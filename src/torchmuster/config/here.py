@@ -2,6 +2,7 @@
 
 import glob
 import importlib.util
+import os
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -12,6 +13,13 @@ from torchmuster.errors import ConfigError, Mistake
 from torchmuster.redaction import redact_text
 
 _FILES = ("data.files", "data.evaluation_files")
+# What sends a run's numbers to each of metrics.sinks; the extra has the sink's name.
+SINK_LIBRARIES = {
+    "tensorboard": "tensorboard",
+    "parquet": "pyarrow",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 
 
 def check_here(resolved: Resolved) -> None:
@@ -19,8 +27,25 @@ def check_here(resolved: Resolved) -> None:
 
     Nothing is imported, and nothing is asked of a network: what only that could tell is left to the ranks.
     """
-    if mistakes := [*_files(resolved), *_model(resolved), *_modules(resolved)]:
+    found = (*_files(resolved), *_model(resolved), *_modules(resolved), *_sinks(resolved))
+    if mistakes := list(found):
         raise ConfigError(mistakes)
+
+
+def check_sinks(resolved: Resolved) -> None:
+    """Raise a :class:`ConfigError` with what the sinks of the settings need and this machine does not have."""
+    if mistakes := list(_sinks(resolved)):
+        raise ConfigError(mistakes)
+
+
+def missing_library(sink: str) -> str:
+    """Return the line that installs what a sink of the settings needs; "" where it is there."""
+    try:
+        found = importlib.util.find_spec(SINK_LIBRARIES[sink])
+    except ValueError:
+        found = None
+    # A folder of that name in the working folder, as W&B makes one, has no file of its own.
+    return "" if found is not None and found.origin else f"pip install 'torchmuster[{sink}]'"
 
 
 def looks_like_path(name: str) -> bool:
@@ -66,6 +91,24 @@ def _modules(resolved: Resolved) -> Iterator[Mistake]:
                 what=f"{path} is {name!r}, but there is no module {module!r}: it is neither in "
                 f"{Path.cwd()} nor installed",
                 fix="run from the folder that has it; a module is written with dots and without .py",
+            )
+
+
+def _sinks(resolved: Resolved) -> Iterator[Mistake]:
+    for sink in resolved.settings.metrics.sinks:
+        if line := missing_library(sink):
+            yield Mistake(
+                where=resolved.sources["metrics.sinks"].where,
+                what=f"metrics.sinks has {sink}, but {SINK_LIBRARIES[sink]} is not installed",
+                fix=line,
+            )
+        elif sink == "mlflow" and not (
+            resolved.settings.metrics.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        ):
+            yield Mistake(
+                where=resolved.sources["metrics.sinks"].where,
+                what="metrics.sinks has mlflow, but nothing says where it is",
+                fix="give metrics.mlflow_uri, such as http://tracker:5000, or set MLFLOW_TRACKING_URI",
             )
 
 

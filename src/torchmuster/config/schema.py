@@ -21,9 +21,13 @@ def json_schema() -> dict[str, Any]:
             "description": components[group.__name__]["description"],
             "anyOf": [properties[name], {"type": "null"}],  # a section with nothing below it
         }
-    return {
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "torchmuster settings",
         **reference,
         "$defs": components,
     }
+    plain: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(schema)
+    )  # a default may be a tuple
+    return plain

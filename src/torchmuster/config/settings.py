@@ -268,6 +268,39 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Where the numbers of a run go besides its folder and Prometheus."""
+
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "parquet", "mlflow", "wandb"], ...],
+        Meta(
+            description="Who gets them, sent by a process beside rank 0: tensorboard and parquet "
+            "are files in the run's folder, mlflow and wandb are trackers."
+        ),
+    ] = ()
+    mlflow_uri: Annotated[
+        Text | None,
+        Meta(
+            description="Where MLflow is: http://…, or sqlite:///… on a disk; MLFLOW_TRACKING_URI of "
+            "rank 0's environment if left out. Passwords belong in the environment."
+        ),
+    ] = None
+    mlflow_experiment: Annotated[
+        Text | None, Meta(description="MLflow's experiment; experiment_name if left out.")
+    ] = None
+    wandb_project: Annotated[
+        Text | None, Meta(description="W&B's project; experiment_name if left out.")
+    ] = None
+    wandb_mode: Annotated[
+        Literal["offline", "online"],
+        Meta(
+            description="offline writes files into the run's folder, which wandb sync sends later; "
+            "online sends as it goes, with WANDB_API_KEY of rank 0's environment."
+        ),
+    ] = "offline"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """On which machines the run is started, and what happens when it fails."""
 
@@ -301,3 +334,4 @@ class Settings:
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)

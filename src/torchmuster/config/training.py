@@ -12,7 +12,7 @@ from torchmuster.units import parse_seconds
 
 # What ranks have to know; the rest has done its work when they start.
 _FOR_RANKS = (
-    *("model.", "data.", "train.", "checkpoint."),
+    *("model.", "data.", "train.", "checkpoint.", "metrics."),
     *("distributed.strategy", "distributed.fsdp_", "distributed.find_unused_parameters"),
 )
 
@@ -127,6 +127,7 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
     yield from _no_functions(resolved)
     yield from _batch_sizes(resolved)
     yield from _times(resolved)
+    yield from _open_passwords(resolved)
     distributed = resolved.settings.distributed
     if not distributed.enabled and (distributed.num_gpus or 1) > 1:
         yield Mistake(
@@ -169,6 +170,17 @@ def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
             what=f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} "
             f"steps ({resolved.sources['train.steps'].where})",
             fix="warm up for fewer steps: a tenth of them is usual",
+        )
+
+
+def _open_passwords(resolved: Resolved) -> Iterator[Mistake]:
+    uri = resolved.settings.metrics.mlflow_uri
+    if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
+        yield Mistake(
+            where=resolved.sources["metrics.mlflow_uri"].where,
+            what="metrics.mlflow_uri has a name or a password in it, which commands and logs would show",
+            fix="leave them out: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment "
+            "of rank 0",
         )
 
 

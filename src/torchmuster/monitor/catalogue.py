@@ -151,6 +151,15 @@ CHECKPOINT_STEP = _gauge(
     level=_SOMETIMES,
 )
 
+SINK_FAILING = _gauge(
+    "muster_sink_failing_seconds",
+    "seconds",
+    "for how long a sink (tensorboard, parquet, mlflow, wandb) does not get the run's numbers; 0 while it does",
+    _RUN,
+    "sink",
+    level=_SOMETIMES,
+)
+
 # ---- its ranks
 RANK_STEP = _gauge("muster_rank_step", "", "the step that a rank is at", _RANK)
 RANK_SILENT = _gauge(

@@ -6,7 +6,7 @@ where activations are recomputed. Code that ``torch.compile`` makes is not looke
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 _LOWER = (torch.bfloat16, torch.float16)
+_NOTHING = nullcontext()
 
 
 class FlopsPerSample:
@@ -25,12 +26,13 @@ class FlopsPerSample:
         self._wanted = not is_compiled(model)
         self.value: float | None = None
 
-    @contextmanager
-    def counting(self, samples: int) -> Iterator[None]:
+    def counting(self, samples: int) -> AbstractContextManager[None]:
         """Count what is computed inside the ``with``, if that has not been done: so many samples."""
-        if not self._wanted or not samples:
-            yield
-            return
+        # Asked at every micro-batch: where nothing is counted, nothing is made either.
+        return self._count(samples) if self._wanted and samples else _NOTHING
+
+    @contextmanager
+    def _count(self, samples: int) -> Iterator[None]:
         self._wanted = False
         with FlopCounterMode(display=False) as counter:
             yield

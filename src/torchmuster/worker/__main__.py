@@ -23,6 +23,7 @@ from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.alike import refuse_differences
 from torchmuster.train.world import World, join_world
+from torchmuster.worker.sinks import refuse_missing_sinks
 from torchmuster.worker.speaking import say
 from torchmuster.worker.training import train
 
@@ -42,6 +43,7 @@ def main(words: Sequence[str] | None = None) -> None:
             values = resolved.values()
             refuse_differences({path: values[path] for path in paths_for_ranks()}, world)
             _refuse_missing_gpu(resolved, options.device, world)
+            refuse_missing_sinks(resolved, world)
             folder = options.run_folder or _new_folder(resolved, world)
             train(resolved.settings, world, folder)
     except MusterError as error:

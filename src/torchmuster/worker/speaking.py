@@ -1,9 +1,10 @@
 """Words that one rank says for all."""
 
+from torchmuster.train.reporting.progress import Lines
 from torchmuster.train.world import World
 
 
 def say(world: World, text: str) -> None:
     """Print a text, on rank 0."""
     if world.is_first:
-        print(text, flush=True)
+        Lines().say(text)

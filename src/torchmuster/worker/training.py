@@ -29,6 +29,7 @@ from torchmuster.worker.comparing import reports_of
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
 from torchmuster.worker.model import model_of, recipe_of
 from torchmuster.worker.peak import peak_flop_s
+from torchmuster.worker.sinks import sent_beside
 from torchmuster.worker.speaking import say
 
 
@@ -42,13 +43,14 @@ def train(settings: Settings, world: World, folder: Path) -> None:
     with naming_memory(world):
         recipe = recipe_of(settings, world)
         trainer = _trainer(settings, recipe, world, folder, stop)
-    with stop or nullcontext():
-        if stop is not None:
-            trainer.resume()
-        begun_at = trainer.step
-        last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
     place = folder / "checkpoints" / "final"
-    _save(trainer, recipe, place)
+    with sent_beside(settings, world, folder):
+        with stop or nullcontext():
+            if stop is not None:
+                trainer.resume()
+            begun_at = trainer.step
+            last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
+        _save(trainer, recipe, place)
     if trainer.step == begun_at:
         say(world, f"it had finished: nothing is left to train after step {begun_at}")
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""

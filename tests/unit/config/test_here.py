@@ -65,3 +65,26 @@ data:
         "c.yaml:7:12: data.dataset is 'mine_of_hre:make', but there is no module 'mine_of_hre': "
         f"{no_module}",
     ]
+
+
+def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "wandb").mkdir()  # W&B leaves such a folder where it worked; it is not the library
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (folder / "c.yaml").write_text("metrics: {sinks: [parquet, wandb]}")
+    with pytest.raises(ConfigError) as refused:
+        check_here(resolve(file=Path("c.yaml")))
+    assert [(one.where, one.what, one.fix) for one in refused.value.mistakes] == [
+        (
+            "c.yaml:1:18",
+            "metrics.sinks has parquet, but pyarrow is not installed",
+            "pip install 'torchmuster[parquet]'",
+        ),
+        (
+            "c.yaml:1:18",
+            "metrics.sinks has wandb, but wandb is not installed",
+            "pip install 'torchmuster[wandb]'",
+        ),
+    ]

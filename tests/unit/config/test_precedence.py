@@ -37,6 +37,8 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
             return (one, one), (other, other)
         case inspect.VarTupleType(item_type=inspect.StrType()):
             return ("[a, b:4]", ("a", "b:4")), ("[c]", ("c",))
+        case inspect.VarTupleType(item_type=inspect.LiteralType(values=(one, other, *_))):
+            return (f"[{one}]", (one,)), (f"[{other}, {one}]", (other, one))
         case inspect.VarTupleType():
             return ("[4, 2]", (4, 2)), ("[1, 3]", (1, 3))
     raise AssertionError(f"no samples for {path}: {info}")

@@ -77,6 +77,12 @@ checkpoint:
   keep: 2
   folder: s3://bucket/place
   mode: sync
+metrics:
+  sinks: [tensorboard, parquet, mlflow, wandb]
+  mlflow_uri: http://tracker:5000
+  mlflow_experiment: llama
+  wandb_project: llama
+  wandb_mode: online
 """
 
 GOOD = [
@@ -147,6 +153,9 @@ BAD = [
     "train: {learning_rate: 0}",
     "train: {learning_rate: 1e-4x}",
     "train: {weight_decay: -0.1}",
+    "metrics: {sinks: mlflow}",
+    "metrics: {sinks: [tensorbord]}",
+    "metrics: {wandb_mode: disabled}",
     "train: {activation_checkpointing: some}",
     "train: {activation_checkpointing: 0}",
     "train: {micro_batch_sizes: 8}",

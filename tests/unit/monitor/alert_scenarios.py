@@ -104,6 +104,22 @@ SCENARIOS: list[Scenario] = [
     _of_a_run(
         "MusterGoodputLow", catalogue.GOODPUT, [0.4] * 20 + [0.6], raised=False, why="better"
     ),
+    _of_a_run(
+        "MusterSinkFails",
+        catalogue.SINK_FAILING,
+        [0, 30, 90],
+        raised=True,
+        why="it cannot be reached",
+        sink="mlflow",
+    ),
+    _of_a_run(
+        "MusterSinkFails",
+        catalogue.SINK_FAILING,
+        [0, 30, 0],
+        raised=False,
+        why="it is back",
+        sink="mlflow",
+    ),
     _of_a_run("MusterRanksLost", catalogue.RUN_RANKS, [8, 8, 4, 4, 4], raised=True, why="half"),
     _of_a_run("MusterRanksLost", catalogue.RUN_RANKS, [4, 4, 8, 8, 8], raised=False, why="more"),
     *_ended("MusterRunFailed", "failed"),

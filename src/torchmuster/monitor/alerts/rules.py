@@ -118,6 +118,14 @@ ALERTS: tuple[Alert, ...] = (
         fix=_EXPLAIN,
     ),
     Alert(
+        name="MusterSinkFails",
+        severity="warning",
+        condition=Compared(Now(catalogue.SINK_FAILING), ">", _MINUTE_S),
+        summary="{job}: {sink} has not got the numbers of run {run} for {value} s",
+        why="it cannot be reached, or the process that sends them was ended; the run's folder has them all",
+        fix="it is tried again and again; after the run: muster runs export {run} --to {sink}",
+    ),
+    Alert(
         name="MusterRanksLost",
         severity="critical",
         condition=While(

@@ -10,6 +10,7 @@ from torchmuster.launch import ledger
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.monitor.metric import Metric, Sample
+from torchmuster.monitor.sinks.sent import read_all
 from torchmuster.runfolder import RunFolder
 
 # Metrics that are a field of the newest line.
@@ -28,6 +29,7 @@ _OF_THE_LAST_LINE = {
 PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
 # Told of the new lines about steps, and whether those before them do not count any more.
 StepLines = Callable[[bool, Sequence[dict[str, Any]]], None]
+_NOT_EVALUATED = ("step", "epoch", "at_unix_s")
 # An evaluation may give as many numbers as it likes; so many become series.
 _MOST_EVALUATED = 16
 
@@ -79,6 +81,8 @@ class RunMetrics:
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
+        for name, sent in read_all(self._run).items():
+            yield self._sample(catalogue.SINK_FAILING, sent.failing_s(until), name)
 
     def catch_up(self) -> None:
         """Read what is new in the folder, as much as one look reads at most."""
@@ -91,7 +95,7 @@ class RunMetrics:
         _, evaluations = self._evaluations.new_lines()
         if evaluations:
             last = evaluations[-1]
-            self._last_evaluation = {k: v for k, v in last.items() if k not in ("step", "epoch")}
+            self._last_evaluation = {k: v for k, v in last.items() if k not in _NOT_EVALUATED}
         anew, events = self._events.new_lines()
         before = 0 if anew else self._restarts
         self._restarts = before + sum(one.get("event") == ledger.RESTART for one in events)

@@ -1,16 +1,18 @@
 """A run as it is now: what a view of it shows, apart from how it shows it."""
 
 import contextlib
+import shutil
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchmuster.launch import ledger, node_ranks
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.monitor.alerts.watching import News, Watching
-from torchmuster.monitor.catalogue import EVALUATION, TIME_SHARE
+from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import rank_metrics
 from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
@@ -90,6 +92,7 @@ class RunWatch:
         state = ledger.read_state(self._run)
         samples = list(self._metrics.samples(now_unix_s))
         samples += rank_metrics.samples(self._run, self._job, now_unix_s)
+        samples += _room(self._run)
         news = self._watching.look(samples, now_unix_s)
         self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
@@ -156,6 +159,13 @@ class RunWatch:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _room(run: RunFolder) -> Iterator[Sample]:
+    """Yield how much room there is on the run's disk, as who runs no exporter is told of it here alone."""
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(run.path).free
+        yield Sample(HOST_DISK_FREE, (socket.gethostname(),), float(free_bytes))
 
 
 def _of_the_run(samples: Sequence[Sample]) -> dict[Metric, float]:

@@ -7,6 +7,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from torchmuster.runfolder import NO_ROOM
+
 _REDRAW_EVERY_S = 0.5
 
 
@@ -43,8 +45,12 @@ class Lines(Silence):
     """Prints lines, at once: what a log file or another program reads."""
 
     def say(self, line: str) -> None:
-        """Print a line."""
-        print(line, flush=True)
+        """Print a line; where it finds no room on a disk, the training goes on without."""
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
 
 class Bar:

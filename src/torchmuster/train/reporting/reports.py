@@ -62,8 +62,8 @@ class Reports:
         """Show and write a record."""
         if self._speaks:
             self.screen.say(render(record, last_step=self._last_step))
-        if self._files is not None:
-            self._files.write_step(record)
+        if self._files is not None and (trouble := self._files.write_step(record)):
+            self.say(trouble)
         for listener in self._listeners:
             listener(record)
 
@@ -72,8 +72,10 @@ class Reports:
         if self._speaks:
             said = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
             self.screen.say(f"evaluation after step {step}: {said}")
-        if self._files is not None:
-            self._files.write_evaluation(step, epoch, numbers)
+        if self._files is not None and (
+            trouble := self._files.write_evaluation(step, epoch, numbers)
+        ):
+            self.say(trouble)
 
     def next_line(self, step: int, step_s: float) -> int:
         """Return the step of the next line, the same on every rank that is told the same time per step.

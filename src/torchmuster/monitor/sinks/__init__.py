@@ -1,0 +1,1 @@
+"""Where a run's numbers go besides its folder: files that other programs read, and trackers."""

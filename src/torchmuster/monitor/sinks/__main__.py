@@ -1,0 +1,75 @@
+"""The process beside rank 0 that sends the run's numbers: ``python -m torchmuster.monitor.sinks``.
+
+Its input is a line that says what is wanted; then it reads on until the rank closes its end, or dies. So the training
+waits for nobody: whatever a tracker does is done to this process.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from torchmuster.errors import Impossible, NotNow
+from torchmuster.monitor.sinks.beside_rank import FINISH_WITHIN_S, FINISHED, Order
+from torchmuster.monitor.sinks.sending import Sending
+from torchmuster.monitor.sinks.sent import held
+from torchmuster.monitor.sinks.sink import Wanted, open_sink
+from torchmuster.runfolder import RunFolder
+
+_NICE = 10
+_LOOK_AGAIN_S = 0.5
+
+
+def main() -> None:
+    """Send to all sinks at once, each for itself, until the training is over."""
+    os.nice(_NICE)  # the training comes first
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    run = RunFolder(Path(order.run))
+    ended = threading.Event()
+    finished = threading.Event()
+    threads = [
+        threading.Thread(target=_send, args=(run, name, order.wanted, ended, finished), daemon=True)
+        for name in order.wanted.sinks
+    ]
+    for thread in threads:
+        thread.start()
+    for line in sys.stdin.buffer:
+        if line.strip() == FINISHED:
+            finished.set()
+    ended.set()
+    until_s = time.monotonic() + FINISH_WITHIN_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    # Without a word to libraries that still wait for a tracker: the folder has what they do not.
+    os._exit(0)
+
+
+def _send(
+    run: RunFolder,
+    name: str,
+    wanted: Wanted,
+    ended: threading.Event,
+    finished: threading.Event,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(held(run, name))
+                break
+            except NotNow:  # the process of an attempt before this one has not ended yet
+                if ended.wait(_LOOK_AGAIN_S):
+                    return
+            except Impossible as error:
+                print(error, file=sys.stderr, flush=True)
+                return
+        sending = Sending(run, name, lambda known: open_sink(name, run, wanted, known))
+        sending.follow(ended)
+        sending.close(finished=finished.is_set())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Sends a run's rows to one sink: in order, each once, and again later what could not be sent."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from torchmuster.launch import ledger
+from torchmuster.monitor.sinks import sent as how_far
+from torchmuster.monitor.sinks.feed import Feed
+from torchmuster.monitor.sinks.row import Row
+from torchmuster.monitor.sinks.sent import HEARD_EVERY_S, Sent
+from torchmuster.monitor.sinks.sink import Sink
+from torchmuster.redaction import redact_text
+from torchmuster.runfolder import RunFolder
+
+_LOOK_EVERY_S = 1.0
+_TRY_AT_LEAST_EVERY_S = 60.0
+_AT_A_TIME = 200
+# So many rows wait in memory at most; the rest waits in the folder.
+_MOST_WAITING = 20_000
+_LONGEST_TROUBLE = 300
+
+Open = Callable[[str], Sink]
+
+
+class Sending:
+    """Sends to one sink. What was sent is known from the run's folder, also to the process after this one."""
+
+    def __init__(self, run: RunFolder, name: str, open_sink: Open) -> None:
+        """Go on where the folder says; ``open_sink`` is given the tracker's own name of the run."""
+        self._run = run
+        self._name = name
+        self._open = open_sink
+        self._feed = Feed(run)
+        self._waiting: list[Row] = []
+        self._sink: Sink | None = None
+        self._sent = how_far.read(run, name) or Sent()
+        self._written_s = 0.0
+
+    @property
+    def run(self) -> str:
+        """What the tracker calls the run; "" before it was opened, and where it has no name for it."""
+        return self._sent.run
+
+    def follow(self, ended: threading.Event) -> None:
+        """Send what comes until the end was told, and then what is left, if that can be sent at once."""
+        wait_s = _LOOK_EVERY_S
+        while True:
+            last = ended.is_set()
+            try:
+                self.send_new(last=last)
+                wait_s = _LOOK_EVERY_S
+            except (
+                Exception
+            ) as error:  # whatever a tracker's library raises: it must not end the others
+                self.give_up(error)
+                wait_s = min(2 * wait_s, _TRY_AT_LEAST_EVERY_S)
+            if last:
+                return
+            ended.wait(wait_s)
+
+    def send_new(self, *, last: bool = False) -> int:
+        """Send everything that was written and not yet sent; return how many rows that were."""
+        count = 0
+        while True:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting += self._feed.new_rows(last=last)
+            if not self._waiting:
+                break
+            count += self._send(self._waiting[:_AT_A_TIME])
+            del self._waiting[:_AT_A_TIME]
+        if self._sent.trouble:
+            self._note(f"{self._name} gets the run's numbers again")
+            self._keep(self._sent, trouble="")
+        elif time.monotonic() - self._written_s > HEARD_EVERY_S:
+            self._keep(self._sent)
+        return count
+
+    def _send(self, rows: Sequence[Row]) -> int:
+        due: list[Row] = []
+        count = 0
+        far = self._sent
+        for row in rows:
+            mark = far.mark(row.table)
+            if row.step <= mark.step:
+                if row.at_unix_s <= mark.at_unix_s:
+                    continue  # the very row that was sent
+                # Done again after a restart: what follows is another story than the one that was sent.
+                count += self._write(due)
+                due = []
+                if not self._opened().take_back(row.step):
+                    continue
+                self._keep(self._sent.before(row.step))
+                far = self._sent
+            due.append(row)
+            far = far.after([row])
+        return count + self._write(due)
+
+    def _write(self, rows: list[Row]) -> int:
+        if rows:
+            self._opened().write(rows)
+            self._keep(self._sent.after(rows))
+        return len(rows)
+
+    def open(self) -> None:
+        """Open the sink even if there is nothing to send, so that closing it says how the run ended."""
+        self._opened()
+
+    def _opened(self) -> Sink:
+        if self._sink is None:
+            self._sink = self._open(self._sent.run)
+            if not self._sent.train.step and not self._sent.evaluation.step:
+                self._sink.take_back(0)  # whatever it has is of another time
+            self._keep(msgspec.structs.replace(self._sent, run=self._sink.run))
+        return self._sink
+
+    def close(self, *, finished: bool) -> None:
+        """Let go of the sink; what could not be sent stays in the run's folder."""
+        try:
+            if self._sink is not None:
+                self._sink.close(finished=finished)
+        except Exception as error:  # as above
+            self.give_up(error)
+        self._sink = None
+        self._keep(self._sent, is_open=False)
+
+    def give_up(self, error: Exception) -> None:
+        """Let go of a sink that failed, and write down why: the next try begins with a new one."""
+        self._sink = None
+        text = " ".join(redact_text(f"{type(error).__name__}: {error}").split())
+        text = text[:_LONGEST_TROUBLE]
+        if not self._sent.trouble:
+            self._note(f"{self._name} does not get the run's numbers: {text}")
+        self._keep(self._sent, trouble=text)
+
+    def _note(self, what: str) -> None:
+        ledger.note(self._run, "sink", sink=self._name, what=what)
+
+    def _keep(self, sent: Sent, *, trouble: str | None = None, is_open: bool = True) -> None:
+        if trouble is not None:
+            began = sent.trouble_since_unix_s if trouble and sent.trouble else time.time()
+            since = began if trouble else 0.0
+            sent = msgspec.structs.replace(sent, trouble=trouble, trouble_since_unix_s=since)
+        self._sent = msgspec.structs.replace(sent, open=is_open)
+        how_far.write(self._run, self._name, self._sent)
+        self._written_s = time.monotonic()

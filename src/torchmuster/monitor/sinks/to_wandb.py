@@ -1,0 +1,49 @@
+"""W&B: one run of the same id for one run folder; offline it is written into the folder, for ``wandb sync``."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torchmuster.monitor.sinks.row import Row
+from torchmuster.monitor.sinks.sink import Wanted, settings_of
+from torchmuster.runfolder import RunFolder
+
+
+class WandB:
+    """Sends rows by W&B's own library; its key is read from the environment, and only where it is online."""
+
+    def __init__(self, run: RunFolder, wanted: Wanted, known: str) -> None:
+        import wandb
+
+        self.run = known or (f"{run.id}-{os.urandom(2).hex()}" if wanted.anew else run.id)
+        self._run: Any = wandb.init(
+            id=self.run,
+            name=run.id,
+            project=wanted.wandb_project or wanted.experiment,
+            dir=str(run.metrics),
+            mode="online" if wanted.wandb_mode == "online" else "offline",
+            resume="allow",
+            config=dict(settings_of(run)),
+            # This process is not the training: what it writes and uses says nothing about that.
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+            ),
+        )
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Send rows; those of one step become one."""
+        for row in rows:
+            self._run.log(dict(row.numbers), step=row.step)
+
+    def take_back(self, step: int) -> bool:
+        """Return False: W&B takes no step after a later one."""
+        return False
+
+    def close(self, *, finished: bool) -> None:
+        """Say how the run ended, and wait until W&B has everything."""
+        self._run.finish(exit_code=0 if finished else 1)

@@ -1,0 +1,92 @@
+"""Lines that find no room wait, and are all in the file once there is some."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmuster.train.reporting import metrics_file
+from torchmuster.train.reporting.metrics_file import MetricsFile
+from torchmuster.train.reporting.progress import Lines
+
+pytestmark = pytest.mark.engine
+
+
+class Disk:
+    """Takes so many bytes more, and then none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room_bytes = 10**6
+        self._write = os.write
+        monkeypatch.setattr(metrics_file.os, "write", self.write)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._write(file, data[: self.room_bytes])
+        self.room_bytes -= taken
+        return taken
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def _steps(folder: Path) -> list[int]:
+    lines = (folder / "metrics" / "evaluations.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_lines_wait_for_room_and_none_is_torn(tmp_path: Path, disk: Disk) -> None:
+    files = MetricsFile(tmp_path)
+    assert files.write_evaluation(1, 0, {"loss": 1.0}) == ""
+    disk.room_bytes = 20  # a part of the next line
+    said = files.write_evaluation(2, 0, {"loss": 1.0})
+    assert "No space left on device" in said
+    assert "the training goes on" in said
+    assert files.write_evaluation(3, 0, {"loss": 1.0}) == "", "it is said once"
+    disk.room_bytes = 10**6
+    said = files.write_evaluation(4, 0, {"loss": 1.0})
+    assert "can be written again after" in said
+    assert said.endswith("it has all lines of that time")
+    files.close()
+    assert _steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_what_waits_is_bounded_and_the_rest_is_counted(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_file, "_MOST_WAITING_BYTES", 200)
+    files = MetricsFile(tmp_path)
+    disk.room_bytes = 0
+    for step in range(1, 11):
+        files.write_evaluation(step, 0, {"loss": 1.0})
+    disk.room_bytes = 10**6
+    said = files.write_evaluation(11, 0, {"loss": 1.0})
+    files.close()
+    kept = _steps(tmp_path)
+    assert kept == list(range(1, len(kept) + 1))
+    assert f"but {11 - len(kept)} of them" in said
+
+
+def test_the_end_of_a_training_writes_what_waits(tmp_path: Path, disk: Disk) -> None:
+    files = MetricsFile(tmp_path)
+    disk.room_bytes = 0
+    files.write_evaluation(1, 0, {"loss": 1.0})
+    disk.room_bytes = 10**6
+    files.close()
+    assert _steps(tmp_path) == [1]
+
+
+def test_a_log_without_room_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        Lines().say("step 1")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        full.detach()

@@ -1,0 +1,100 @@
+"""A real run whose folder is on a disk that is full for a while: it goes on, says so, and its lines are all there."""
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from patience import GIVE_UP_S
+from ranks.launched import launched
+from ranks.test_train_restarts import steps_of
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root"),
+]
+
+STEPS = 600
+OWN = """\
+import time, torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 3)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, row):
+        time.sleep(0.005)
+        with open("rows-read", "a") as stream:  # on another disk
+            stream.write(".")
+        return torch.full((4,), row / 4000), row % 3
+
+def data():
+    return Rows()
+"""
+CONFIG = f"""\
+model: {{build: "own:model"}}
+data: {{dataset: "own:data"}}
+train: {{steps: {STEPS}, log_every: 1, micro_batch_size: 4}}
+checkpoint: {{every: 1h}}
+metrics: {{sinks: [tensorboard]}}
+"""
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("this container may not mount file systems")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+
+
+def _await_rows(folder: Path, more: int) -> None:
+    """Wait until the ranks have read so many rows more: no file on the full disk could tell."""
+    path = folder / "rows-read"
+    wanted, deadline = path.stat().st_size + more, time.monotonic() + GIVE_UP_S
+    while path.stat().st_size < wanted:
+        assert time.monotonic() < deadline, "the ranks stand still"
+        time.sleep(0.05)
+
+
+def test_a_disk_that_is_full_for_a_while(own_machine: Path, muster: Muster) -> None:
+    pytest.importorskip("tensorboard")
+    (own_machine / "own.py").write_text(OWN)
+    (own_machine / "config.yaml").write_text(CONFIG)
+    runs = own_machine / "runs"
+    words = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
+    with _small_disk(runs), launched(own_machine, *words, "--max-restarts", "0") as run:
+        run.wait_for("step 5/")
+        _fill(runs / "filler")
+        written = steps_of(run)
+        assert written == list(range(1, len(written) + 1)), "what was written is whole"
+        _await_rows(own_machine, 2 * 4 * 30)
+        assert steps_of(run)[: len(written)] == written
+        served = muster("exporter", "--once").out
+        assert re.search(r"^muster_host_disk_free_bytes\{.*\} 0\.0$", served, re.MULTILINE)
+        (runs / "filler").unlink()
+        result = run.end()
+        assert run.alive() == []
+        assert result.code == 0, run
+        assert steps_of(run) == list(range(1, STEPS + 1)), "nothing is missing or torn"
+        log = run.run.rank_log(0).read_text()
+        assert re.search(r"steps\.jsonl can be written again after .+ all lines of that time", log)

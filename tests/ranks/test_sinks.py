@@ -1,0 +1,127 @@
+"""``muster train`` with sinks: a run that is killed and goes on is one run there; a tracker that is gone hurts nobody."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlflow_stand_in import closed_port, mlflow_server
+from muster_command import Muster
+from patience import GIVE_UP_S
+from ranks.launched import Launched, launched
+from ranks.test_train_restarts import MINE, ranks_of, steps_of
+from torchmuster.launch import ledger
+from torchmuster.monitor.sinks import sent
+from torchmuster.runfolder import RunFolder
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 40
+CONFIG = f"""\
+experiment_name: tracked
+model: {{build: "mine:model"}}
+data: {{dataset: "mine:data"}}
+train: {{steps: {STEPS}, log_every: 1}}
+checkpoint: {{every: 4}}
+metrics: {{sinks: [tensorboard, parquet]}}
+"""
+TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
+
+
+@pytest.fixture
+def folder(own_machine: Path) -> Path:
+    (own_machine / "mine.py").write_text(MINE)
+    (own_machine / "config.yaml").write_text(CONFIG)
+    return own_machine
+
+
+def _await_step(run: Launched, sink: str, step: int) -> None:
+    deadline = time.monotonic() + GIVE_UP_S
+    while (far := sent.read(run.run, sink)) is None or far.train.step < step:
+        assert time.monotonic() < deadline, f"{sink} has not got step {step}\n{run}"
+        time.sleep(0.05)
+
+
+def _curve(run: RunFolder, tag: str) -> list[int]:
+    accumulators: Any = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    seen = accumulators.EventAccumulator(str(run.metrics / "tensorboard"))
+    seen.Reload()
+    return [one.step for one in seen.Scalars(tag)]
+
+
+def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    with launched(folder, *TRAIN) as run:
+        run.wait_for("saved step 4")
+        _await_step(run, "tensorboard", 6)
+        ranks_of(run)[0].kill()
+        result = run.end()
+        assert run.alive() == []
+    assert result.code == 0, run
+    assert "starting again" in result.err
+    every = list(range(1, STEPS + 1))
+    assert steps_of(run) == every
+    assert _curve(run.run, "train/loss") == every
+    assert parquet.read_table(run.run.metrics / "steps.parquet")["step"].to_pylist() == every
+    assert "has not got everything" not in result.out
+
+
+def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
+    pytest.importorskip("mlflow")
+    uri = closed_port()
+    there = ("--set", "metrics.sinks=mlflow,tensorboard", "--set", f"metrics.mlflow_uri={uri}")
+    with launched(folder, *TRAIN, *there) as run:
+        result = run.end()
+        assert run.alive() == []
+    assert result.code == 0, run
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    assert _curve(run.run, "train/loss") == list(range(1, STEPS + 1)), "the other one has it all"
+    line = f"muster runs export {run.run.path} --to mlflow"
+    assert "mlflow has not got everything" in result.out
+    assert line in result.out
+    (noted,) = [one for one in ledger.events(run.run) if one.name == "sink"]
+    assert "mlflow does not get the run's numbers: " in noted.facts["what"]
+    assert "mlflow does not get the run's numbers" in muster("explain", "last").out
+    exported = muster("exporter", "--once").out
+    (failing,) = [
+        one
+        for one in exported.splitlines()
+        if one.startswith("muster_sink_failing_seconds{") and 'sink="mlflow"' in one
+    ]
+    assert float(failing.rpartition(" ")[2]) > 0
+    with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
+        done = muster(*line.split()[1:])
+        assert done.code == 0, done
+        assert [step for step, _ in kept.points("train/loss")] == list(range(1, STEPS + 1))
+        assert kept.statuses[-1] == "FINISHED"
+        (params,) = [one["params"] for one in kept.runs.values()]
+        assert params["train.steps"] == str(STEPS)
+
+
+def test_what_a_sink_needs_is_missed_before_anything_is_trained(
+    folder: Path, muster: Muster
+) -> None:
+    pytest.importorskip("mlflow")
+    done = muster(*TRAIN, "--set", "metrics.sinks=mlflow", env={"MLFLOW_TRACKING_URI": ""})
+    assert done.code == 2
+    assert "metrics.sinks has mlflow, but nothing says where it is" in done.err
+    hidden = folder / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow'] = None\n")
+    path = f"{hidden}:{os.environ.get('PYTHONPATH', '')}"
+    done = muster(*TRAIN, "--set", "metrics.sinks=parquet", env={"PYTHONPATH": path})
+    assert done.code == 2
+    assert "pip install 'torchmuster[parquet]'" in done.err
+    assert not (folder / "runs").exists()
+
+
+def test_passwords_are_refused(folder: Path, muster: Muster) -> None:
+    uri = "http://me:hunter2@tracker:5000"
+    done = muster(*TRAIN, "--set", "metrics.sinks=mlflow", "--set", f"metrics.mlflow_uri={uri}")
+    assert done.code == 2
+    assert "MLFLOW_TRACKING_PASSWORD" in done.err
+    assert "hunter2" not in done.err + done.out

@@ -1,0 +1,139 @@
+"""The process beside rank 0: it sends while the training goes on, and whatever happens to it does nothing to that."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlflow_stand_in import silent_server
+from patience import BUSY_S, GIVE_UP_S
+from torchmuster.monitor.sinks import sent
+from torchmuster.monitor.sinks.beside_rank import FINISH_WITHIN_S, not_sent, sending
+from torchmuster.monitor.sinks.sink import Wanted
+from unit.monitor.sinks.written_run import WrittenRun
+
+FILES = Wanted(sinks=("tensorboard", "parquet"))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> WrittenRun:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("pyarrow")
+    return WrittenRun(tmp_path)
+
+
+def _await(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + GIVE_UP_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come: {what}"
+        time.sleep(0.02)
+
+
+def _sender() -> psutil.Process:
+    (process,) = [
+        one
+        for one in psutil.Process().children()
+        if "torchmuster.monitor.sinks" in " ".join(one.cmdline())
+    ]
+    return process
+
+
+def _reached(written: WrittenRun, sink: str) -> int:
+    far = sent.read(written.run, sink)
+    return far.train.step if far is not None else 0
+
+
+def test_it_sends_as_lines_come_and_the_rest_at_the_end(written: WrittenRun) -> None:
+    with sending(written.run.path, FILES):
+        written.steps(1)
+        _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
+        written.steps(*range(2, 100))
+    assert _reached(written, "tensorboard") == 99
+    assert (written.run.metrics / "steps.parquet").is_file()
+    assert not_sent(written.run, FILES.sinks) == []
+    assert (written.run.logs / "sinks.log").read_text() == ""
+
+
+def test_it_is_killed_and_the_training_goes_on(written: WrittenRun) -> None:
+    with sending(written.run.path, FILES):
+        written.steps(1)
+        _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
+        _sender().kill()
+        written.steps(2, 3)
+    told = not_sent(written.run, FILES.sinks)
+    assert [one.partition(" ")[0] for one in told] == ["tensorboard", "parquet"]
+    assert "the process that sends was ended" in told[0]
+    assert told[0].endswith(f"muster runs export {written.run.path} --to tensorboard")
+    with sending(written.run.path, FILES):  # as in the next attempt
+        pass
+    assert _reached(written, "tensorboard") == 3
+    assert not_sent(written.run, FILES.sinks) == []
+
+
+def test_it_ends_when_its_rank_is_killed(written: WrittenRun) -> None:
+    read, write = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        with contextlib.suppress(BaseException):
+            os.close(read)
+            with sending(written.run.path, FILES):
+                written.steps(1)
+                _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
+                written.steps(2)
+                os.write(write, str(_sender().pid).encode())
+                signal.pause()
+        os._exit(1)
+    os.close(write)
+    sender = psutil.Process(int(os.read(read, 100)))
+    os.close(read)
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    _await(lambda: _is_gone(sender), "its end")
+    assert _reached(written, "tensorboard") == 2, "what was written is sent"
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
+    written: WrittenRun,
+) -> None:
+    pytest.importorskip("mlflow")
+    written.steps(1)
+    with silent_server() as address:
+        wanted = Wanted(sinks=("mlflow", "tensorboard"), mlflow_uri=address)
+        with sending(written.run.path, wanted):
+            _await(lambda: _reached(written, "tensorboard") == 1, "the other sink")
+            began = time.monotonic()
+        assert time.monotonic() - began < FINISH_WITHIN_S + 3 + BUSY_S
+    assert _reached(written, "mlflow") == 0
+    (told,) = not_sent(written.run, wanted.sinks)
+    assert told.startswith("mlflow has not got everything")
+
+
+def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
+    pytest.importorskip("mlflow")
+    written.steps(1)
+    began = time.monotonic()
+    with (
+        silent_server() as address,
+        pytest.raises(ValueError, match="of the training"),
+        sending(written.run.path, Wanted(sinks=("mlflow",), mlflow_uri=address)),
+    ):
+        raise ValueError("of the training")
+    assert time.monotonic() - began < 5 + BUSY_S
+
+
+def test_without_sinks_there_is_no_process(written: WrittenRun) -> None:
+    with sending(written.run.path, Wanted()):
+        assert psutil.Process().children() == []
+    assert not (written.run.metrics / "sinks").exists()

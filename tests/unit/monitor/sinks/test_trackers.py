@@ -1,0 +1,150 @@
+"""MLflow's own client against a stand-in for its server, and W&B's own library offline."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlflow_stand_in import Kept, closed_port, mlflow_server
+from muster_command import Muster
+from torchmuster.monitor.sinks import sent
+from torchmuster.monitor.sinks.sink import settings_of
+from unit.monitor.sinks.written_run import WrittenRun
+
+
+@pytest.fixture
+def written(own_machine: Path) -> WrittenRun:
+    return WrittenRun(own_machine)
+
+
+def _export(muster: Muster, kept: Kept, *more: str) -> str:
+    uri = f"metrics.mlflow_uri={kept.address}"
+    done = muster("runs", "export", "last", "--to", "mlflow", "--set", uri, *more)
+    assert done.code == 0, done
+    return done.err
+
+
+def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) -> None:
+    pytest.importorskip("mlflow")
+    written.run.config.write_text("experiment_name: llama\ntrain:\n  learning_rate: 0.01\n")
+    written.steps(1, 2, loss=1.5)
+    written.evaluations(2, **{"f1@5": 0.5})
+    with mlflow_server() as kept:
+        assert "3 lines of" in _export(muster, kept)
+        written.cut_off_after(1)
+        written.steps(2, 3, loss=None)
+        assert "1 line of" in _export(muster, kept)
+        assert "0 lines of" in _export(muster, kept)
+    assert list(kept.experiments) == ["llama"]
+    (run,) = kept.runs.values()
+    assert run["name"] == written.run.id
+    assert run["params"]["train.learning_rate"] == "0.01"
+    first, second, third = kept.points("train/loss")
+    assert (first, second) == ((1, 1.5), (2, 1.5)), "what it has of a step stays"
+    assert third[0] == 3
+    assert math.isnan(third[1])
+    assert kept.points("evaluation/f1_5") == [(2, 0.5)]
+    assert kept.statuses == ["RUNNING", "FAILED"] * 3, "nobody said that it has finished"
+
+
+def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, muster: Muster) -> None:
+    pytest.importorskip("mlflow")
+    written.steps(1, 2)
+    with mlflow_server() as kept:
+        _export(muster, kept)
+        sent.forget(written.run, "mlflow")  # it was made, and then the disk was full
+        written.steps(3)
+        _export(muster, kept)
+        assert len(kept.runs) == 1
+        assert [step for step, _ in kept.points("train/loss")] == [1, 2, 3]
+        _export(muster, kept, "--anew")
+        assert len(kept.runs) == 2
+
+
+def test_a_tracker_that_is_not_there_is_told_and_asked_again(
+    written: WrittenRun, muster: Muster
+) -> None:
+    pytest.importorskip("mlflow")
+    written.steps(1)
+    uri = closed_port()
+    words = ("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
+    done = muster(*words)
+    assert done.code == 1
+    assert f"{written.run.id} could not be sent to mlflow" in done.err
+    assert "the same command goes on where this one broke off" in done.err
+    assert "Traceback" not in done.err
+    with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
+        assert muster(*words).code == 0
+        assert kept.points("train/loss") == [(1, 2.0)]
+
+
+# The file is LevelDB's log format after seven bytes; its records are messages that W&B's library can read.
+READ_WANDB = """
+import json, struct, sys
+from pathlib import Path
+from wandb.proto import wandb_internal_pb2
+
+data, place, message = Path(sys.argv[1]).read_bytes(), 7, b""
+while place < len(data):
+    left = 32768 - place % 32768
+    if left < 7:
+        place += left
+        continue
+    _, length, kind = struct.unpack_from("<IHB", data, place)
+    message += data[place + 7 : place + 7 + length]
+    place += 7 + length
+    if kind in (2, 3):  # the first or a middle part
+        continue
+    record = wandb_internal_pb2.Record.FromString(message)
+    message = b""
+    if record.WhichOneof("record_type") == "run":
+        print(json.dumps({"id": record.run.run_id, "project": record.run.project}))
+    if record.WhichOneof("record_type") == "history":
+        print(json.dumps({
+            "/".join(one.nested_key) or one.key: json.loads(one.value_json)
+            for one in record.history.item
+        }))
+"""
+
+
+def _read_wandb(run: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for path in sorted(run.glob("metrics/wandb/offline-run-*/run-*.wandb")):
+        words = [sys.executable, "-c", READ_WANDB, str(path)]
+        done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+        found += map(json.loads, done.stdout.splitlines())
+    return found
+
+
+def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun, muster: Muster) -> None:
+    pytest.importorskip("wandb")
+    written.steps(1, 2, loss=1.5)
+    written.evaluations(2, accuracy=0.5)
+    words = ("runs", "export", "last", "--to", "wandb", "--set", "metrics.wandb_project=p")
+    assert muster(*words).code == 0
+    written.cut_off_after(1)
+    written.steps(2, 3, loss=1.0)
+    done = muster(*words)
+    assert done.code == 0, done
+    assert f"1 line of {written.run.id} sent to wandb, as its run {written.run.id}" in (done.err)
+    read = _read_wandb(written.run.path)
+    assert {(one["id"], one["project"]) for one in read if "id" in one} == {(written.run.id, "p")}
+    history = {one["_step"]: one for one in read if "_step" in one}
+    assert sorted(history) == [1, 2, 3]
+    assert history[2]["train/loss"] == 1.5
+    assert history[2]["evaluation/accuracy"] == 0.5
+    assert history[3]["train/loss"] == 1.0
+
+
+def test_trackers_get_no_secrets(written: WrittenRun) -> None:
+    secret = "hf_" + "a" * 30
+    written.run.config.write_text(f"experiment_name: {secret}\ntrain:\n  steps: 7\n")
+    told = settings_of(written.run)
+    assert told["experiment_name"] == "[redacted]"
+    assert told["train.steps"] == "7"
+    assert "train.epochs" not in told

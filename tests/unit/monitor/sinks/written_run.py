@@ -1,0 +1,34 @@
+"""A run's folder in which lines appear as a training writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchmuster.runfolder import RunFolder, create, write_atomically
+
+
+class WrittenRun:
+    """Writes lines about steps and evaluations, and cuts them off as a restart does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run: RunFolder = create(folder / "runs", "llm")
+        self._now = 1_700_000_000.0
+
+    def steps(self, *steps: int, loss: float | None = 2.0, **more: object) -> None:
+        for step in steps:
+            self._add("steps", {"step": step, "epoch": 0, "loss": loss, "verdict": "", **more})
+
+    def evaluations(self, *steps: int, **numbers: float) -> None:
+        for step in steps:
+            self._add("evaluations", {"step": step, "epoch": 0, **numbers})
+
+    def _add(self, name: str, line: dict[str, Any]) -> None:
+        self._now += 1.0
+        with (self.run.metrics / f"{name}.jsonl").open("a") as stream:
+            stream.write(json.dumps({**line, "at_unix_s": self._now}) + "\n")
+
+    def cut_off_after(self, step: int) -> None:
+        for path in self.run.metrics.glob("*.jsonl"):
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            write_atomically(path, "".join(kept))
