@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.measure.profile import kept
+from torchmuster.measure.profile import kept, verifying
 from torchmuster.measure.profile.capture import new_folder
 from torchmuster.measure.profile.changes import Change, Trial, parse
 from torchmuster.measure.profile.recording_words import Asked, read_facts
@@ -34,8 +35,36 @@ def test_a_larger_batch_is_judged_by_its_samples_not_by_its_steps() -> None:
         samples_factor=8.0,
     )
     assert trial.gain == pytest.approx(0.11 / 0.22 * 8)
-    assert trial.low == pytest.approx(0.1 / 0.25 * 8)
-    assert trial.high == pytest.approx(0.12 / 0.2 * 8)
+    assert trial.low == pytest.approx(0.1 / 0.22 * 8), "the slowest of three is not counted"
+    assert trial.high == pytest.approx(0.11 / 0.2 * 8)
+
+
+def test_one_disturbed_run_of_three_does_not_hide_a_gain() -> None:
+    change = Change(kind="buckets", value=3)
+    two = Trial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.17))
+    assert (two.low, two.is_unclear) == (1.0, True)
+    three = replace(two, before_s=(0.29, 0.30, 0.31), after_s=(0.29, 0.17, 0.18))
+    assert (three.low, three.is_unclear) == (pytest.approx(0.29 / 0.18), False)
+    without = Trial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.30))
+    assert not without.is_unclear, "nothing says that there is a gain"
+
+
+def test_trials_that_are_unclear_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, unclear = Change(kind="threads", value=1), Change(kind="buckets", value=3)
+    takes = {None: [0.3, 0.3, 0.3], clear: [0.2, 0.2], unclear: [0.3, 0.17, 0.17]}
+    now = {change: iter(taken) for change, taken in takes.items()}
+    monkeypatch.setattr(verifying, "with_change", lambda asked, change: change)
+    monkeypatch.setattr(
+        verifying, "_run", lambda asked, say: [SimpleNamespace(trouble=(), at=asked)]
+    )
+    monkeypatch.setattr(verifying, "step_s", lambda facts: next(now[facts[0].at]))
+    said: list[str] = []
+    trials = verifying.tried(None, (clear, unclear), rounds=2, say=said.append)  # type: ignore[arg-type]
+    assert [one.after_s for one in trials] == [(0.2, 0.2), (0.3, 0.17, 0.17)]
+    assert said[-2:] == [
+        "the training as it is, again, as runs differ",
+        "the training with gradients sent in buckets of 3 MiB, again, as runs differ",
+    ]
 
 
 def test_trials_are_kept_with_the_profile(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ A change is made by the recorder inside the training's own process, so it holds 
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.errors import Impossible
 
+_CLEAR_FROM = 1.1
+_ENOUGH_RUNS = 3
 Kind = Literal["workers", "batch", "reads", "buckets", "threads", "bf16", "saves"]
 _WORDS: dict[Kind, str] = {
     "workers": "{} loader workers",
@@ -72,9 +75,20 @@ class Trial:
     @property
     def low(self) -> float:
         """The gain between the best run without and the worst run with the change."""
-        return min(self.before_s) / max(self.after_s) * self.samples_factor
+        return min(self.before_s) / max(_undisturbed(self.after_s)) * self.samples_factor
 
     @property
     def high(self) -> float:
         """The gain between the worst run without and the best run with the change."""
-        return max(self.before_s) / min(self.after_s) * self.samples_factor
+        return max(_undisturbed(self.before_s)) / min(self.after_s) * self.samples_factor
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the best runs differ, and others say that they do not: something may have disturbed one."""
+        best = min(self.before_s) / min(self.after_s) * self.samples_factor
+        return best >= _CLEAR_FROM and self.low <= 1.0
+
+
+def _undisturbed(taken_s: Sequence[float]) -> Sequence[float]:
+    """Return the runs without the slowest, if they are enough: what else a machine does only makes runs slower."""
+    return sorted(taken_s)[:-1] if len(taken_s) >= _ENOUGH_RUNS else taken_s
