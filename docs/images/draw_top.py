@@ -163,9 +163,9 @@ def draw(shown: TopPicture, columns: int, lines: int) -> str:
     async def whole() -> str:
         app = TopApp(shown, lambda: shown, every_s=3600.0)
         async with app.run_test(size=(columns, lines)) as pilot:
-            while not app.query("FooterKey"):
-                await pilot.pause()
-            return app.export_screenshot(title="muster top")
+            while "reverse" not in (drawn := app.export_screenshot(title="muster top")):
+                await pilot.pause()  # the keys at the foot come last
+            return drawn
 
     # The toolkit's own frame fetches a font from the web; a picture in a document must not.
     drawn = _FONTS.sub("", asyncio.run(whole()))

@@ -13,6 +13,8 @@ WRONG = "bold red"
 QUIET = "dim"
 # Stands before what is wrong, for those who see no colours.
 MARK = "!"
+# From these widths on there is room for longer bars and whole words.
+WIDE, VERY_WIDE = 110, 150
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 

@@ -53,7 +53,7 @@ class TopApp(App[Exception]):
     # The terminal's own colours and background throughout, so that it is readable on a light one too.
     CSS = """
     #devices, #ranks { scrollbar-size-vertical: 1; }
-    #devices { height: auto; max-height: 40%; margin-top: 1; }
+    #devices { height: auto; max-height: 45%; margin-top: 1; }
     #titles { height: 1; margin-top: 1; }
     #ranks { height: 1fr; }
     #alerts { height: auto; max-height: 30%; }

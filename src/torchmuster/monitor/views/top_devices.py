@@ -6,7 +6,15 @@ from rich.text import Text
 
 from torchmuster.devices.model import Device
 from torchmuster.devices.readers.nvml_events import OF_PROGRAMS
-from torchmuster.monitor.views.bars import MARK, QUIET, WRONG, bar, curve_of_percents
+from torchmuster.monitor.views.bars import (
+    MARK,
+    QUIET,
+    VERY_WIDE,
+    WIDE,
+    WRONG,
+    bar,
+    curve_of_percents,
+)
 from torchmuster.monitor.views.columns import Column, lines
 from torchmuster.monitor.views.top_picture import DeviceRow
 from torchmuster.redaction import harmless
@@ -36,11 +44,11 @@ def short_name(device: Device) -> str:
 
 
 def _columns(rows: Sequence[DeviceRow], width: int, several: bool) -> list[Column[DeviceRow]]:
-    wide = width >= 120
+    wide = width >= WIDE
     bar_width = 18 if wide else 6 if several else 10
     names = {short_name(one.device) for one in rows}
     longest = max(map(len, names))
-    looks = 24 if width >= 160 else 12
+    looks = 24 if width >= VERY_WIDE else 12
     columns = [
         Column[DeviceRow](title="GPU", width=3, right=True, cell=_number),
         Column[DeviceRow](

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from torchmuster.monitor.views.bars import MARK, QUIET, WRONG, bar
+from torchmuster.monitor.views.bars import MARK, QUIET, VERY_WIDE, WIDE, WRONG, bar
 from torchmuster.monitor.views.columns import Column, chosen, lines
 from torchmuster.monitor.views.odd_ranks import SILENT_AFTER_S
 from torchmuster.monitor.views.top_picture import ORDERS, RankRow, ordered
@@ -31,7 +31,7 @@ def orders_shown(ranks: Sequence[RankRow], width: int) -> list[str]:
 
 
 def _columns(ranks: Sequence[RankRow], width: int) -> list[Column[RankRow]]:
-    bar_width = 14 if width >= 160 else 8 if width >= 120 else 3
+    bar_width = 14 if width >= VERY_WIDE else 8 if width >= WIDE else 3
     columns = [
         Column[RankRow](title="rank", width=5, right=True, cell=_rank),
         Column[RankRow](title="GPU", width=3, right=True, cell=_gpu, matters=4),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from torchmuster.launch import ledger
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.views.bars import QUIET, WRONG, bar
+from torchmuster.monitor.views.bars import QUIET, VERY_WIDE, WRONG, bar
 from torchmuster.monitor.views.run_screen import alert_lines, figures
 from torchmuster.monitor.views.top_devices import device_lines, short_name
 from torchmuster.monitor.views.top_picture import HostFigures, RunFigures, TopPicture
@@ -90,7 +90,7 @@ def _devices_in_words(picture: TopPicture) -> list[str]:
 def _load(host: HostFigures, width: int) -> Text:
     """Return the machine's load, as much of it as fits."""
     line = Text()
-    for part in _load_parts(host, 18 if width >= 120 else 10):
+    for part in _load_parts(host, 18 if width >= VERY_WIDE else 10):
         if line.cell_len + part.cell_len <= width:
             line.append_text(part).append("  ")
     line.rstrip()
