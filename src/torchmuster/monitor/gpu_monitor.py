@@ -21,7 +21,7 @@ from torchmuster.monitor.alerts.watching import News, Watching
 from torchmuster.monitor.collecting import device_metrics
 from torchmuster.monitor.exposition import exposition
 from torchmuster.monitor.metric import Metric, Sample, Scope
-from torchmuster.monitor.serving import Access, serving
+from torchmuster.monitor.serving import Access, Served, serving
 from torchmuster.monitor.tensorboard_file import TensorBoardFile
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,9 @@ class GPUMonitor:
                 if prometheus_port is not None:
                     exposition([], "")  # what is missing shows now
                     self.port = stack.enter_context(
-                        serving(Access(port=prometheus_port), self._answer)
+                        serving(
+                            Access(port=prometheus_port), {"/metrics": Served(answer=self._answer)}
+                        )
                     )
                 self._look()
                 thread = threading.Thread(target=self._watch, name="GPUMonitor", daemon=True)
@@ -116,9 +118,7 @@ class GPUMonitor:
             self._values, self._last = values, (step, now_s)
             devices = () if self._node is None else self._node.accelerators
         gpus = {name: one for device in devices for name, one in numbers_of(device).items()}
-        if self._board is not None:
-            named = {f"train/{name}": value for name, value in values.items()}
-            self._board.write({**named, **gpus}, step)
+        self._draw({f"train/{name}": value for name, value in values.items()} | gpus, step)
         return {**values, **gpus}
 
     @property
@@ -144,6 +144,16 @@ class GPUMonitor:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _draw(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add to the curves; a full disk must not end the training."""
+        if self._board is None:
+            return
+        try:
+            self._board.write(numbers, step)
+        except Exception as error:  # whatever happened in the writer's thread comes out here
+            self._board = None
+            _log.warning("curves are not written any more: %s", error)
 
     def _watch(self) -> None:
         while not self._over.wait(self._look_every_s):

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torchmuster.errors import Impossible
@@ -41,5 +42,6 @@ class TensorBoardFile:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
+        """Write what is left, if the disk takes it."""
+        with suppress(Exception):
+            self._writer.close()

@@ -10,7 +10,8 @@ from rich.text import Text
 from torchmuster.launch import ledger
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.views.bars import QUIET, VERY_WIDE, WRONG, bar
-from torchmuster.monitor.views.run_screen import alert_lines, figures
+from torchmuster.monitor.views.key_figures import key_figures
+from torchmuster.monitor.views.run_screen import alert_lines
 from torchmuster.monitor.views.top_devices import device_lines, short_name
 from torchmuster.monitor.views.top_picture import HostFigures, RunFigures, TopPicture
 from torchmuster.monitor.views.top_ranks import rank_lines
@@ -131,7 +132,7 @@ def _run(run: RunFigures, picture: TopPicture, width: int) -> Text:
     line.append(f"  {run.phase}", style=WRONG if run.phase in _ENDED_BADLY else "not bold")
     ranks = sum(one.run == run.id for one in picture.ranks)
     words = [f"{ranks} rank{'s' * (ranks != 1)}"] if ranks else []
-    for word in [*words, *figures(run.values)]:
+    for word in [*words, *(one.line for one in key_figures(run.values))]:
         if line.cell_len + 2 + len(word) > width:
             break
         line.append(f"  {word}", style="not bold")
