@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
 from torchmuster.launch import node_devices, node_ranks
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.monitor.views.top_picture import TopPicture, TopWatch
 from torchmuster.runfolder import RunFolder, create, write_atomically
 from torchmuster.units import GiB
-from unit.monitor.test_collecting import LINE, NOW
 
 FIRST_PID = 4_200_000
 PHASES = ("forward", "backward", "update", "loading data")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from made_up_runs import NOW
 from torchmuster.devices.model import DeviceProcess
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.views.top_picture import ORDERS, RankRow, TopWatch, ordered
@@ -18,7 +19,6 @@ from unit.monitor.made_up_top import (
     running,
     with_gpus,
 )
-from unit.monitor.test_collecting import NOW
 
 
 def test_ranks_and_their_gpus_are_brought_together(tmp_path: Path) -> None:

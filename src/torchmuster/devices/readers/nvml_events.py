@@ -5,6 +5,7 @@ What came before somebody listened is lost to NVML; the kernel's log has it.
 
 import ctypes
 import dataclasses
+import threading
 from collections import Counter
 from contextlib import suppress
 from types import TracebackType
@@ -19,6 +20,7 @@ _MOST_AT_A_LOOK = 256
 # The numbers of one card that are told apart; a card has a handful in its life.
 _MOST_NUMBERS = 32
 OTHER = 0  # is no Xid: stands for those beyond that
+_PATIENCE_S = 2.0
 
 # Errors of the program on the card, after which the card is as good as before: NVIDIA's own plug-in for
 # Kubernetes passes over the same ones.
@@ -30,10 +32,11 @@ class XidErrors:
 
     def __init__(self) -> None:
         self._set: Any = None
+        self._turn = threading.Lock()  # a look may be taken in one thread while another one ends it
+        self._over = False
         self._uuids: dict[int | None, str] = {}  # by NVML's handle
-        self._heard: dict[
-            str, Counter[int]
-        ] = {}  # by UUID; there for every card that is listened to
+        # By UUID; there for every card that is listened to.
+        self._heard: dict[str, Counter[int]] = {}
 
     def __enter__(self) -> "XidErrors":
         self._listen()
@@ -45,18 +48,25 @@ class XidErrors:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._set is not None:
-            with suppress(pynvml.NVMLError):  # a driver that went away meanwhile
-                pynvml.nvmlEventSetFree(self._set)
-            with suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
-            self._set = None
+        self._over = True
+        if not self._turn.acquire(timeout=_PATIENCE_S):
+            return  # the driver does not answer: what is left ends with the process
+        try:
+            if self._set is not None:
+                with suppress(pynvml.NVMLError):  # a driver that went away meanwhile
+                    pynvml.nvmlEventSetFree(self._set)
+                with suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
+                self._set = None
+        finally:
+            self._turn.release()
 
     def added_to(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Return the devices with what was heard of each so far."""
-        if self._set is None and any(one.kind is Kind.CUDA for one in devices):
-            self._listen()  # the driver was loaded after us
-        self._catch_up()
+        with self._turn:
+            if self._set is None and any(one.kind is Kind.CUDA for one in devices):
+                self._listen()  # the driver was loaded after us
+            self._catch_up()
         return tuple(
             dataclasses.replace(one, xid_errors=tuple(sorted(self._heard[one.uuid].items())))
             if one.uuid in self._heard
@@ -65,6 +75,8 @@ class XidErrors:
         )
 
     def _listen(self) -> None:
+        if self._over:
+            return
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
