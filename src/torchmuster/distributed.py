@@ -3,7 +3,7 @@
 GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
 by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
 Torch is imported only by the functions that return a ``torch.device`` or need a process group, and by
-the names for training when they are first used.
+the names for training when they are first used. ``GPUMonitor`` works without it.
 """
 
 import importlib
@@ -29,6 +29,7 @@ from torchmuster.units import MiB
 if TYPE_CHECKING:
     import torch
 
+    from torchmuster.monitor.gpu_monitor import GPUMonitor
     from torchmuster.train.classic.averages import reduce_mean, sync_gradients
     from torchmuster.train.classic.dataloader import create_distributed_dataloader
     from torchmuster.train.classic.ddp_trainer import DDPTrainer
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDPTrainer",
+    "GPUMonitor",
     "GpuIds",
     "ProductionTrainer",
     "auto_select_gpus_for_model",
@@ -62,9 +64,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Where the names for training live. They need torch, which this module must not import.
+# Where the names for training live, imported when they are first used. Most need torch, which this module must not import.
 _TRAINING = {
     "DDPTrainer": "torchmuster.train.classic.ddp_trainer",
+    "GPUMonitor": "torchmuster.monitor.gpu_monitor",
     "ProductionTrainer": "torchmuster.train.classic.production",
     "create_distributed_dataloader": "torchmuster.train.classic.dataloader",
     "reduce_mean": "torchmuster.train.classic.averages",

@@ -66,6 +66,7 @@ LINES = [
     ["checkpoint", "ls", "."],
     ["checkpoint", "verify", "."],
     ["watch", "--help"],
+    ["top", "--once"],
     ["exporter", "--once"],
     ["runs"],
     ["runs", "export", "--help"],

@@ -14,6 +14,7 @@ from torchmuster.cli.main import root_parser
 from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS, MusterError
+from torchmuster.monitor.catalogue import METRICS
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -70,6 +71,11 @@ def test_public_functions(file_regression: FileRegressionFixture) -> None:
         signature = inspect.signature(getattr(distributed, name))
         lines.append(f"{name}{signature}")
     file_regression.check("\n".join(lines) + "\n", basename="distributed")
+
+
+def test_metrics(file_regression: FileRegressionFixture) -> None:
+    lines = [f"{one.kind} {one.name} {' '.join(one.all_labels)}" for one in METRICS]
+    file_regression.check("\n".join(lines) + "\n", basename="metrics")
 
 
 @pytest.mark.parametrize("words", [[], ["gpus"], ["gpus", "pick"], ["config", "show"]], ids=str)

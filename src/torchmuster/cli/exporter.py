@@ -1,6 +1,7 @@
 """``muster exporter``: serves this machine's metrics, and those of the runs on it, to Prometheus."""
 
 import argparse
+import contextlib
 import signal
 import threading
 
@@ -29,25 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.devices.snapshot import take
+    from torchmuster.devices import snapshot
     from torchmuster.monitor.collecting.collector import Collector
     from torchmuster.monitor.exposition import exposition
     from torchmuster.monitor.serving import serving
 
-    collector = Collector(options.runs, take)
-    text, _ = exposition(collector.samples(), "")  # what is missing shows now
-    if options.once:
-        print(text.decode(), end="")
-        return ExitCode.GOOD
-    access = Access(
-        address=options.address,
-        port=options.port,
-        token=serving_flags.token_from(options.token_file),
-        tls=serving_flags.tls_from(options.certificate),
-    )
-    ended = threading.Event()
-    metrics = Served(answer=lambda accept: exposition(collector.samples(), accept))
-    with serving(access, {"/metrics": metrics}) as port:
+    with contextlib.ExitStack() as stack:
+        collector = Collector(options.runs, stack.enter_context(snapshot.listening()))
+        text, _ = exposition(collector.samples(), "")  # what is missing shows now
+        if options.once:
+            print(text.decode(), end="")
+            return ExitCode.GOOD
+        access = Access(
+            address=options.address,
+            port=options.port,
+            token=serving_flags.token_from(options.token_file),
+            tls=serving_flags.tls_from(options.certificate),
+        )
+        ended = threading.Event()
+        metrics = Served(answer=lambda accept: exposition(collector.samples(), accept))
+        port = stack.enter_context(serving(access, {"/metrics": metrics}))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         scheme = "http" if access.tls is None else "https"

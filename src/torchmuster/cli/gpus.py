@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
     parsers.add_json_flag(how)
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between looks (1)"
+        "--interval",
+        type=parsers.interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="between looks (1)",
     )
     parser.add_argument("--links", action="store_true", help="show how the GPUs are joined")
     parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")
@@ -68,13 +72,3 @@ def _watch(options: argparse.Namespace) -> ExitCode:
             node, held = _look()
             update(node, visible(node.accelerators, os.environ), held)
             time.sleep(options.interval)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and 3600 seconds")
-    return seconds

@@ -43,6 +43,7 @@ COMMANDS = {
     "watch": Command(
         "torchmuster.cli.watch", "see how a run goes, live; be told when it needs you"
     ),
+    "top": Command("torchmuster.cli.top", "see all GPUs and ranks, live"),
     "exporter": Command(
         "torchmuster.cli.exporter", "serve metrics of machine and runs to Prometheus"
     ),

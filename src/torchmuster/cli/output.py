@@ -5,10 +5,13 @@ import json
 import os
 import shutil
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torchmuster import finding
 from torchmuster.errors import MusterError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def print_json(value: object) -> None:
@@ -34,10 +37,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def width() -> int:
+    """Return how wide a view may be: as the terminal, and no wider than can be read."""
+    return min(shutil.get_terminal_size().columns, 200)
+
+
+def print_styled(text: "Text") -> None:
+    """Print a view, in colours where they are wanted."""
+    from rich.console import Console
+
+    console = Console(no_color=not wants_colour(sys.stdout), highlight=False, width=width())
+    console.print(text, soft_wrap=True)
+
+
 def show_findings(findings: list[finding.Finding], stream: TextIO) -> None:
     """Show findings to a person."""
-    width = shutil.get_terminal_size().columns
-    print(finding.render(findings, width=width, colour=wants_colour(stream)), file=stream)
+    columns = shutil.get_terminal_size().columns
+    print(finding.render(findings, width=columns, colour=wants_colour(stream)), file=stream)
 
 
 def show_error(error: MusterError, *, as_json: bool) -> None:

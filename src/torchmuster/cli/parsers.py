@@ -45,9 +45,14 @@ def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> N
         parser.epilog = "\n  ".join(["examples:", *examples])
 
 
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
+def add_run_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add ``RUN`` and where it is looked for, for the commands that take one run."""
-    parser.add_argument("which", metavar="RUN", help="a run's id, part of it, its folder, or: last")
+    parser.add_argument(
+        "which",
+        metavar="RUN",
+        nargs=None if required else "?",
+        help="a run's id, part of it, its folder, or: last",
+    )
     add_runs_flag(parser)
 
 
@@ -60,6 +65,17 @@ def add_runs_flag(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where run folders are (runs)",
     )
+
+
+def interval(text: str) -> float:
+    """Return the seconds between two looks, as somebody typed them."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and 3600 seconds")
+    return seconds
 
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:

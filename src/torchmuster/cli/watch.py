@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -19,8 +18,6 @@ from torchmuster.redaction import harmless
 from torchmuster.runfolder import find
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from torchmuster.monitor.views.run_picture import RunPicture
 
 _EVERY_S = 2.0
@@ -80,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     watch = RunWatch(run)
     if options.once:
-        _print(screen(watch.look(time.time()), _width()))
+        output.print_styled(screen(watch.look(time.time()), output.width()))
         return ExitCode.GOOD
     with contextlib.ExitStack() as stack:
         webhook = stack.enter_context(Webhook(options.webhook)) if options.webhook else None
@@ -138,7 +135,7 @@ def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
     live = stack.enter_context(
         Live(console=Console(), auto_refresh=False, vertical_overflow="crop")
     )
-    return lambda picture: live.update(screen(picture, _width()), refresh=True)
+    return lambda picture: live.update(screen(picture, output.width()), refresh=True)
 
 
 def _in_browser(
@@ -179,15 +176,3 @@ def _name(address: str) -> str:
     if address in ("0.0.0.0", "::"):  # noqa: S104  # read, not bound to
         return socket.gethostname()
     return f"[{address}]" if ":" in address else address
-
-
-def _print(text: "Text") -> None:
-    from rich.console import Console
-
-    colour = output.wants_colour(sys.stdout)
-    console = Console(no_color=not colour, highlight=False, width=_width())
-    console.print(text, soft_wrap=True)
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 200)

@@ -56,7 +56,9 @@ class Device:
 
     ``index`` is the vendor tool's index (``nvidia-smi``), which is not always torch's: only ``uuid``
     names a device everywhere. ``trouble`` says what went wrong while it was being read; whatever had
-    been read before that is kept.
+    been read before that is kept. ``energy_j`` counts from when the driver was loaded. ``xid_errors`` are
+    NVIDIA's numbers of critical errors and how often each came, None unless somebody listens for them
+    (see ``snapshot.listening``).
     """
 
     kind: Kind
@@ -76,10 +78,12 @@ class Device:
     slowdown_temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    energy_j: float | None = None
     ecc: Ecc | None = None
     compute_capability: tuple[int, int] | None = None
     compute_prohibited: bool = False
     throttled_by: tuple[str, ...] = ()
+    xid_errors: tuple[tuple[int, int], ...] | None = None
     processes: tuple[DeviceProcess, ...] = ()
     trouble: str | None = None
 

@@ -4,11 +4,12 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torchmuster.devices import activity, processes
 from torchmuster.devices.model import Node
-from torchmuster.devices.readers import amd, apple, cpu, intel, nvml
+from torchmuster.devices.readers import amd, apple, cpu, intel, nvml, nvml_events
 from torchmuster.devices.symptoms import symptoms
 
 
@@ -46,3 +47,15 @@ def take_with_history(environment: Mapping[str, str] | None = None) -> Node:
     if record or fresh:
         activity.save(path, fresh)
     return node
+
+
+@contextmanager
+def listening() -> Iterator[Callable[[], Node]]:
+    """Give what takes looks, each with the critical errors that drivers reported since this began."""
+    with nvml_events.XidErrors() as errors:
+
+        def look() -> Node:
+            node = take()
+            return dataclasses.replace(node, accelerators=errors.added_to(node.accelerators))
+
+        yield look

@@ -229,6 +229,13 @@ GPU_POWER = _gauge("muster_gpu_power_watts", "watts", "power drawn", _DEVICE, le
 GPU_POWER_LIMIT = _gauge(
     "muster_gpu_power_limit_watts", "watts", "power that may be drawn", _DEVICE, level=Level.DEVICE
 )
+GPU_ENERGY = _total(
+    "muster_gpu_energy_joules_total",
+    "joules",
+    "energy drawn since the driver was loaded",
+    _DEVICE,
+    level=Level.DEVICE,
+)
 GPU_ECC = _total(
     "muster_gpu_ecc_errors_total",
     "",
@@ -243,6 +250,17 @@ GPU_THROTTLED = _gauge(
     "1 for each reason for which the device slows itself down now",
     _DEVICE,
     "reason",
+    level=Level.DEVICE,
+)
+
+GPU_XID = _total(
+    "muster_gpu_xid_errors_total",
+    "",
+    "critical errors that the driver has reported since the exporter began: xid is NVIDIA's number of the error "
+    "(0: one of many others), kind is program if the card is well after it, else device",
+    _DEVICE,
+    "kind",
+    "xid",
     level=Level.DEVICE,
 )
 

@@ -16,6 +16,7 @@ _UNITS = {
     "ratio": "percentunit",
     "celsius": "celsius",
     "watts": "watt",
+    "joules": "joule",
     "": "short",
 }
 
@@ -87,6 +88,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _panel("power", (catalogue.GPU_POWER, "{{host}} {{gpu_uuid}}")),
             _panel("slowed down", (catalogue.GPU_THROTTLED, "{{gpu_uuid}} {{reason}}")),
             _panel("memory errors", (catalogue.GPU_ECC, "{{gpu_uuid}} {{kind}}")),
+            _panel("energy", (catalogue.GPU_ENERGY, "{{host}} {{gpu_uuid}}"), width=12),
+            _panel("critical errors", (catalogue.GPU_XID, "{{gpu_uuid}} Xid {{xid}}"), width=12),
         ),
     ),
     (

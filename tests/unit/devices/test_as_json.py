@@ -43,6 +43,7 @@ DEVICE = {
     "compute_capability",
     "compute_prohibited",
     "ecc",
+    "energy_j",
     "free_bytes",
     "index",
     "kind",
@@ -65,6 +66,7 @@ DEVICE = {
     "reserved_bytes",
     "utilisation_percent",
     "uuid",
+    "xid_errors",
 }
 ACCELERATOR = DEVICE | {"claim", "hidden_by", "in_use", "visible"}
 PROCESS = {

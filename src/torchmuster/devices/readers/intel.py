@@ -103,6 +103,7 @@ def _device(
         temperature_c=temperature,
         slowdown_temperature_c=limit,
         power_limit_w=sysfs.watts(sensors, "power1_max", "power2_max"),
+        energy_j=sysfs.joules(sensors),
         processes=tuple(processes),
         trouble=trouble,
     )

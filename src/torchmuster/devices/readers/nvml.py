@@ -124,6 +124,8 @@ def _parts(handle: Any) -> Iterator[dict[str, Any]]:
     yield {"slowdown_temperature_c": threshold}
     yield {"power_w": _watts(measure(pynvml.nvmlDeviceGetPowerUsage, handle))}
     yield {"power_limit_w": _watts(measure(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))}
+    energy_mj = measure(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    yield {"energy_j": None if energy_mj is None else energy_mj / 1000}
     yield {"ecc": _ecc(handle), "throttled_by": _throttled_by(handle)}
     mode = ask(pynvml.nvmlDeviceGetComputeMode, handle)
     yield {"compute_prohibited": mode == pynvml.NVML_COMPUTEMODE_PROHIBITED}

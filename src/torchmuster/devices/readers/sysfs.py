@@ -80,3 +80,9 @@ def watts(sensors: Path, *files: str) -> float | None:
     """Return the first of these power files that is not zero, which means "not measured"."""
     microwatts = (integer(sensors / file) for file in files)
     return next((value / 1e6 for value in microwatts if value), None)
+
+
+def joules(sensors: Path) -> float | None:
+    """Return the energy drawn since the driver was loaded, where it is counted."""
+    microjoules = integer(sensors / "energy1_input")
+    return None if microjoules is None else microjoules / 1e6

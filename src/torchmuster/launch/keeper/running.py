@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from torchmuster.launch import node_ranks, wire
+from torchmuster.launch import node_devices, node_ranks, wire
 from torchmuster.launch.keeper import examination, records, sweep
 from torchmuster.launch.keeper.agent_command import Share
 from torchmuster.launch.keeper.engines import Engine, Exits
@@ -77,6 +77,10 @@ class Running:
 
     async def watch(self) -> wire.Ended:
         """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
+        with node_devices.Noting(self._share.logs, self._share.start.first_rank):
+            return await self._watch()
+
+    async def _watch(self) -> wire.Ended:
         over = asyncio.Event()
         following = asyncio.ensure_future(self._follow(over))
         killer = asyncio.ensure_future(self._kill_when_time_is_up())

@@ -195,6 +195,15 @@ ALERTS: tuple[Alert, ...] = (
         fix="restart the machine; if they come again, have the card replaced",
     ),
     Alert(
+        name="MusterGpuError",
+        severity="critical",
+        condition=Compared(Now(catalogue.GPU_XID, {"kind": "device"}), ">", 0),
+        summary="{host}: the driver has reported a critical error of {gpu_uuid} (Xid {xid})",
+        why="the card, its memory, its links or its firmware failed; programs on it fail or hang",
+        fix="sudo dmesg | grep -i xid says what; reset the card or restart the machine, then the exporter; "
+        "if it comes again, have the card replaced",
+    ),
+    Alert(
         name="MusterGpuMemoryNearLimit",
         severity="info",
         condition=Compared(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchmuster.devices.model import Device, Node
+from torchmuster.devices.readers.nvml_events import OF_PROGRAMS
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric, Sample
 
@@ -17,6 +18,9 @@ def samples(node: Node) -> Iterator[Sample]:
         for kind, count in _memory_errors(device):
             if count is not None:
                 yield Sample(catalogue.GPU_ECC, (*labels, kind), float(count))
+        for number, count in device.xid_errors or ():
+            kind = "program" if number in OF_PROGRAMS else "device"
+            yield Sample(catalogue.GPU_XID, (*labels, kind, str(number)), float(count))
         for reason in device.throttled_by:
             yield Sample(catalogue.GPU_THROTTLED, (*labels, reason), 1.0)
 
@@ -30,6 +34,7 @@ def _values(device: Device) -> Iterator[tuple[Metric, float | None]]:
     yield catalogue.GPU_SLOWDOWN_TEMPERATURE, device.slowdown_temperature_c
     yield catalogue.GPU_POWER, device.power_w
     yield catalogue.GPU_POWER_LIMIT, device.power_limit_w
+    yield catalogue.GPU_ENERGY, device.energy_j
 
 
 def _memory_errors(device: Device) -> Iterator[tuple[str, int | None]]:

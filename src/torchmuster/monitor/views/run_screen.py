@@ -1,10 +1,11 @@
 """A run on a terminal: how far it is, its curves, where the time goes, its ranks, what is wrong."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from torchmuster.monitor.alerts.watching import News
 from torchmuster.monitor.views.curve import curve
 from torchmuster.monitor.views.key_figures import key_figures
 from torchmuster.monitor.views.odd_ranks import odd_ranks
@@ -124,12 +125,17 @@ def _shade(share: float | None) -> str:
 
 
 def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:
-    for news in picture.alerts[:_MOST_ALERTS]:
+    yield from alert_lines(picture.alerts)
+    if not picture.alerts and not picture.is_over:
+        yield Text(f"{'alerts':>{_LABEL}} none", style="dim")
+
+
+def alert_lines(alerts: Sequence[News]) -> Iterator[Text]:
+    """Yield what is the matter and what to do, for as many alerts as somebody would read."""
+    for news in alerts[:_MOST_ALERTS]:
         text = Text(f"{news.alert.severity:>{_LABEL}} ", style=_SEVERITY[news.alert.severity])
         text.append(harmless(news.summary))
         yield text
         yield Text(f"{'fix':>{_LABEL}} {harmless(news.fix)}", style="dim")
-    if len(picture.alerts) > _MOST_ALERTS:
-        yield Text(f"{'':>{_LABEL}} and {len(picture.alerts) - _MOST_ALERTS} more alerts")
-    if not picture.alerts and not picture.is_over:
-        yield Text(f"{'alerts':>{_LABEL}} none", style="dim")
+    if len(alerts) > _MOST_ALERTS:
+        yield Text(f"{'':>{_LABEL}} and {len(alerts) - _MOST_ALERTS} more alerts")

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device
+from torchmuster.devices.as_numbers import numbers_of
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.train.world import World
-from torchmuster.units import MiB
 
 
 class Board:
@@ -30,23 +29,12 @@ class Board:
         if self._writer is not None:
             devices = visible(snapshot.take().accelerators, os.environ).devices
             for device in devices:
-                self.write(_numbers_of(device), step)
+                self.write(numbers_of(device), step)
 
     def close(self) -> None:
         """Write what is left."""
         if self._writer is not None:
             self._writer.close()
-
-
-def _numbers_of(device: Device) -> dict[str, float]:
-    numbers = {
-        "utilisation_percent": device.utilisation_percent,
-        "temperature_c": device.temperature_c,
-        "power_w": device.power_w,
-        "used_memory_mb": None if device.used_bytes is None else device.used_bytes / MiB,
-    }
-    known = {name: number for name, number in numbers.items() if number is not None}
-    return {f"gpu {device.number}/{name}": number for name, number in known.items()}
 
 
 def _writer(folder: Path) -> Any:

@@ -139,6 +139,7 @@ def test_the_sensors_are_those_of_the_whole_card(tmp_path: Path) -> None:
     add_a770(tmp_path)
     (device,) = read(tmp_path)
     assert (device.temperature_c, device.power_limit_w) == (47, 190.0)
+    assert device.energy_j == 84237.43291
     # Energy is a counter: one reading of it says nothing about power.
     assert device.power_w is None
 

@@ -18,7 +18,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
 from patience import GIVE_UP_S
 from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link, LinkKind
-from torchmuster.devices.readers import nvml, nvml_health
+from torchmuster.devices.readers import nvml, nvml_events, nvml_health
 from torchmuster.finding import Status
 
 Machine = Callable[[Scenario], Path]
@@ -63,6 +63,7 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
         slowdown_temperature_c=89,
         power_w=254.194,
         power_limit_w=400.0,
+        energy_j=81_000_000 + 4 * 1_234_567.89,
         ecc=Ecc(enabled=True, corrected=0, uncorrected=0),
         compute_capability=(8, 0),
         processes=(
@@ -333,6 +334,7 @@ FIELDS = {
     "nvmlDeviceGetTemperatureThreshold": "slowdown_temperature_c",
     "nvmlDeviceGetPowerUsage": "power_w",
     "nvmlDeviceGetEnforcedPowerLimit": "power_limit_w",
+    "nvmlDeviceGetTotalEnergyConsumption": "energy_j",
     "nvmlDeviceGetEccMode": "ecc",
     "nvmlDeviceGetTotalEccErrors": "ecc",
     "nvmlDeviceGetCurrentClocksThrottleReasons": "throttled_by",
@@ -350,6 +352,7 @@ SENSORS = {
     "nvmlDeviceGetTemperatureThreshold",
     "nvmlDeviceGetPowerUsage",
     "nvmlDeviceGetEnforcedPowerLimit",
+    "nvmlDeviceGetTotalEnergyConsumption",
     "nvmlDeviceGetEccMode",
     "nvmlDeviceGetTotalEccErrors",
     "nvmlDeviceGetCurrentClocksThrottleReasons",
@@ -380,7 +383,7 @@ OF_A_DEVICE = [*FIELDS, NAMELESS, HANDLE, *OF_SLICES, *OF_LINKS]
 
 def test_every_function_that_is_called_is_made_to_fail_below() -> None:
     sources = set(Path(nvml.__file__).parent.glob("nvml*.py"))
-    sources -= {Path(nvml_health.__file__)}  # has tests of its own
+    sources -= {Path(one.__file__) for one in (nvml_health, nvml_events)}  # have tests of their own
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     called = set(re.findall(r"pynvml\.(nvml(?!Clocks|Memory_v)\w+)", text))
     called |= {f"nvmlDeviceGet{kind}RunningProcesses" for kind in ("Compute", "Graphics")}

@@ -1,0 +1,235 @@
+"""``GPUMonitor``: what a training loop of your own logs and what its GPUs say, as curves, metrics and alerts."""
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+
+from torchmuster.devices import snapshot
+from torchmuster.devices.as_numbers import numbers_of
+from torchmuster.devices.model import Node
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import Impossible
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.alerts.rules import ALERTS
+from torchmuster.monitor.alerts.watching import News, Watching
+from torchmuster.monitor.collecting import device_metrics
+from torchmuster.monitor.exposition import exposition
+from torchmuster.monitor.metric import Metric, Sample, Scope
+from torchmuster.monitor.serving import Access, Served, serving
+from torchmuster.monitor.tensorboard_file import TensorBoardFile
+
+_log = logging.getLogger(__name__)
+
+# How scripts call what the catalogue knows; any other number is told as a result of the training.
+_KNOWN: Mapping[str, Metric] = {
+    "loss": catalogue.LOSS,
+    "epoch": catalogue.EPOCH,
+    "learning_rate": catalogue.LEARNING_RATE,
+    "lr": catalogue.LEARNING_RATE,
+    "gradient_norm": catalogue.GRADIENT_NORM,
+    "grad_norm": catalogue.GRADIENT_NORM,
+    "samples_per_s": catalogue.SAMPLES_RATE,
+    "throughput": catalogue.SAMPLES_RATE,
+    "tokens_per_s": catalogue.TOKENS_RATE,
+}
+_MOST_OTHERS = 16
+_OF_RUNS = {catalogue.RUN_PHASE, catalogue.STEP_AGE, catalogue.STEPS, *_KNOWN.values()}
+_WAIT_FOR_LOOK_S = 5.0
+
+
+class GPUMonitor:
+    """Watches the GPUs that this process may see, and takes what the training loop logs.
+
+    ``tensorboard_folder`` gets curves, ``prometheus_port`` serves metrics on this machine's loopback address (0 takes a
+    free port, see ``port``), and ``on_alert`` is called with a text when something is wrong or over; without it the
+    log is told. GPUs are looked at beside the training, every ``look_every_s`` seconds: ``log_metrics`` does not wait
+    for them. Under torchrun the first rank of each machine does all this, only rank 0 writes curves, and on
+    the others ``log_metrics`` does nothing but return::
+
+        with GPUMonitor(tensorboard_folder="curves", prometheus_port=9478) as monitor:
+            for step, batch in enumerate(loader):
+                ...
+                monitor.log_metrics(step, {"loss": loss, "samples_per_s": rate})
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "training",
+        every: int = 1,
+        look_every_s: float = 2.0,
+        tensorboard_folder: str | os.PathLike[str] | None = None,
+        prometheus_port: int | None = None,
+        on_alert: Callable[[str], None] | None = None,
+    ) -> None:
+        self._labels = (name, f"{name}-{os.getpid()}")
+        self._every = max(1, every)
+        self._look_every_s = look_every_s
+        self._on_alert = on_alert
+        self._watching = Watching(
+            tuple(one for one in ALERTS if _is_about(one.condition.metrics()))
+        )
+        self._node: Node | None = None
+        self._values: dict[str, float] = {}
+        self._last: tuple[int, float] | None = None  # step, when
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._board: TensorBoardFile | None = None
+        self.port: int | None = None
+        self._watches = _number_in("LOCAL_RANK") == 0
+        with ExitStack() as stack:
+            if self._watches:
+                self._take = stack.enter_context(snapshot.listening())
+                if tensorboard_folder is not None and _number_in("RANK") == 0:
+                    self._board = TensorBoardFile(tensorboard_folder)
+                    stack.callback(self._board.close)
+                if prometheus_port is not None:
+                    exposition([], "")  # what is missing shows now
+                    self.port = stack.enter_context(
+                        serving(
+                            Access(port=prometheus_port), {"/metrics": Served(answer=self._answer)}
+                        )
+                    )
+                self._look()
+                thread = threading.Thread(target=self._watch, name="GPUMonitor", daemon=True)
+                thread.start()
+                stack.callback(thread.join, _WAIT_FOR_LOOK_S)
+            self._stack = stack.pop_all()
+        atexit.register(self.close)  # so that a script that does not close it loses no curve
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Log numbers of a step; return them together with those of the GPUs and ``steps_per_s``.
+
+        With ``every=N`` only every N-th step is logged, and for others nothing is returned.
+        """
+        if step % self._every:
+            return {}
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        with self._lock:
+            now_s = time.monotonic()
+            if self._last is not None and step > self._last[0] and now_s > self._last[1]:
+                values["steps_per_s"] = (step - self._last[0]) / (now_s - self._last[1])
+            self._values, self._last = values, (step, now_s)
+            devices = () if self._node is None else self._node.accelerators
+        gpus = {name: one for device in devices for name, one in numbers_of(device).items()}
+        self._draw({f"train/{name}": value for name, value in values.items()} | gpus, step)
+        return {**values, **gpus}
+
+    @property
+    def alerts(self) -> list[str]:
+        """What is wrong now, a sentence each."""
+        with self._lock:
+            return [one.summary for one in self._watching.raised]
+
+    def close(self) -> None:
+        """Take a last look, write what is left, and end the server; may be called twice."""
+        if not self._over.is_set():
+            self._over.set()
+            self._stack.close()
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> "GPUMonitor":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _draw(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add to the curves; a full disk must not end the training."""
+        if self._board is None:
+            return
+        try:
+            self._board.write(numbers, step)
+        except Exception as error:  # whatever happened in the writer's thread comes out here
+            self._board = None
+            _log.warning("curves are not written any more: %s", error)
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._look_every_s):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        node = self._take()
+        seen = tuple(visible(node.accelerators, os.environ).devices)
+        with self._lock:
+            self._node = dataclasses.replace(node, accelerators=seen)
+            news = self._watching.look(self._samples(), time.monotonic())
+        for one in news:
+            self._tell(one)
+
+    def _tell(self, news: News) -> None:
+        text = _text_of(news)
+        if self._on_alert is None:
+            _log.log(logging.WARNING if news.raised else logging.INFO, "%s", text)
+            return
+        try:
+            self._on_alert(text)
+        except Exception:
+            _log.exception("on_alert failed with: %s", text)
+
+    def _answer(self, accept: str) -> tuple[bytes, str]:
+        with self._lock:
+            samples = list(self._samples())
+        return exposition(samples, accept)
+
+    def _samples(self) -> Iterator[Sample]:
+        """Yield what is known now, as the exporter does; to be called with the lock held."""
+        if self._node is not None:
+            yield from device_metrics.samples(self._node)
+        yield Sample(catalogue.RUN_PHASE, (*self._labels, "running"), 1.0)
+        if self._last is None:
+            return
+        step, at_s = self._last
+        yield Sample(catalogue.STEPS, self._labels, float(step))
+        yield Sample(catalogue.STEP_AGE, self._labels, time.monotonic() - at_s)
+        told: set[Metric] = set()
+        others = 0
+        for name, value in self._values.items():
+            metric = _KNOWN.get(name)
+            if metric is not None and metric not in told:
+                told.add(metric)
+                yield Sample(metric, self._labels, value)
+            elif metric is None and others < _MOST_OTHERS:
+                others += 1
+                yield Sample(catalogue.EVALUATION, (*self._labels, name), value)
+
+
+def _is_about(metrics: frozenset[Metric]) -> bool:
+    """Say whether an alert is about what is known here."""
+    return all(one.scope is Scope.DEVICE or one in _OF_RUNS for one in metrics)
+
+
+def _text_of(news: News) -> str:
+    if not news.raised:
+        return f"over: {news.summary}"
+    # What to do about a run of the launcher is of no use here.
+    fix = "" if "{run}" in news.alert.fix else f"; fix: {news.fix}"
+    return f"{news.alert.severity}: {news.summary}: {news.alert.why}{fix}"
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]  # a tensor of one number is one, too
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Impossible(
+            f"the metric {name!r} is no number",
+            why=f"it is {type(value).__name__}: {error}",
+            fix="log a number, or a tensor of one",
+        ) from error
+
+
+def _number_in(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
