@@ -100,9 +100,9 @@ def _run(kept: Kept, identity: str) -> dict[str, Any]:
 
 
 @contextmanager
-def mlflow_server(kept: Kept | None = None, port: int = 0) -> Iterator[Kept]:
+def mlflow_server(port: int = 0) -> Iterator[Kept]:
     """Answer on a free port, or on the one that a server had before."""
-    kept = kept or Kept()
+    kept = Kept()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -31,7 +31,13 @@ def add_parser(actions: Any) -> None:
         ],
     )
     parsers.add_run_argument(parser)
-    parser.add_argument("--to", required=True, choices=tuple(SINK_LIBRARIES), help="who gets them")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=tuple(SINK_LIBRARIES),
+        metavar="SINK",
+        help=f"who gets them: {', '.join(SINK_LIBRARIES)}",
+    )
     parser.add_argument(
         "--anew", action="store_true", help="send everything, as if nothing had been sent before"
     )
