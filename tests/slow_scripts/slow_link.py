@@ -44,7 +44,8 @@ class SlowLink:
         model.zero_grad()
         return took_s
 
-    def _send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DDP looks at the types of a hook.
+    def _send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         gradients = bucket.buffer()
         begin_s = max(time.monotonic(), self._free_at_s)
         self._free_at_s = begin_s + gradients.nbytes / self._bytes_per_s

@@ -23,7 +23,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room_bytes = 10**6
         self._write = os.write
-        monkeypatch.setattr(metrics_file.os, "write", self.write)
+        monkeypatch.setattr(os, "write", self.write)
 
     def write(self, file: int, data: bytes) -> int:
         if not self.room_bytes:

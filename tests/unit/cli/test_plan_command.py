@@ -19,7 +19,7 @@ from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.model import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.record import Record, Request
-from torchmuster.plan.timing import calibration, forecast
+from torchmuster.plan.timing import calibration, fitting, forecast
 from torchmuster.plan.tracing.cache_folder import cache_folder
 from torchmuster.units import GiB
 
@@ -291,15 +291,18 @@ def test_calibrating_fits_to_real_steps_and_keeps_what_it_found(
     ) -> object:
         alone = Candidate(strategy="single", layout=ONE)
         assert look([Request(work=work, candidate=alone)]), "traces are to be had"
-        return dataclasses.replace(measured, memory=0.5, fitted_to=f"steps of {work.build}")
+        half = dataclasses.replace(reached, memory=0.5)
+        words = f"steps of {work.build}"
+        return dataclasses.replace(measured, by_ranks={1: half}, fitted_to=words)
 
     machine = dataclasses.replace(
         hardware(cards=1), card=dataclasses.replace(hardware().card, kind="cpu")
     )
     monkeypatch.setattr(here, "of_settings", lambda settings, *, ranks: machine)
     monkeypatch.setattr(calibration, "measure", lambda numbers, **_: measured)
-    monkeypatch.setattr(calibration, "fit_here", fit_here)
+    monkeypatch.setattr(fitting, "fit_here", fit_here)
     NoTracer.model.parameters = 10_000_000
     assert plan(*MODEL, "--calibrate") == 0
     kept = json.loads((cache_folder() / calibration.FILE).read_text())
-    assert (kept["memory"], kept["fitted_to"]) == (0.5, "steps of made_up:model")
+    assert kept["by_ranks"]["1"]["memory"] == 0.5
+    assert kept["fitted_to"] == "steps of made_up:model"
