@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parsers.add_runs_flag(parser)
     serving_flags.add_serving_flags(parser, port=_PORT)
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="tell of other machines' ranks too: where this is the only exporter for a shared folder",
+    )
     parser.add_argument("--once", action="store_true", help="print the metrics once, and end")
     parser.set_defaults(run=_run)
 
@@ -34,7 +39,7 @@ def _run(options: argparse.Namespace) -> int:
     from torchmuster.monitor.exposition import exposition
     from torchmuster.monitor.serving import serving
 
-    collector = Collector(options.runs, take)
+    collector = Collector(options.runs, take, all_ranks=options.all_ranks)
     text, _ = exposition(collector.samples(), "")  # what is missing shows now
     if options.once:
         print(text.decode(), end="")

@@ -1,4 +1,8 @@
-"""Everything that one machine serves: itself, its accelerators, the runs in a folder and their ranks."""
+"""Everything that one machine serves: itself, its accelerators, its ranks of the runs in a folder, and the runs that it speaks for.
+
+A folder may be on a disk that all machines share. Then each machine's exporter tells of what was written on it, so that each
+series comes once, however many machines there are.
+"""
 
 import threading
 import time
@@ -6,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchmuster.devices.model import Node
-from torchmuster.launch import ledger
+from torchmuster.launch import ledger, node_ranks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting import device_metrics, rank_metrics
 from torchmuster.monitor.collecting.host_metrics import HostMetrics
@@ -31,13 +35,19 @@ class Collector:
         runs: Path,
         look: Callable[[], Node],
         *,
+        all_ranks: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collect of the runs in a folder; ``look`` takes a look at this machine's devices."""
+        """Collect of the runs in a folder; ``look`` takes a look at this machine's devices.
+
+        With ``all_ranks`` those of other machines are told of as well: where nobody else does.
+        """
         self._runs = runs
         self._look = look
+        self._all_ranks = all_ranks
         self._clock = clock
         self._followed: dict[str, tuple[RunFolder, str, RunMetrics]] = {}
+        self._over: dict[str, int] = {}  # runs, and when it was written that they are
         self._host: HostMetrics | None = None
         self._turn = threading.Lock()
         self._answer: tuple[float, list[Sample]] | None = None
@@ -56,8 +66,13 @@ class Collector:
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         found = [*self._host.samples(), *device_metrics.samples(node)]
         for run, job, metrics in self._active(now):
-            found += metrics.samples(now)
-            found += rank_metrics.samples(run, job, now)
+            labels = (job, run.id)
+            if self._all_ranks or _speaks_for(node.hostname, run):
+                found += metrics.samples(now)
+                found += rank_metrics.number(node_ranks.read(run, now), labels)
+            machine = None if self._all_ranks else node.hostname
+            nodes = node_ranks.read(run, now, written_on=machine)
+            found += rank_metrics.samples(nodes, labels)
         del found[MOST_SERIES:]
         took_s = time.perf_counter() - began
         found.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
@@ -65,15 +80,41 @@ class Collector:
         return found
 
     def _active(self, now: float) -> Iterator[tuple[RunFolder, str, RunMetrics]]:
-        newest = list_runs(self._runs)[:_MOST_RUNS]
-        for run in newest:
-            state = ledger.read_state(run)
-            over_s = now - state.since_unix_s if state and not state.active else 0.0
-            if state is not None and over_s < _TOLD_AFTER_S:
-                if run.id not in self._followed:
-                    job = name_of(run)
-                    self._followed[run.id] = (run, job, RunMetrics(run, job))
-                yield self._followed[run.id]
-        known = {run.id for run in newest}
-        for gone in [one for one in self._followed if one not in known]:
+        told = []
+        for run in list_runs(self._runs):
+            if len(told) == _MOST_RUNS:
+                break
+            if self._is_over(run, now):
+                continue
+            told.append(run.id)
+            if run.id not in self._followed:
+                job = name_of(run)
+                self._followed[run.id] = (run, job, RunMetrics(run, job))
+            yield self._followed[run.id]
+        for gone in [one for one in self._followed if one not in told]:
             del self._followed[gone]
+
+    def _is_over(self, run: RunFolder, now: float) -> bool:
+        """Say whether nothing is told of a run any more; of thousands that are over, each is read once."""
+        try:
+            written = run.state.stat().st_mtime_ns
+        except OSError:
+            return True  # it was not written yet how it goes
+        if self._over.get(run.id) == written:
+            return True
+        state = ledger.read_state(run)
+        if state is None or (not state.active and now - state.since_unix_s >= _TOLD_AFTER_S):
+            self._over[run.id] = written
+            return True
+        return False
+
+
+def _speaks_for(machine: str, run: RunFolder) -> bool:
+    """Say whether a machine tells of a run as a whole: it runs the first rank, or launched it.
+
+    Two may: where the one is gone, the other one still tells how the run ends.
+    """
+    job = ledger.read_job(run)
+    if job is None or job.launcher.host == machine:
+        return True
+    return node_ranks.place(run, machine, 0).exists()

@@ -85,8 +85,8 @@ class Reports:
     def saved(self, text: str, save: Mapping[str, object]) -> None:
         """Show and write what became of a save."""
         self.say(text)
-        if self._files is not None:
-            self._files.write_save(save)
+        if self._files is not None and (trouble := self._files.write_save(save)):
+            self.say(trouble)
 
     def next_line(self, step: int, step_s: float) -> int:
         """Return the step of the next line, the same on every rank that is told the same time per step.
