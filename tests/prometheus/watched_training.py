@@ -96,10 +96,10 @@ def process(
 
 @contextmanager
 def exporter(
-    folder: Path, *, before: Sequence[str] = (), flags: Sequence[str] = ()
+    folder: Path, *, before: Sequence[str] = (), flags: Sequence[str] = (), port: int = 0
 ) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
     """Run the exporter; gives its port and its process."""
-    words = ("exporter", "--port", "0", *flags)
+    words = ("exporter", "--port", str(port), *flags)
     with process(folder, *words, name="exporter", before=before) as started:
         said = folder / "exporter.txt"
         await_until(lambda: "/metrics" in said.read_text(), "the exporter's address")

@@ -143,7 +143,7 @@ def test_who_sends_a_byte_now_and_then_is_sent_away(
     """Each byte comes in time; the whole question never does."""
     monkeypatch.setattr(serving, "_AT_MOST_S", 0.5)
     access = Access(tls=certificate.make().context if with_tls else None)
-    with serving.serving(access, _answer) as port:
+    with serving.serving(access, SERVED) as port:
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(serving._AT_ONCE)]
         deadline = time.monotonic() + GIVE_UP_S
         try:
@@ -174,7 +174,8 @@ def test_who_takes_nothing_of_a_large_answer_is_let_go(monkeypatch: pytest.Monke
     monkeypatch.setattr(serving, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(serving._Handler, "timeout", 0.2)
     large = bytes(50_000_000)
-    with serving.serving(Access(), lambda accept: (large, "text/plain")) as port:
+    served = {"/metrics": Served(answer=lambda accept: (large, "text/plain"))}
+    with serving.serving(Access(), served) as port:
         deaf = [socket.create_connection(("127.0.0.1", port)) for _ in range(serving._AT_ONCE)]
         try:
             for one in deaf:
