@@ -36,6 +36,7 @@ FLEET = 10_000
 # What Prometheus adds for each target: up, scrape_duration_seconds and three more.
 _OWN_SERIES = 5
 _DAY_S = 86_400
+_WHOSE = {"host": "the machine", "device": "its GPUs", "rank": "its ranks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +270,7 @@ def page(counted: Counted, block: Block, seen: Live, options: argparse.Namespace
     series = predicted_series(counted, nodes)
     rate = series / every_s
     fleet = predicted_series(counted, FLEET)
-    each = ", ".join(f"{number} of {name}s" for name, number in counted.by_scope.items())
+    each = ", ".join(f"{number} of {_WHOSE[name]}" for name, number in counted.by_scope.items())
     rows = [
         f"| every {each_s} s | {fleet / each_s:,.0f} | {fleet / each_s * _DAY_S * block.bytes_per_sample / 1e9:,.0f} GB |"
         for each_s in (10, 15, 30, 60)
