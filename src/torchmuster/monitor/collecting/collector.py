@@ -80,7 +80,7 @@ class Collector:
         return found
 
     def _active(self, now: float) -> Iterator[tuple[RunFolder, str, RunMetrics]]:
-        told = []
+        told: list[str] = []
         for run in list_runs(self._runs):
             if len(told) == _MOST_RUNS:
                 break
