@@ -18,7 +18,7 @@ from torchmuster.monitor.collecting.host_metrics import HostMetrics
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.monitor.exposition import exposition
 from torchmuster.monitor.metric import Sample
-from torchmuster.monitor.serving import Access, serving
+from torchmuster.monitor.serving import Access, Served, serving
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
 PER_NODE = 8
@@ -156,4 +156,7 @@ def served(nodes: int) -> Iterator[list[int]]:
         answers: list[Callable[[str], tuple[bytes, str]]] = [
             SimulatedNode(number, run, run.path).answer for number in range(nodes)
         ]
-        yield [stack.enter_context(serving(Access(), answer)) for answer in answers]
+        yield [
+            stack.enter_context(serving(Access(), {"/metrics": Served(answer=answer)}))
+            for answer in answers
+        ]
