@@ -8,6 +8,7 @@ Simulated ranks: the files that keepers write, with as many ranks in them. Each 
 import argparse
 import json
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -53,7 +54,9 @@ def measure(ranks: int) -> dict[str, float]:
         taken_s, size, series = [], 0, 0
         for _ in range(_SCRAPES):
             content = node_ranks.NodeRanks(host="a", attempt=0, at_unix_s=now + 100, ranks=pulses)
-            (run.metrics / "ranks-from-0.json").write_bytes(msgspec.json.encode(content))
+            path = node_ranks.place(run, socket.gethostname(), 0)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(content))
             began = time.perf_counter()
             samples = collector.samples()
             text, _ = exposition(samples, "")

@@ -96,7 +96,9 @@ def add_ranks(
         for rank in range(count)
     )
     content = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=pulses)
-    (run.metrics / "ranks-from-0.json").write_bytes(msgspec.json.encode(content))
+    path = node_ranks.place(run, host, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(content))
 
 
 def add_event(run: RunFolder, name: str, at_unix_s: float, **facts: object) -> None:

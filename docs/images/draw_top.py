@@ -72,7 +72,9 @@ def picture(ranks: int) -> TopPicture:
         told = node_ranks.NodeRanks(
             host=HOST, attempt=0, at_unix_s=NOW, ranks=tuple(map(_pulse, range(ranks)))
         )
-        (run.metrics / "ranks-from-0.json").write_bytes(msgspec.json.encode(told))
+        place = node_ranks.place(run, HOST, 0)
+        place.parent.mkdir(parents=True)
+        place.write_bytes(msgspec.json.encode(told))
         # As if it had been looked at for a while.
         nodes = iter([*(_earlier(node, look) for look in range(30)), node])
         watch = TopWatch(folder / "runs", lambda: next(nodes))

@@ -12,6 +12,12 @@ from hosts.launching import Transcript
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import BUSY_S
+from torchmuster.devices.snapshot import take
+from torchmuster.monitor import catalogue
+from torchmuster.monitor.alerts.rules import ALERTS
+from torchmuster.monitor.alerts.watching import Watching
+from torchmuster.monitor.collecting.collector import Collector
+from torchmuster.monitor.metric import Sample
 
 #: Each attempt says with how many ranks it came up; it ends well once it is told to. All ranks
 #: leave in the same round: one may see the file a round before the others do.
@@ -96,21 +102,26 @@ checkpoint: {every: 5}
 """
 
 
-def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "config.yaml").write_text(SETTINGS)
-    boot = HostKilled(host="node3").apply(lab3)
-    before = {host.name: set(host.pids()) for host in lab3.hosts}
-    words = ["--config", "config.yaml", "--device", "cpu", "--ranks", "1", *THREE]
-    process = lab3.hosts[0].popen(
-        muster_argv(["train", *words]),
-        cwd=tmp_path,
+def _training(lab: Lab, folder: Path, *words: str) -> Run:
+    (folder / "mine.py").write_text(MINE)
+    (folder / "config.yaml").write_text(SETTINGS)
+    before = {host.name: set(host.pids()) for host in lab.hosts}
+    process = lab.hosts[0].popen(
+        muster_argv(
+            ["train", "--config", "config.yaml", "--device", "cpu", "--ranks", "1", *words]
+        ),
+        cwd=folder,
         env={"NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    run = Run(lab3, tmp_path, process, Transcript(process), before)
+    return Run(lab, folder, process, Transcript(process), before)
+
+
+def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path: Path) -> None:
+    boot = HostKilled(host="node3").apply(lab3)
+    run = _training(lab3, tmp_path, *THREE)
     run.transcript.wait_for("saved step 5")
     boot()
     run.transcript.wait_for("node3 can take part: asking all ranks to save, to go on together")
@@ -118,6 +129,53 @@ def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path
     going_on = run.transcript.wait_for("(of 2 ranks, now 3)").text
     step = int(re.search(r"going on from step (\d+)", going_on)[1])  # type: ignore[index]
     run.transcript.wait_for(f"step {step + 1}/")
-    process.terminate()
+    run.transcript.process.terminate()
     assert run.transcript.end() == 75
+    run.seconds_until_clean(time.monotonic())
+
+
+class Watched:
+    """The runs of a folder as somebody sees them who sees the folder; rules are evaluated ten times as fast."""
+
+    def __init__(self, runs: Path) -> None:
+        self._collector = Collector(runs, take, all_ranks=True)
+        self._watching = Watching([alert.faster(10.0) for alert in ALERTS])
+        self._samples: list[Sample] = []
+
+    def look(self) -> None:
+        """Look, at most as often as there is something new."""
+        before, self._samples = self._samples, self._collector.samples()
+        if self._samples is not before:
+            self._watching.look(self._samples, time.time())
+
+    def ranks(self) -> float | None:
+        """Return how many ranks are heard of."""
+        self.look()
+        found = [one.value for one in self._samples if one.metric is catalogue.RUN_RANKS]
+        return found[0] if found else None
+
+    def hosts(self) -> set[str]:
+        """Return the machines whose ranks are seen."""
+        return {one.labels[2] for one in self._samples if one.metric is catalogue.RANK_SILENT}
+
+    def raised(self) -> set[str]:
+        """Return the alerts that are raised."""
+        self.look()
+        return {news.alert.name for news in self._watching.raised}
+
+
+def test_who_watches_is_told_that_a_machine_is_gone(lab2: Lab, tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "runs")
+    options = ["--hosts", "node1,node2", "--nodes", "1:2", "--lost-after", "7s"]
+    run = _training(lab2, tmp_path, *options)
+    run.transcript.wait_for("saved step 5")
+    await_true("both ranks are seen", lambda: watched.ranks() == 2)
+    assert watched.hosts() == {"node1", "node2"}
+    assert "MusterRanksLost" not in watched.raised()
+    HostKilled(host="node2").apply(lab2)
+    await_true("the alert", lambda: "MusterRanksLost" in watched.raised())
+    run.transcript.wait_for("going on with 1 of 2 machines, without node2")
+    await_true("the rank that is left is seen", lambda: watched.ranks() == 1)
+    run.transcript.process.terminate()
+    assert run.transcript.end() in (75, 130), "saved, or stopped while it was starting again"
     run.seconds_until_clean(time.monotonic())

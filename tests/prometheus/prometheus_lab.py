@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import GIVE_UP_S
+from torchmuster.monitor.alerts.for_prometheus import rules_file
 
 PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
 INSTALL = "apt-get install prometheus prometheus-alertmanager"
@@ -93,6 +94,11 @@ class Prometheus:
             found = json.load(answer)
         return list(found["data"]["result"])
 
+    def firing(self) -> set[str]:
+        """Return the names of the alerts that are raised now."""
+        found = self.query('ALERTS{alertstate="firing"}')
+        return {one["metric"]["alertname"] for one in found}
+
     def names(self) -> set[str]:
         """Return the names of all metrics that were ever there."""
         with urllib.request.urlopen(f"{self.address}/api/v1/label/__name__/values") as answer:
@@ -101,13 +107,20 @@ class Prometheus:
 
 @contextmanager
 def prometheus(
-    folder: Path, exporters: list[int], *, alerts_to: str | None = None
+    folder: Path, exporters: list[int], *, alerts_to: str | None = None, speed: float = 1.0
 ) -> Iterator[Prometheus]:
-    """Run Prometheus with the shipped rules, and an Alertmanager if alerts go somewhere."""
+    """Run Prometheus with the shipped rules, and an Alertmanager if alerts go somewhere.
+
+    With ``speed`` the same rules are evaluated with all their times divided.
+    """
+    rules = RULES
+    if speed != 1.0:
+        rules = folder / "faster-rules.yml"
+        rules.write_text(rules_file(speed))
     with ExitStack() as stack:
         config: dict[str, Any] = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(RULES)],
+            "rule_files": [str(rules)],
             "scrape_configs": [
                 {
                     "job_name": "torchmuster",

@@ -7,7 +7,7 @@ from pathlib import Path
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from prometheus.prometheus_lab import Prometheus, await_until, prometheus
-from prometheus.test_scraping import CONFIG, OWN, exporter, process
+from prometheus.watched_training import CONFIG, OWN, exporter, process
 from torchmuster.monitor import catalogue
 from torchmuster.runfolder import list_runs
 
@@ -30,7 +30,7 @@ def test_the_exporter_is_killed(machine: Callable[[Scenario], Path], tmp_path: P
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "own.py").write_text(OWN)
     with process(tmp_path, *TRAIN, "--max-restarts", "0", name="train") as training:
-        with exporter(tmp_path) as (first, port), prometheus(tmp_path, [port]) as server:
+        with exporter(tmp_path) as (port, first), prometheus(tmp_path, [port]) as server:
             await_until(lambda: _steps(server) > 2, "steps of the run")
             first.kill()
             first.wait()

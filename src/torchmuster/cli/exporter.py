@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parsers.add_runs_flag(parser)
     serving_flags.add_serving_flags(parser, port=_PORT)
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="tell of other machines' ranks too: where this is the only exporter for a shared folder",
+    )
     parser.add_argument("--once", action="store_true", help="print the metrics once, and end")
     parser.set_defaults(run=_run)
 
@@ -36,7 +41,8 @@ def _run(options: argparse.Namespace) -> int:
     from torchmuster.monitor.serving import serving
 
     with contextlib.ExitStack() as stack:
-        collector = Collector(options.runs, stack.enter_context(snapshot.listening()))
+        look = stack.enter_context(snapshot.listening())
+        collector = Collector(options.runs, look, all_ranks=options.all_ranks)
         text, _ = exposition(collector.samples(), "")  # what is missing shows now
         if options.once:
             print(text.decode(), end="")

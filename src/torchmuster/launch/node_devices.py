@@ -32,11 +32,11 @@ class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
 class Noting:
     """Writes them down in a thread of its own, since a driver may take long to answer, or never answer.
 
-    On a machine without accelerators it looks once.
+    On a machine without accelerators it looks once; on one that does not see the run's folder, never.
     """
 
-    def __init__(self, logs: Path, first_rank: int) -> None:
-        self._path = logs.parent / "metrics" / f"devices-from-{first_rank}.json"
+    def __init__(self, run: RunFolder | None, first_rank: int) -> None:
+        self._path = None if run is None else run.metrics / f"devices-from-{first_rank}.json"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._note, name="devices", daemon=True)
 
@@ -48,6 +48,8 @@ class Noting:
         self._over.set()  # not waited for: see above
 
     def _note(self) -> None:
+        if self._path is None:
+            return
         with nvml.kept_open():
             while not self._over.is_set():
                 node = snapshot.take()

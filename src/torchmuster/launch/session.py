@@ -182,6 +182,7 @@ class Session:
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
+            run=str(self._run.path.resolve()),
         )
 
     async def differences(self, nodes: Sequence[Node]) -> list[Finding]:

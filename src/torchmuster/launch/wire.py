@@ -114,6 +114,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     alone: bool = True  # no other machine takes part
     lost_after_s: float | None = None  # without a sign of life, the launcher is taken for lost
     typed: tuple[str, ...] = ("run",)  # after "muster", up to the script: for what people read
+    run: str | None = None  # its folder: who sees it writes there what its ranks are doing
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):
@@ -277,6 +278,7 @@ class Pulses(Message, frozen=True, kw_only=True, tag="pulses"):
 
     attempt: int
     pulses: tuple[Pulse, ...]
+    kept: bool = False  # the machine has written it into the run's folder itself
 
 
 class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):

@@ -38,7 +38,7 @@ def _gauge(
 RUN_PHASE = _gauge(
     "muster_run_phase",
     "",
-    "1 for the phase that the run is in: submitted, roll-call, starting, running, finished, failed, stopped or died",
+    "1 for the phase that the run is in: submitted, roll-call, starting, running, finished, saved, failed, stopped or died",
     _RUN,
     "phase",
 )
@@ -54,7 +54,7 @@ RUN_RANKS = _gauge("muster_run_ranks", "", "how many ranks were seen", _RUN)
 STEPS = _total(
     "muster_train_steps_total",
     "",
-    "optimiser steps that count: those that the weights are made of",
+    "optimiser steps so far; those that are made again after a restart count once",
     _RUN,
 )
 EPOCH = _gauge("muster_train_epoch", "", "how often the data has been gone through", _RUN)
@@ -125,7 +125,8 @@ MEMORY_PEAK = _gauge(
 GOODPUT = _gauge(
     "muster_train_goodput_ratio",
     "ratio",
-    "the share of the run's time that went into steps that count: not into starting, saving, waiting, repeating",
+    "the share of the run's time that went into steps that count: not into starting, saving, evaluating, standing still, "
+    "skipped steps or steps that are made again",
     _RUN,
 )
 EVALUATION = _gauge(
@@ -139,7 +140,7 @@ EVALUATION = _gauge(
 CHECKPOINT_AGE = _gauge(
     "muster_checkpoint_age_seconds",
     "seconds",
-    "how long ago the newest complete checkpoint was made",
+    "how long ago the newest complete checkpoint was made; since the run's start while there is none",
     _RUN,
     level=_SOMETIMES,
 )
@@ -147,6 +148,13 @@ CHECKPOINT_STEP = _gauge(
     "muster_checkpoint_step",
     "",
     "the step of the newest complete checkpoint",
+    _RUN,
+    level=_SOMETIMES,
+)
+CHECKPOINT_STALL = _gauge(
+    "muster_checkpoint_stall_seconds",
+    "seconds",
+    "how long the training stood still for the last save",
     _RUN,
     level=_SOMETIMES,
 )

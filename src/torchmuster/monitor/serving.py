@@ -8,8 +8,9 @@ import hmac
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -23,6 +24,7 @@ from torchmuster.errors import Impossible
 Answer = Callable[[str], tuple[bytes, str]]
 _AT_ONCE = 8  # who comes when so many are being served waits for the system's queue
 _PATIENCE_S = 10.0  # with a client that sends or takes nothing
+_AT_MOST_S = 30.0  # with one that sends a byte now and then
 _SAME_SITE = ("", "none", "same-origin")  # "": no browser
 
 
@@ -106,6 +108,8 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.access = access
         self.served = served
         self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._until: dict[socket.socket, float] = {}  # whom it serves, and how long at most
+        self._turn = threading.Lock()
         if ":" in where[0]:
             self.address_family = socket.AF_INET6
         super().__init__(where, _Handler)
@@ -128,13 +132,34 @@ class _Server(ThreadingMixIn, HTTPServer):
         """Speak TLS here, not where others are waiting to be let in."""
         try:
             request.settimeout(_PATIENCE_S)
-            if self.access.tls is not None:
-                request = self.access.tls.wrap_socket(request, server_side=True)
-            super().process_request_thread(request, client_address)
+            if (tls := self.access.tls) is not None:
+                request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            with self._not_for_ever(request):
+                if tls is not None:
+                    request.do_handshake()
+                super().process_request_thread(request, client_address)
         except OSError:  # it went away, or does not speak TLS
             self.shutdown_request(request)
         finally:
             self._places.release()
+
+    @contextmanager
+    def _not_for_ever(self, request: socket.socket) -> Iterator[None]:
+        with self._turn:
+            self._until[request] = time.monotonic() + _AT_MOST_S
+        try:
+            yield
+        finally:
+            with self._turn:
+                del self._until[request]
+
+    def service_actions(self) -> None:
+        """Send away who has been served for too long; asked about twice a second."""
+        with self._turn:
+            late = [one for one, until in self._until.items() if time.monotonic() > until]
+        for request in late:
+            with suppress(OSError):  # the system's: TLS may be in the middle of a word
+                socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that go away in the middle."""
@@ -148,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say why not."""
-        served = self.server.served.get(urlsplit(self.path).path)
+        served = self.server.served.get(self.path.partition("?")[0])
         refused = self._refused(served)
         if refused is not None or served is None:
             self._refuse(refused or HTTPStatus.NOT_FOUND)
@@ -162,7 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refused(self, served: Served | None) -> HTTPStatus | None:
         access = self.server.access
-        if not _is_meant(self.headers.get("Host", ""), access):
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not _is_meant(hosts[0], access):
             return HTTPStatus.MISDIRECTED_REQUEST
         if self.headers.get("Origin") or self.headers.get("Sec-Fetch-Site", "") not in _SAME_SITE:
             return HTTPStatus.FORBIDDEN  # no page reads this but our own

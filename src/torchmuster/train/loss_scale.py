@@ -86,6 +86,10 @@ class LossScale:
             self._warned.add(name)
             _log.warning("%s", text)
 
+    def value(self) -> float:
+        """Return the scale as it is now; waits for the device."""
+        return float(self._scaler.get_scale())
+
     def state(self) -> dict[str, Any]:
         """Return the scale and what was counted, as plain JSON types."""
         return {

@@ -142,7 +142,7 @@ class Trainer:
             peak_flop_s=peak_flop_s,
         )
         self._flops = FlopsPerSample(self.model)
-        self._lines = StepLines(self.reports, self._tally)
+        self._lines = StepLines(self.reports, self._tally, loss_scale=self._update.loss_scale)
         self._saves: Saves | None = None
         self._last_step: int | None = None
         self._introduced = False

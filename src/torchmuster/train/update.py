@@ -212,6 +212,10 @@ class Update:
             )
         self._counts_items = counts_items
 
+    def loss_scale(self) -> float | None:
+        """Return what losses are multiplied by now (fp16); None where they are not."""
+        return None if self._scale is None else self._scale.value()
+
     def state(self) -> dict[str, Any]:
         """Return what must be kept besides the optimiser's and the schedule's states: plain JSON types."""
         return {"loss_scale": None if self._scale is None else self._scale.state()}

@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import socket
 import subprocess
 import termios
 import time
@@ -26,7 +27,7 @@ def _run_with_ranks(folder: Path, count: int) -> RunFolder:
         Pulse(rank=rank, pid=FIRST_PID + rank, beat=1, moves=1, step=1200, data_share=0.1 * rank)
         for rank in range(count)
     )
-    node_ranks.write(run.logs, first_rank=0, attempt=0, pulses=pulses)
+    node_ranks.write(run, host=socket.gethostname(), attempt=0, pulses=pulses)
     return run
 
 

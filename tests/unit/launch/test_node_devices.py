@@ -59,7 +59,7 @@ def test_noting_goes_on_until_it_is_over(
         seen = [one for node in node_devices.read(run, time.time()) for one in node.devices]
         return bool(seen) and seen[0].utilisation_percent == percent
 
-    with node_devices.Noting(run.logs, 0):
+    with node_devices.Noting(run, 0):
         _await(lambda: busy_is(98))
         machine(scenarios.eight_a100_idle())
         _await(lambda: busy_is(0))
@@ -67,7 +67,7 @@ def test_noting_goes_on_until_it_is_over(
 
 def test_a_machine_without_accelerators_writes_nothing(machine: Machine, run: RunFolder) -> None:
     machine(scenarios.no_gpus())
-    with node_devices.Noting(run.logs, 0) as thread:
+    with node_devices.Noting(run, 0) as thread:
         thread.join(GIVE_UP_S)
         assert not thread.is_alive()
     assert not _written(run, 0).exists()

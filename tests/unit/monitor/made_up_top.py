@@ -91,7 +91,9 @@ def on_machine(run: RunFolder, *pulses: Pulse, host: str, devices: tuple[Device,
         return
     first = pulses[0].rank
     ranks = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-    (run.metrics / f"ranks-from-{first}.json").write_bytes(msgspec.json.encode(ranks))
+    place = node_ranks.place(run, host, first)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(msgspec.json.encode(ranks))
     if devices:
         told = node_devices.NodeDevices(host=host, at_unix_s=NOW, devices=devices)
         (run.metrics / f"devices-from-{first}.json").write_bytes(msgspec.json.encode(told))

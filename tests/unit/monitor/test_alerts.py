@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,31 @@ def _watched(scenario: Scenario) -> list[News]:
 def test_an_alert_is_raised_when_it_should_be(scenario: Scenario) -> None:
     raised = {news.alert.name for news in _watched(scenario)}
     assert (scenario.alert in raised) is scenario.raised
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: f"{one.alert}: {one.why}")
+def test_a_faster_alert_is_the_same_one_in_less_time(scenario: Scenario) -> None:
+    """Seconds instead of minutes, and ages that are a sixtieth: nothing else is different."""
+    faster = Watching([alert.faster(60.0) for alert in ALERTS])
+    for second in range(_minutes(scenario)):
+        samples = [
+            replace(one, value=one.value / 60) if one.metric.unit == "seconds" else one
+            for one in _samples(scenario.series, second)
+        ]
+        faster.look(samples, float(second))
+    raised = {news.alert.name for news in faster.raised}
+    assert (scenario.alert in raised) is scenario.raised
+
+
+@pytest.mark.prometheus
+@pytest.mark.parametrize("speed", [60, 700])
+def test_prometheus_takes_the_faster_rules(tmp_path: Path, speed: float) -> None:
+    path = tmp_path / "rules.yml"
+    path.write_text(rules_file(speed))
+    promtool = shutil.which("promtool")
+    assert promtool is not None
+    done = subprocess.run([promtool, "check", "rules", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> None:

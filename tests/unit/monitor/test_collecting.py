@@ -1,7 +1,9 @@
 """What a machine, its runs and their ranks are like becomes samples, each said once."""
 
+import dataclasses
 import json
 import math
+import socket
 from pathlib import Path
 
 import msgspec
@@ -51,6 +53,25 @@ class Watched:
         with (self.run.metrics / "steps.jsonl").open("a") as stream:
             stream.write(json.dumps(LINE | changed) + "\n")
 
+    def launched_on(self, host: str) -> None:
+        launcher = {"host": host, "pid": 1, "created_unix_s": 1.0}
+        job = {"command": ["x"], "folder": "/", "hosts": [], "launcher": launcher, "token": ""}
+        write_atomically(self.run.job, json.dumps(job | {"grace_s": 5.0, "slurm_job": None}))
+
+    def ranks_of(self, host: str, pulses: tuple[Pulse, ...]) -> None:
+        """Let a machine write what its ranks are doing."""
+        content = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
+        path = node_ranks.place(self.run, host, pulses[0].rank)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(msgspec.json.encode(content))
+
+    def seen_from(self, host: str, *, all_ranks: bool = False) -> dict[str, float]:
+        """Return what another machine's exporter tells."""
+        node = dataclasses.replace(_node(), hostname=host)
+        clock = lambda: self.now  # noqa: E731
+        collector = Collector(self.run.path.parent, lambda: node, all_ranks=all_ranks, clock=clock)
+        return {_key(one, self.run.id): one.value for one in collector.samples()}
+
     def look(self) -> dict[str, float]:
         """Return values by name, with the labels besides those that all have."""
         self.now += 10
@@ -93,8 +114,8 @@ def test_its_steps(watched: Watched) -> None:
     assert seen["train_mfu_ratio"] == 0.4
     assert seen["train_time_ratio data"] == 0.1
     assert "train_tokens_per_second" not in seen, "the loss counts nothing"
-    # 20 steps of 2 s, a tenth of which was saving, in 110 s
-    assert seen["train_goodput_ratio"] == pytest.approx(36 / 110)
+    # 20 steps of 2 s, 2 of which were skipped, a tenth of which was saving, in 110 s
+    assert seen["train_goodput_ratio"] == pytest.approx(32.4 / 110)
 
 
 def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
@@ -107,8 +128,71 @@ def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
     seen = watched.look()
     assert seen["train_steps_total"] == 10
     assert seen["train_skipped_steps_total"] == 1
-    assert seen["train_goodput_ratio"] == pytest.approx(18 / 120)
+    assert seen["train_goodput_ratio"] == pytest.approx(16.2 / 120)
     assert seen["run_restarts_total"] == 1
+
+
+def test_a_run_that_goes_on_after_its_end_is_held_against_all_its_time(watched: Watched) -> None:
+    """Its state begins anew with ``--resume``, its lines do not."""
+    events = [
+        {"at_unix_s": NOW - 1000, "event": "starting"},
+        {"at_unix_s": NOW - 900, "event": "failed", "exit_code": 1},
+        {"at_unix_s": NOW - 100, "event": "starting"},
+    ]
+    text = "".join(json.dumps(one) + "\n" for one in events)
+    (watched.run.path / ledger.EVENTS).write_text(text)
+    watched.state("running")
+    watched.line(checkpoint_share=0.0, skipped_steps=0)
+    seen = watched.look()
+    # 10 steps of 2 s, in 100 s before and 110 s now
+    assert seen["train_goodput_ratio"] == pytest.approx(20 / 210)
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_known"),
+    [(None, True), (0.5, True), (65536.0, False)],
+    ids=["no fp16", "no scale can help", "fp16 looks for its scale"],
+)
+def test_a_loss_that_nobody_knows_is_not_called_bad(
+    watched: Watched, scale: float | None, is_known: bool
+) -> None:
+    watched.state("running")
+    watched.line(loss=None, loss_scale=scale)
+    seen = watched.look()
+    assert math.isnan(seen.get("train_loss", 0.0)) is is_known
+    assert seen.get("train_loss_scale") == scale
+
+
+def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
+    """Also where they go to object storage, and where none of them comes about."""
+    watched.state("running")
+    saves = watched.run.metrics / "saves.jsonl"
+    saves.touch()
+    assert watched.look()["checkpoint_age_seconds"] == 110, "since the start: nothing is saved"
+
+    def save(at_s: float, step: int, problem: str, stall_s: float) -> dict[str, float]:
+        line = {"at_unix_s": NOW + at_s, "step": step, "stall_s": stall_s, "problem": problem}
+        with saves.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        return watched.look()
+
+    seen = save(-5, 7, "the disk is full", 0.5)
+    assert seen["checkpoint_age_seconds"] == 120
+    assert seen["checkpoint_stall_seconds"] == 0.5
+    assert "checkpoint_step" not in seen
+    seen = save(0, 8, "", 0.25)
+    assert (seen["checkpoint_age_seconds"], seen["checkpoint_step"]) == (30, 8)
+    assert seen["checkpoint_stall_seconds"] == 0.25
+
+
+def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> None:
+    watched.state("running")
+    for _ in range(25):
+        later = create(watched.run.path.parent, "later")
+        state = {"phase": "finished", "since_unix_s": NOW - 5000, "started_unix_s": NOW - 6000}
+        write_atomically(later.state, json.dumps(state))
+    assert watched.look()["run_phase running"] == 1
+    assert watched.look()["run_phase running"] == 1
 
 
 def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
@@ -134,7 +218,8 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     )
     for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
         content = node_ranks.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
-        path = watched.run.metrics / f"ranks-from-{first}.json"
+        path = node_ranks.place(watched.run, "a", first)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
     seen = watched.look()
     assert seen["run_ranks"] == 2, "of the machine that was heard of lately, in this attempt"
@@ -147,9 +232,41 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
 def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
     watched.state("running")
     pulse = Pulse(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
-    node_ranks.write(watched.run.logs, first_rank=4, attempt=0, pulses=(pulse,))
+    node_ranks.write(watched.run, host="b", attempt=0, pulses=(pulse,))
     (found,) = node_ranks.read(watched.run, now_unix_s=0.0)
-    assert found.ranks == (pulse,)
+    assert (found.host, found.ranks) == ("b", (pulse,))
+    own = socket.gethostname()
+    assert node_ranks.read(watched.run, now_unix_s=0.0, written_on=own) == [found]
+    assert node_ranks.read(watched.run, now_unix_s=0.0, written_on="another") == []
+
+
+def test_a_machine_writes_only_where_it_sees_the_run(watched: Watched, tmp_path: Path) -> None:
+    path = str(watched.run.path)
+    assert node_ranks.seen_here(path, watched.run.id) == watched.run
+    assert node_ranks.seen_here(path, "another-run") is None
+    assert node_ranks.seen_here(str(tmp_path / "not-mounted"), watched.run.id) is None
+    assert node_ranks.seen_here(None, watched.run.id) is None
+
+
+def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: Watched) -> None:
+    """On a shared disk all exporters see all files, and each series must come once."""
+    watched.state("running")
+    watched.line()
+    watched.launched_on("login")
+    for rank, host in enumerate(("a", "b")):
+        pulse = Pulse(rank=rank, pid=1, beat=1, moves=1, step=7)
+        watched.ranks_of(host, (pulse,))
+    seen = watched.look()
+    assert seen["run_ranks"] == 2, "all of them"
+    assert "rank_step 0" in seen
+    assert "rank_step b 1" not in seen, "that is for b's exporter to tell"
+    of_steps = [key for key in seen if key.startswith("train_")]
+    assert of_steps, "a runs the first rank, so it speaks for the run"
+    elsewhere = watched.seen_from("b")
+    assert not [key for key in elsewhere if key.startswith(("train_", "run_"))]
+    assert "rank_step b 1" in elsewhere
+    assert "run_ranks" in watched.seen_from("login"), "it launched the run"
+    assert "rank_step b 1" in watched.seen_from("c", all_ranks=True)
 
 
 def test_devices_and_the_machine(watched: Watched) -> None:

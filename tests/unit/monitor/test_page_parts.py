@@ -121,7 +121,7 @@ def test_each_rank_has_a_place_with_its_figure(run: RunFolder, count: int) -> No
 
 def test_what_is_not_known_of_a_rank_is_a_question_mark(run: RunFolder) -> None:
     add_ranks(run, 2)
-    path = run.metrics / "ranks-from-0.json"
+    (path,) = run.metrics.glob("ranks/*/from-0.json")
     path.write_text(path.read_text().replace('"data_share":0.1', '"data_share":null', 1))
     assert '<span class="unknown"' in _shown(run)["ranks"]
 

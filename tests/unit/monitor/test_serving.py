@@ -1,13 +1,16 @@
 """The exporter answers those who may ask, and nobody else; whoever misbehaves does not hold up others."""
 
+import contextlib
 import http.client
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.join import certificate
 from torchmuster.monitor import serving
@@ -50,10 +53,16 @@ def test_this_machine_may_ask(port: int) -> None:
         ("/metrics", {"Host": "evil.example"}, 421),
         ("/metrics", {"Host": ""}, 421),
         ("/metrics", {"Origin": "https://evil.example"}, 403),
+        ("/metrics", {"Origin": "null"}, 403),
         ("/metrics", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("/metrics", {"Sec-Fetch-Site": "same-site"}, 403),
+        ("http://evil.example/metrics", {}, 421),
         ("/", {}, 404),
         ("/../../etc/passwd", {}, 404),
         ("/metrics/../../etc/passwd", {}, 404),
+        ("/%2e%2e/%2e%2e/etc/passwd", {}, 404),
+        ("/metrics%2f..%2f..%2fetc%2fpasswd", {}, 404),
+        ("//etc/passwd", {}, 404),
     ],
 )
 def test_strangers_are_refused(port: int, path: str, headers: dict[str, str], status: int) -> None:
@@ -76,6 +85,39 @@ def test_without_the_token_nothing_is_said() -> None:
 def test_a_huge_request_is_refused(port: int) -> None:
     assert _ask(port, "/" + "x" * 100_000)[0] == 414
     assert _ask(port, **{f"X-{number}": "x" for number in range(200)})[0] == 431
+    assert _ask(port, **{"X-Long": "x" * 100_000})[0] == 431
+
+
+def test_a_body_is_not_waited_for(port: int) -> None:
+    """Who announces a terabyte is answered before the first byte of it."""
+    words = b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"
+    assert b" 501 " in _answer_to(port, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n\r\n",
+        b"GET /metrics\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"\x00" * 1000 + b"\r\n\r\n",
+    ],
+    ids=["two hosts", "no host", "HTTP of old", "TLS", "zeros"],
+)
+def test_what_is_no_honest_question_gets_no_metrics(port: int, words: bytes) -> None:
+    assert b"muster_run_ranks" not in _answer_to(port, words)
+    assert _ask(port)[0] == 200
+
+
+def _answer_to(port: int, words: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(words)
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):  # it was sent more than it wanted to hear
+            while piece := client.recv(65536):
+                heard += piece
+        return heard
 
 
 def test_slow_clients_take_all_places_but_not_for_ever(
@@ -92,6 +134,61 @@ def test_slow_clients_take_all_places_but_not_for_ever(
         for one in silent:
             one.close()
     assert _ask(port)[0] == 200
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
+def test_who_sends_a_byte_now_and_then_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    """Each byte comes in time; the whole question never does."""
+    monkeypatch.setattr(serving, "_AT_MOST_S", 0.5)
+    access = Access(tls=certificate.make().context if with_tls else None)
+    with serving.serving(access, SERVED) as port:
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(serving._AT_ONCE)]
+        deadline = time.monotonic() + GIVE_UP_S
+        try:
+            while slow:
+                assert time.monotonic() < deadline, "they are served for ever"
+                slow = [one for one in slow if _drips(one)]
+        finally:
+            for one in slow:
+                one.close()
+
+
+def _drips(client: socket.socket) -> bool:
+    """Send a byte; say whether the other side still listens."""
+    client.settimeout(0.05)
+    try:
+        client.sendall(b"\x16")
+        if client.recv(1000) != b"":
+            return True
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    client.close()
+    return False
+
+
+def test_who_takes_nothing_of_a_large_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    large = bytes(50_000_000)
+    served = {"/metrics": Served(answer=lambda accept: (large, "text/plain"))}
+    with serving.serving(Access(), served) as port:
+        deaf = [socket.create_connection(("127.0.0.1", port)) for _ in range(serving._AT_ONCE)]
+        try:
+            for one in deaf:
+                one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            deadline = time.monotonic() + GIVE_UP_S
+            while True:
+                assert time.monotonic() < deadline, "they keep their places"
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    if _ask(port)[0] == 200:
+                        break
+        finally:
+            for one in deaf:
+                one.close()
 
 
 def test_an_answer_that_fails_says_nothing_of_why() -> None:

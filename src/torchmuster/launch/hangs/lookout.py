@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmuster.finding import Finding
-from torchmuster.launch import evidence, ledger, wire
+from torchmuster.launch import evidence, ledger, node_ranks, wire
 from torchmuster.launch.hangs import hang_words
 from torchmuster.launch.hangs.judgement import HangWatch
 from torchmuster.launch.hangs.situation import Hang
@@ -107,12 +107,24 @@ class Lookout:
             match sign:
                 case wire.Pulses():
                     self._watch.heard(node.name, sign.pulses)
+                    if sign.pulses and not sign.kept:
+                        self._later(self._write_down(node, sign))
                 case wire.Evidence() if self._examination is not None:
                     self._keep(self._examination, sign)
                 case wire.Examined() if self._examination is not None:
                     self._examination.missing.discard(node.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
+
+    async def _write_down(self, node: Node, sign: wire.Pulses) -> None:
+        """Write for a machine that does not see the run's folder what its ranks are doing."""
+        await asyncio.to_thread(
+            node_ranks.write,
+            self._run,
+            host=node.name,
+            attempt=sign.attempt,
+            pulses=sign.pulses,
+        )
 
     @contextlib.contextmanager
     def _whatever_happens(self) -> Iterator[None]:

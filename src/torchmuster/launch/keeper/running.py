@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -43,6 +44,7 @@ class Running:
         self._memory = Watch.begin()
         self._peaks = Peaks()
         self._pulses = Pulses(share.records, self._ranks)
+        self._run = node_ranks.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
         self.gone = asyncio.Event()  # no process of it is alive any more
@@ -77,7 +79,7 @@ class Running:
 
     async def watch(self) -> wire.Ended:
         """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
-        with node_devices.Noting(self._share.logs, self._share.start.first_rank):
+        with node_devices.Noting(self._run, self._share.start.first_rank):
             return await self._watch()
 
     async def _watch(self) -> wire.Ended:
@@ -119,15 +121,14 @@ class Running:
     async def _tell_pulses(self) -> None:
         # In a thread: to find a rank's children, all processes of the machine are looked at.
         if pulses := await asyncio.to_thread(self._pulses.read):
-            attempt = self._share.start.attempt
-            await self._send(wire.Pulses(attempt=attempt, pulses=pulses))
-            await asyncio.to_thread(
-                node_ranks.write,
-                self._share.logs,
-                first_rank=self._share.start.first_rank,
-                attempt=attempt,
-                pulses=pulses,
-            )
+            attempt, run = self._share.start.attempt, self._run
+            message = wire.Pulses(attempt=attempt, pulses=pulses, kept=run is not None)
+            await self._send(message)
+            if run is not None:
+                host = socket.gethostname()
+                await asyncio.to_thread(
+                    node_ranks.write, run, host=host, attempt=attempt, pulses=pulses
+                )
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()

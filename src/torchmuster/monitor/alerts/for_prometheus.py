@@ -1,10 +1,15 @@
-"""The alerts as a file of rules for Prometheus."""
+"""The alerts as a file of rules for Prometheus.
 
+``--speed 60`` divides all times, so that alerts can be tried out in seconds; the conditions stay the same.
+"""
+
+import argparse
 import io
 import re
 
 from ruamel.yaml import YAML
 
+from torchmuster.monitor.alerts.expression import duration
 from torchmuster.monitor.alerts.rules import ALERTS, Alert
 
 _HEAD = """\
@@ -13,10 +18,10 @@ _HEAD = """\
 """
 
 
-def rules_file() -> str:
-    """Return the file's text."""
-    own = [_rule(alert) for alert in ALERTS]
-    content = {"groups": [{"name": "torchmuster", "rules": [*own, _EXPORTER_DOWN]}]}
+def rules_file(speed: float = 1.0) -> str:
+    """Return the file's text, with all times divided by ``speed``."""
+    own = [_rule(alert.faster(speed)) for alert in ALERTS]
+    content = {"groups": [{"name": "torchmuster", "rules": [*own, _exporter_down(speed)]}]}
     yaml = YAML()
     yaml.width = 4096
     stream = io.StringIO()
@@ -27,7 +32,7 @@ def rules_file() -> str:
 def _rule(alert: Alert) -> dict[str, object]:
     rule: dict[str, object] = {"alert": alert.name, "expr": alert.condition.promql()}
     if alert.for_s:
-        rule["for"] = f"{alert.for_s:.0f}s"
+        rule["for"] = duration(alert.for_s)
     rule["labels"] = {"severity": alert.severity}
     texts = {"summary": alert.summary, "why": alert.why, "fix": alert.fix}
     rule["annotations"] = {name: _template(text) for name, text in texts.items() if text}
@@ -40,18 +45,22 @@ def _template(text: str) -> str:
     return re.sub(r"(?<!\{)\{([a-z_]+)\}(?!\})", r"{{ $labels.\1 }}", text)
 
 
-# Only who asks exporters can know that one does not answer; within a run it is seen by its ranks.
-_EXPORTER_DOWN = {
-    "alert": "MusterExporterDown",
-    "expr": 'up{job="torchmuster"} == 0',
-    "for": "120s",
-    "labels": {"severity": "warning"},
-    "annotations": {
-        "summary": "{{ $labels.instance }} does not answer",
-        "why": "the machine is down, or its exporter is not running",
-        "fix": "muster exporter, on that machine",
-    },
-}
+def _exporter_down(speed: float) -> dict[str, object]:
+    """Return what only who asks exporters can know: that one does not answer."""
+    return {
+        "alert": "MusterExporterDown",
+        "expr": 'up{job="torchmuster"} == 0',
+        "for": duration(120 / speed),
+        "labels": {"severity": "warning"},
+        "annotations": {
+            "summary": "{{ $labels.instance }} does not answer",
+            "why": "the machine is down, or its exporter is not running",
+            "fix": "muster exporter, on that machine",
+        },
+    }
+
 
 if __name__ == "__main__":
-    print(rules_file(), end="")
+    parser = argparse.ArgumentParser(description="print the alerts as rules for Prometheus")
+    parser.add_argument("--speed", type=float, default=1.0, help="divide all times by this")
+    print(rules_file(parser.parse_args().speed), end="")

@@ -34,17 +34,33 @@ class ActiveRuns:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._followed: dict[str, FollowedRun] = {}
+        self._over: dict[str, int] = {}  # runs, and when it was written that they are
 
     def now(self, now_unix_s: float) -> Iterator[FollowedRun]:
         """Yield them, the newest first."""
-        newest = list_runs(self._runs)[:_MOST_RUNS]
-        for run in newest:
-            state = ledger.read_state(run)
-            over_s = now_unix_s - state.since_unix_s if state and not state.active else 0.0
-            if state is not None and over_s < _TOLD_AFTER_S:
-                if run.id not in self._followed:
-                    self._followed[run.id] = follow(run)
-                yield self._followed[run.id]
-        known = {run.id for run in newest}
-        for gone in [one for one in self._followed if one not in known]:
+        told: list[str] = []
+        for run in list_runs(self._runs):
+            if len(told) == _MOST_RUNS:
+                break
+            if self._is_over(run, now_unix_s):
+                continue
+            told.append(run.id)
+            if run.id not in self._followed:
+                self._followed[run.id] = follow(run)
+            yield self._followed[run.id]
+        for gone in [one for one in self._followed if one not in told]:
             del self._followed[gone]
+
+    def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
+        """Say whether nothing is told of a run any more; of thousands that are over, each is read once."""
+        try:
+            written = run.state.stat().st_mtime_ns
+        except OSError:
+            return True  # it was not written yet how it goes
+        if self._over.get(run.id) == written:
+            return True
+        state = ledger.read_state(run)
+        if state is None or (not state.active and now_unix_s - state.since_unix_s >= _TOLD_AFTER_S):
+            self._over[run.id] = written
+            return True
+        return False

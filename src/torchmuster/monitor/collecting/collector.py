@@ -1,4 +1,8 @@
-"""Everything that one machine serves: itself, its accelerators, the runs in a folder and their ranks."""
+"""Everything that one machine serves: itself, its accelerators, its ranks of the runs in a folder, and the runs that it speaks for.
+
+A folder may be on a disk that all machines share. Then each machine's exporter tells of what was written on it, so that each
+series comes once, however many machines there are.
+"""
 
 import threading
 import time
@@ -6,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchmuster.devices.model import Node
+from torchmuster.launch import ledger, node_ranks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting import device_metrics, rank_metrics
 from torchmuster.monitor.collecting.active_runs import ActiveRuns
 from torchmuster.monitor.collecting.host_metrics import HostMetrics
 from torchmuster.monitor.metric import Sample
+from torchmuster.runfolder import RunFolder
 
 # Ranks have a few series each; whatever else happens, one machine serves no more than this.
 MOST_SERIES = 50_000
@@ -26,11 +32,16 @@ class Collector:
         runs: Path,
         look: Callable[[], Node],
         *,
+        all_ranks: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collect of the runs in a folder; ``look`` takes a look at this machine's devices."""
+        """Collect of the runs in a folder; ``look`` takes a look at this machine's devices.
+
+        With ``all_ranks`` those of other machines are told of as well: where nobody else does.
+        """
         self._runs = runs
         self._look = look
+        self._all_ranks = all_ranks
         self._clock = clock
         self._active = ActiveRuns(runs)
         self._host: HostMetrics | None = None
@@ -51,10 +62,26 @@ class Collector:
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         found = [*self._host.samples(), *device_metrics.samples(node)]
         for run in self._active.now(now):
-            found += run.metrics.samples(now)
-            found += rank_metrics.samples(run.folder, run.job, now)
+            labels = (run.job, run.folder.id)
+            if self._all_ranks or _speaks_for(node.hostname, run.folder):
+                found += run.metrics.samples(now)
+                found += rank_metrics.number(node_ranks.read(run.folder, now), labels)
+            machine = None if self._all_ranks else node.hostname
+            nodes = node_ranks.read(run.folder, now, written_on=machine)
+            found += rank_metrics.samples(nodes, labels)
         del found[MOST_SERIES:]
         took_s = time.perf_counter() - began
         found.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
         found.append(Sample(catalogue.EXPORTER_SERIES, (node.hostname,), float(len(found))))
         return found
+
+
+def _speaks_for(machine: str, run: RunFolder) -> bool:
+    """Say whether a machine tells of a run as a whole: it runs the first rank, or launched it.
+
+    Two may: where the one is gone, the other one still tells how the run ends.
+    """
+    job = ledger.read_job(run)
+    if job is None or job.launcher.host == machine:
+        return True
+    return node_ranks.place(run, machine, 0).exists()

@@ -1,11 +1,10 @@
 """What the ranks of a run are doing, as the machines that they run on wrote it down."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torchmuster.launch import node_ranks
+from torchmuster.launch.node_ranks import NodeRanks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Sample
-from torchmuster.runfolder import RunFolder
 
 _OF_A_PULSE = {
     "step": catalogue.RANK_STEP,
@@ -17,15 +16,17 @@ _OF_A_PULSE = {
 }
 
 
-def samples(run: RunFolder, job: str, now_unix_s: float) -> Iterator[Sample]:
-    """Yield what is known of each rank, and how many there are."""
-    nodes = node_ranks.read(run, now_unix_s)
-    if not nodes:
-        return
-    yield Sample(catalogue.RUN_RANKS, (job, run.id), sum(len(node.ranks) for node in nodes))
+def number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
+    """Yield how many ranks of a run there are on all its machines; nothing while none was seen."""
+    if nodes:
+        yield Sample(catalogue.RUN_RANKS, labels, float(sum(len(node.ranks) for node in nodes)))
+
+
+def samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
+    """Yield what is known of each rank; ``labels`` are those of its run."""
     for node in nodes:
         for pulse in node.ranks:
-            labels = (job, run.id, node.host, str(pulse.rank))
+            own = (*labels, node.host, str(pulse.rank))
             for field, metric in _OF_A_PULSE.items():
                 if (value := getattr(pulse, field)) is not None:
-                    yield Sample(metric, labels, float(value))
+                    yield Sample(metric, own, float(value))

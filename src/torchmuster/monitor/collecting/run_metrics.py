@@ -1,14 +1,14 @@
 """What the folder of a run tells of it: its phase, its steps, its evaluations, its checkpoints."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch import ledger
 from torchmuster.monitor import catalogue
+from torchmuster.monitor.collecting.checkpoint_metrics import CheckpointMetrics
 from torchmuster.monitor.collecting.growing_file import GrowingFile
+from torchmuster.monitor.collecting.run_course import RunCourse
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.monitor.sinks.sent import read_all
 from torchmuster.runfolder import RunFolder
@@ -45,10 +45,10 @@ class RunMetrics:
         self._on_steps = on_steps
         self._steps = GrowingFile(run.metrics / "steps.jsonl")
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
-        self._events = GrowingFile(run.path / ledger.EVENTS)
+        self._course = RunCourse(run)
+        self._checkpoints = CheckpointMetrics(run, self._labels)
         self._forget_steps()
         self._last_evaluation: dict[str, Any] = {}
-        self._restarts = 0
 
     @property
     def is_behind(self) -> bool:
@@ -73,11 +73,11 @@ class RunMetrics:
             return
         yield self._sample(catalogue.RUN_PHASE, 1.0, state.phase)
         yield self._sample(catalogue.RUN_STARTED, state.started_unix_s)
-        yield self._sample(catalogue.RUN_RESTARTS, self._restarts)
+        yield self._sample(catalogue.RUN_RESTARTS, self._course.restarts)
         until = now_unix_s if state.active else state.since_unix_s
         if self._last:
-            yield from self._of_steps(until, lasts_s=until - state.started_unix_s)
-        yield from self._of_checkpoints(until)
+            yield from self._of_steps(until, lasts_s=self._course.lasts_s(state, until))
+        yield from self._checkpoints.samples(until, state.started_unix_s)
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
@@ -96,16 +96,15 @@ class RunMetrics:
         if evaluations:
             last = evaluations[-1]
             self._last_evaluation = {k: v for k, v in last.items() if k not in _NOT_EVALUATED}
-        anew, events = self._events.new_lines()
-        before = 0 if anew else self._restarts
-        self._restarts = before + sum(one.get("event") == ledger.RESTART for one in events)
+        self._course.catch_up()
 
     def _add(self, line: dict[str, Any]) -> None:
         step, step_s = line.get("step"), line.get("step_s")
         if not isinstance(step, int) or not _is_number(step_s):
             return
-        self._skipped += int(line.get("skipped_steps") or 0)
-        steps = max(0, step - int(self._last.get("step", 0)))
+        skipped = int(line.get("skipped_steps") or 0)
+        self._skipped += skipped
+        steps = max(0, step - int(self._last.get("step", 0)) - skipped)
         aside = sum(
             float(line.get(f"{part}_share") or 0.0) for part in ("checkpoint", "evaluation")
         )
@@ -115,9 +114,8 @@ class RunMetrics:
     def _of_steps(self, until_unix_s: float, *, lasts_s: float) -> Iterator[Sample]:
         last = self._last
         yield self._sample(catalogue.STEPS, last["step"])
-        # A loss that is no number was written as null, and must not look like one that is missing.
-        loss = last.get("loss")
-        yield self._sample(catalogue.LOSS, loss if _is_number(loss) else math.nan)
+        if (loss := _loss(last)) is not None:
+            yield self._sample(catalogue.LOSS, loss)
         yield self._sample(catalogue.SKIPPED_STEPS, self._skipped)
         for field, metric in _OF_THE_LAST_LINE.items():
             if _is_number(value := last.get(field)):
@@ -131,20 +129,19 @@ class RunMetrics:
         if lasts_s > 0:
             yield self._sample(catalogue.GOODPUT, min(1.0, self._useful_s / lasts_s))
 
-    def _of_checkpoints(self, until_unix_s: float) -> Iterator[Sample]:
-        """Yield the newest one's age and step; those in object storage are not looked at."""
-        newest: tuple[float, int] | None = None
-        for marker in self._run.checkpoints.glob(f"step-*/{MARKER}"):
-            step = step_of(marker.parent.name)
-            with contextlib.suppress(OSError):  # it may be deleted meanwhile
-                if step is not None:
-                    newest = max(newest or (0.0, 0), (marker.stat().st_mtime, step))
-        if newest is not None:
-            yield self._sample(catalogue.CHECKPOINT_AGE, max(0.0, until_unix_s - newest[0]))
-            yield self._sample(catalogue.CHECKPOINT_STEP, newest[1])
-
     def _sample(self, metric: Metric, value: float, *labels: str) -> Sample:
         return Sample(metric, (*self._labels, *labels), float(value))
+
+
+def _loss(line: dict[str, Any]) -> float | None:
+    """Return a line's loss: NaN where it was no number, which is written as null; None if nothing is known of it.
+
+    fp16 skips steps while it looks for its scale. Where all steps of a line were skipped so, nobody knows the loss.
+    """
+    if _is_number(loss := line.get("loss")):
+        return loss
+    scale = line.get("loss_scale")
+    return None if _is_number(scale) and scale >= 1 else math.nan
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -91,12 +91,13 @@ class RunWatch:
         """Return what the run is like now."""
         state = ledger.read_state(self._run)
         samples = list(self._metrics.samples(now_unix_s))
-        samples += rank_metrics.samples(self._run, self._job, now_unix_s)
+        nodes = node_ranks.read(self._run, now_unix_s)
+        labels = (self._job, self._run.id)
+        samples += [*rank_metrics.number(nodes, labels), *rank_metrics.samples(nodes, labels)]
         samples += _room(self._run)
         news = self._watching.look(samples, now_unix_s)
         self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
-        nodes = node_ranks.read(self._run, now_unix_s)
         heard = self._heard_unix_s(nodes)
         return RunPicture(
             id=self._run.id,

@@ -127,10 +127,11 @@ class TopWatch:
         elsewhere: dict[str, tuple[Device, ...]] = {}
         for run in self._chosen(now_unix_s):
             of_run = [*run.metrics.samples(now_unix_s)]
-            of_run += rank_metrics.samples(run.folder, run.job, now_unix_s)
+            machines = node_ranks.read(run.folder, now_unix_s)
+            of_run += rank_metrics.samples(machines, (run.job, run.folder.id))
             samples += of_run
             figures.append(_figures(run, of_run))
-            for machine in node_ranks.read(run.folder, now_unix_s):
+            for machine in machines:
                 pulses.append((run, machine.host, machine.ranks))
             for other in node_devices.read(run.folder, now_unix_s):
                 if not _same(other.host, node.hostname):

@@ -1,8 +1,8 @@
 """The numbers of a run as files: one JSON line for each line that people read.
 
-``metrics/steps.jsonl`` and ``metrics/evaluations.jsonl`` in the run's folder; a file that is there is
-continued. Each line is complete when it is written, so that others can read along. A run that goes on
-from an earlier step cuts off what came after it, so that each step is there once.
+``metrics/steps.jsonl``, ``metrics/evaluations.jsonl`` and ``metrics/saves.jsonl`` in the run's folder; a file that is
+there is continued. Each line is complete when it is written, so that others can read along. A run that goes on
+from an earlier step cuts off what came after it, so that each step is there once; that a save was made stays true.
 
 A disk that is full, or gone, does not end a training: lines wait in memory until they can be written.
 """
@@ -21,7 +21,7 @@ from torchmuster.runfolder import write_atomically
 from torchmuster.train.reporting.step_line import StepRecord
 from torchmuster.units import format_seconds
 
-_STEPS, _EVALUATIONS = "steps.jsonl", "evaluations.jsonl"
+_STEPS, _EVALUATIONS, _SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
 # What waits for room: tens of thousands of lines. What comes after that is not kept.
 _MOST_WAITING_BYTES = 16 * 2**20
 
@@ -41,6 +41,15 @@ class MetricsFile:
     def write_evaluation(self, step: int, epoch: int, numbers: Mapping[str, float]) -> str:
         """Add one line about an evaluation; return what is to be said about the disk, if anything is."""
         return self._write(_EVALUATIONS, {"step": step, "epoch": epoch, **numbers})
+
+    def begin_saves(self) -> None:
+        """Make the file of saves: from now on, one that does not come is missing."""
+        with contextlib.suppress(OSError):
+            (self._folder / _SAVES).touch()
+
+    def write_save(self, save: Mapping[str, Any]) -> str:
+        """Add one line about a save, committed or failed; return what is to be said about the disk."""
+        return self._write(_SAVES, save)
 
     def cut_off_after(self, step: int, *, evaluated: int) -> None:
         """Take out all lines about later steps, and what a killed process left half written.

@@ -77,6 +77,17 @@ class Reports:
         ):
             self.say(trouble)
 
+    def begin_saves(self) -> None:
+        """Write down that this training saves its state."""
+        if self._files is not None:
+            self._files.begin_saves()
+
+    def saved(self, text: str, save: Mapping[str, object]) -> None:
+        """Show and write what became of a save."""
+        self.say(text)
+        if self._files is not None and (trouble := self._files.write_save(save)):
+            self.say(trouble)
+
     def next_line(self, step: int, step_s: float) -> int:
         """Return the step of the next line, the same on every rank that is told the same time per step.
 

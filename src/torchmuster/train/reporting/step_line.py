@@ -38,6 +38,7 @@ class StepRecord:
     verdict: str = ""
     flop_s: float | None = None  # counted, of all ranks together; None where not counted
     mfu: float | None = None  # of the devices' highest rate; None where that is not known
+    loss_scale: float | None = None  # what fp16 losses are multiplied by; None where they are not
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""

@@ -1,5 +1,6 @@
 """When a training's lines are due, and what they are made of; it can be kept and gone on from."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torchmuster.train.reporting.reports import Reports
@@ -10,9 +11,13 @@ from torchmuster.train.reporting.tally import Tally
 class StepLines:
     """Makes a record after the first step, and then as often as ``reports`` says."""
 
-    def __init__(self, reports: Reports, tally: Tally) -> None:
+    def __init__(
+        self, reports: Reports, tally: Tally, *, loss_scale: Callable[[], float | None]
+    ) -> None:
+        """``loss_scale`` is asked with each line only: its answer waits for the device."""
         self._reports = reports
         self._tally = tally
+        self._loss_scale = loss_scale
         self._next = 1
         # Of the last step: its epoch, learning rate and gradient norm.
         self._last: tuple[int, float, float | None] = (0, 0.0, None)
@@ -34,7 +39,9 @@ class StepLines:
 
     def _report(self, step: int) -> None:
         epoch, rate, norm = self._last
-        record = self._tally.record(step=step, epoch=epoch, learning_rate=rate, norm=norm)
+        record = self._tally.record(
+            step=step, epoch=epoch, learning_rate=rate, norm=norm, loss_scale=self._loss_scale()
+        )
         self._next = self._reports.next_line(step, record.step_s)
         self._reports.record(record)
         self.last_record = record

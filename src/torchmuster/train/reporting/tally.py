@@ -144,7 +144,13 @@ class Tally:
         self._losses.clear()
 
     def record(
-        self, *, step: int, epoch: int, learning_rate: float, norm: float | None
+        self,
+        *,
+        step: int,
+        epoch: int,
+        learning_rate: float,
+        norm: float | None,
+        loss_scale: float | None = None,
     ) -> StepRecord:
         """Make one record of all ranks' sums (a collective), and begin anew."""
         world = self._world
@@ -193,6 +199,7 @@ class Tally:
             epoch=epoch,
             learning_rate=learning_rate,
             norm=norm,
+            loss_scale=loss_scale,
         )
         self._clear()
         self._certain = 0
@@ -234,6 +241,7 @@ class Tally:
         epoch: int,
         learning_rate: float,
         norm: float | None,
+        loss_scale: float | None,
     ) -> StepRecord:
         wall_s = together.wall_s
         data = _mean(together.data_shares)
@@ -271,6 +279,7 @@ class Tally:
             memory_peak_bytes=together.peak_bytes,
             flop_s=flop_s,
             mfu=mfu,
+            loss_scale=loss_scale,
             # The first record is of a first step, when processes start and much is made only once.
             verdict=""
             if self._is_first

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchmuster.finding import render
@@ -25,7 +26,7 @@ def saving_states(trainer: "Trainer", saving: Saving) -> Iterator[Saves]:
     """Make saves possible while a training goes on, and save what it has come to at its end."""
 
     def say(report: SaveReport) -> None:
-        trainer.reports.say(words_for(report, is_last=saves.is_last))
+        trainer.reports.saved(words_for(report, is_last=saves.is_last), asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
         saves = Saves(saving, checkpointer, take=lambda: _taken(trainer))
@@ -34,6 +35,7 @@ def saving_states(trainer: "Trainer", saving: Saving) -> Iterator[Saves]:
         trainer.reports.say(said)
         if saving.mode == "auto" and checkpointer.mode.value == "sync":
             trainer.reports.say(f"checkpoints: {checkpointer.mode.reason}")
+        trainer.reports.begin_saves()
         yield saves
         saves.end(trainer.step)
 
