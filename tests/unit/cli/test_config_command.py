@@ -269,7 +269,7 @@ def test_schema_is_one_json_document(muster: Muster) -> None:
     schema = json.loads(done.out)
     assert schema["title"] == "torchmuster settings"
     assert set(schema["$defs"]) == {
-        *("Settings", "Distributed", "Launch", "Model", "Data", "Train", "Checkpoint")
+        *("Settings", "Distributed", "Launch", "Model", "Data", "Train", "Checkpoint", "Metrics")
     }
 
 

@@ -184,7 +184,7 @@ def test_one_mistake(text: str, mistake: str, tmp_path: Path) -> None:
         ("distributed: {zzzzz: 1}", "distributed.zzzzz is not a setting"),
         ("optimizer: {lr: 1}", "optimizer is not a setting; did you mean train.optimizer?"),
         ("wandb: {lr: 1}", "wandb is not a setting; did you mean metrics.wandb_mode?"),
-        ("comet: {lr: 1}", "comet is not a setting"),
+        ("zoo: {lr: 1}", "zoo is not a setting"),
     ],
 )
 def test_unknown_keys_and_what_was_meant(text: str, mistake: str, tmp_path: Path) -> None:

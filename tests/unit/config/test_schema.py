@@ -232,4 +232,5 @@ def test_every_setting_shows_its_help_and_default() -> None:
         section, _, name = path.rpartition(".")
         group = fields.sections()[section].__name__ if section else "Settings"
         shown = groups[group]["properties"][name]
-        assert (shown["description"], shown["default"]) == (leaf.help, leaf.default)
+        default = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
+        assert (shown["description"], shown["default"]) == (leaf.help, default)
