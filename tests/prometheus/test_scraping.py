@@ -20,6 +20,7 @@ NOT_HERE = {
     catalogue.TOKENS_RATE: "the loss counts no tokens",
     catalogue.MFU: "nobody knows what a CPU can do at most",
     catalogue.GPU_THROTTLED: "the GPUs are well",
+    catalogue.GPU_XID: "no GPU has failed",
     catalogue.SINK_FAILING: "the run has no sinks",
 }
 
