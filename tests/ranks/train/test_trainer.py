@@ -43,7 +43,10 @@ def test_losses_of_the_lines_are_those_of_one_plain_process(
             assert [one["samples"] for one in records] == [8, 8, 6 + 8, 8 + 6]
             assert all((one["tokens_per_s"] is None) is ("mean" in name) for one in records)
             file = tmp_path / f"{name.replace(' ', '-')}-{ranks}" / "metrics" / "steps.jsonl"
-            assert [json.loads(line) for line in file.read_text().splitlines()] == records
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            written_s = [line.pop("at_unix_s") for line in lines]
+            assert written_s == sorted(written_s)
+            assert lines == records
             shares = ("data", "compute", "communication", "checkpoint", "evaluation")
             for one in records:
                 parts = [one[f"{share}_share"] or 0.0 for share in shares]

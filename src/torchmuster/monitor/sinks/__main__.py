@@ -31,19 +31,24 @@ def main() -> None:
     run = RunFolder(Path(order.run))
     ended = threading.Event()
     finished = threading.Event()
-    threads = [
-        threading.Thread(target=_send, args=(run, name, order.wanted, ended, finished), daemon=True)
+    begun: dict[str, Sending] = {}
+    threads = {
+        name: threading.Thread(
+            target=_send, args=(run, name, order.wanted, begun, ended, finished), daemon=True
+        )
         for name in order.wanted.sinks
-    ]
-    for thread in threads:
+    }
+    for thread in threads.values():
         thread.start()
     for line in sys.stdin.buffer:
         if line.strip() == FINISHED:
             finished.set()
     ended.set()
     until_s = time.monotonic() + FINISH_WITHIN_S
-    for thread in threads:
+    for name, thread in threads.items():
         thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive() and name in begun:
+            begun[name].break_off(FINISH_WITHIN_S)
     # Without a word to libraries that still wait for a tracker: the folder has what they do not.
     os._exit(0)
 
@@ -52,6 +57,7 @@ def _send(
     run: RunFolder,
     name: str,
     wanted: Wanted,
+    begun: dict[str, Sending],
     ended: threading.Event,
     finished: threading.Event,
 ) -> None:
@@ -67,6 +73,7 @@ def _send(
                 print(error, file=sys.stderr, flush=True)
                 return
         sending = Sending(run, name, lambda known: open_sink(name, run, wanted, known))
+        begun[name] = sending
         sending.follow(ended)
         sending.close(finished=finished.is_set())
 

@@ -135,6 +135,11 @@ class Sending:
             self._note(f"{self._name} does not get the run's numbers: {text}")
         self._keep(self._sent, trouble=text)
 
+    def break_off(self, after_s: float) -> None:
+        """Write down that the sink did not answer in time, if nothing worse is known of it; it is not waited for."""
+        if not self._sent.trouble:
+            self.give_up(TimeoutError(f"no answer within {after_s:.0f} s of the training's end"))
+
     def _note(self, what: str) -> None:
         ledger.note(self._run, "sink", sink=self._name, what=what)
 

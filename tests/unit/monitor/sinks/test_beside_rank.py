@@ -117,7 +117,7 @@ def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
         assert time.monotonic() - began < FINISH_WITHIN_S + 3 + BUSY_S
     assert _reached(written, "mlflow") == 0
     (told,) = not_sent(written.run, wanted.sinks)
-    assert told.startswith("mlflow has not got everything")
+    assert told.startswith("mlflow has not got everything (TimeoutError: no answer within 10 s")
 
 
 def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
@@ -134,6 +134,7 @@ def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
 
 
 def test_without_sinks_there_is_no_process(written: WrittenRun) -> None:
+    before = psutil.Process().children()
     with sending(written.run.path, Wanted()):
-        assert psutil.Process().children() == []
+        assert psutil.Process().children() == before
     assert not (written.run.metrics / "sinks").exists()
