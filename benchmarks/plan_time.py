@@ -3,9 +3,10 @@
     python benchmarks/plan_time.py --kept /tmp/plan-time --out docs/measured/plan-time.md
     python benchmarks/plan_time.py --quick
 
-The machine is measured once, and one constant each is fitted to three real runs of ONE model of middle size (one process, DDP and
+The machine is measured once, and one constant each is fitted to three real runs (the best of two turns) of ONE model of middle size (one process, DDP and
 FSDP2 on 2 ranks), which are not judged, as ``muster plan --calibrate`` does it. Then every setting is trained with one process, DDP and FSDP2 on 2 ranks, every second one on 4 ranks
-too. A step's time is that of the slowest rank, and the best of all steps of all rounds; the ways take turns. What was
+too. A step's time is that of the slowest rank, and the best of all steps of all rounds; the ways take turns, and those
+whose two best rounds differ by more than 10 % are run a third time. What was
 measured and traced is kept in a folder, so that a run that was broken off goes on; with more --rounds it adds to what
 is there. Nothing else may run beside it; two cores take ten to twelve minutes by estimate.
 """
@@ -91,6 +92,9 @@ _BATCHES = ((128, 4), (256, 4), (128, 8))  # tokens of a sample, samples of a ra
 _WAYS = (("single", 1, 1), ("ddp", 2, 1), ("fsdp", 1, 2))  # strategy, copies, shards
 _WIDER_WAYS = (("ddp", 4, 1), ("fsdp", 1, 4))
 _QUICK_SETTINGS, _QUICK_STEPS = 2, 3
+# A machine that others share: a best step that no other round came near may be a worse one than the machine has.
+_MOST_ROUNDS = 3
+_NEAR = 1.1
 _FIT_STEPS = 12  # of the runs that constants are fitted to: everything hangs on them
 
 
@@ -225,17 +229,17 @@ class Row:
 
 
 def measure_all(bench: Bench, chosen: Sequence[Case], rounds: int, steps: int) -> list[float]:
-    """Return the best step of each case; all cases are run once in each round."""
-    best = [float("inf")] * len(chosen)
-    for turn in range(rounds):
-        for number, case in enumerate(chosen):
-            best[number] = min(best[number], bench.measured_s(case, turn, steps))
-            done = turn * len(chosen) + number + 1
+    """Return the best step of each case. All are run once in each round, and then again those whose best nothing came near."""
+    times: list[list[float]] = [[] for _ in chosen]
+    for turn in range(max(rounds, _MOST_ROUNDS)):
+        for case, seen in zip(chosen, times, strict=True):
+            if turn >= rounds and (len(seen) < 2 or sorted(seen)[1] <= _NEAR * min(seen)):
+                continue
+            seen.append(bench.measured_s(case, turn, steps))
             print(
-                f"{done}/{rounds * len(chosen)} {case.setting.words}, {case.way}: {best[number]:.4f} s",
-                flush=True,
+                f"round {turn + 1}: {case.setting.words}, {case.way}: {seen[-1]:.4f} s", flush=True
             )
-    return best
+    return [min(seen) for seen in times]
 
 
 def ranking(rows: Sequence[Row]) -> tuple[int, int]:
@@ -327,8 +331,10 @@ def compare(folder: Path, options: argparse.Namespace) -> str:
         calibration.keep(measured, folder)
     with Tracer(cache=folder / "traces") as tracer:
         bench = Bench(folder, tracer, measured)
-        for case in cases(middle, wider=False):
-            bench.fit(case, bench.measured_s(case, 0, _FIT_STEPS))
+        fitted_to = list(cases(middle, wider=False))
+        best_s = measure_all(bench, fitted_to, fitting.TURNS, _FIT_STEPS)
+        for case, step_s in zip(fitted_to, best_s, strict=True):
+            bench.fit(case, step_s)
         seen = measure_all(bench, chosen, options.rounds, options.steps)
         rows = []
         for case, took in zip(chosen, seen, strict=True):

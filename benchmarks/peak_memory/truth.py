@@ -26,6 +26,7 @@ from typing import IO, Any
 import msgspec
 
 from torchmuster.plan.proof.real_steps import Steps
+from torchmuster.runfolder import write_atomically
 
 _BENCHMARKS = Path(__file__).parents[1]
 _COUNTER = Path(__file__).with_name("tensor_bytes.c")
@@ -139,16 +140,19 @@ def _ranks(steps: Steps) -> list[dict[str, Any]]:
 
 def _be_rank(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
     """Take the steps and write what was seen; never returns."""
-    told: dict[str, Any]
     try:
-        told = {"peaks_bytes": _peaks(steps, rank, ranks, folder)}
+        _take_steps(steps, rank, ranks, folder)
     except BaseException:
-        told = {"failed": traceback.format_exc()}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
-    os._exit(0)
+        _tell(folder, rank, {"failed": traceback.format_exc()})
+    os._exit(1)
 
 
-def _peaks(steps: Steps, rank: int, ranks: int, folder: Path) -> list[int]:
+def _tell(folder: Path, rank: int, told: dict[str, Any]) -> None:
+    write_atomically(folder / f"rank-{rank}.json", json.dumps(told), durable=False)
+
+
+def _take_steps(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
+    """Take the steps, tell and end, with everything still there: now and then gloo's threads are waited for in vain."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -187,11 +191,13 @@ def _peaks(steps: Steps, rank: int, ranks: int, folder: Path) -> list[int]:
                 peaks.append(peak - before)
             if all(tell_all(_are_enough(peaks, steps.candidate.strategy), world)):
                 break
-        dist.barrier()
-    dist.destroy_process_group()
-    if len(peaks) <= STEADY:
-        raise RuntimeError(f"only {len(peaks)} of {_MOST_STEPS} steps were taken")
-    return peaks
+        if len(peaks) <= STEADY:
+            raise RuntimeError(f"only {len(peaks)} of {_MOST_STEPS} steps were taken")
+        _tell(folder, rank, {"peaks_bytes": peaks})
+        until_s = time.monotonic() + _COLLECTIVE_S
+        while len(list(folder.glob("rank-?.json"))) < ranks and time.monotonic() < until_s:
+            time.sleep(_PAUSE_S)  # the others may still read from this one
+        os._exit(0)
 
 
 def _are_enough(peaks: list[int], strategy: str) -> bool:

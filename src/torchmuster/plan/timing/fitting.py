@@ -6,8 +6,10 @@ share of the collectives' rates is left where collectives and products are compu
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torchmuster.errors import MusterError
 from torchmuster.plan.hardware.model import Hardware
@@ -19,6 +21,9 @@ from torchmuster.plan.timing.calibration import Calibration, hardware_as_measure
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.train.strategies.sharding import Layout
 
+TURNS = (
+    2  # the ways take turns: a machine that others share is faster in one minute than in another
+)
 _BLOCKS = 4  # of a model, for the runs that rates are fitted to: few enough for any machine
 _LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 
@@ -123,6 +128,7 @@ def fit_here(
     most = max(
         (number for number in calibration.by_ranks if number <= (calibration.cores or 1)), default=1
     )
+    traced: dict[Candidate, Record] = {}
     for candidate in ways(most if on_cpu else 1):
         asked = Request(
             work=work, candidate=candidate, blocks=_BLOCKS, kernels="cpu" if on_cpu else "cuda"
@@ -130,26 +136,44 @@ def fit_here(
         (record,) = look([asked])
         if not isinstance(record, Record):
             break
-        ran = real_steps.run(
-            *(work, candidate),
-            ranks=candidate.layout.ranks,
-            device="cpu" if on_cpu else "gpu",
-            steps=steps,
-            blocks=_BLOCKS,
-            say=say,
-        )
-        slowest = (max(times) for times in zip(*(one.step_s for one in ran), strict=True))
-        model = work.model_name_or_path or work.build
+        traced[candidate] = record
+    model = work.model_name_or_path or work.build
+    best_s = _best_steps(work, list(traced), "cpu" if on_cpu else "gpu", steps=steps, say=say)
+    for candidate, record in traced.items():
         so_many = dataclasses.replace(hardware, cards_per_machine=candidate.layout.ranks)
         run = RealRun(
             records=(dataclasses.replace(record, blocks=record.blocks_traced),),
             candidate=candidate,
             hardware=hardware_as_measured(calibration, so_many),
-            step_s=min(slowest),
+            step_s=best_s[candidate],
             words=f"{record.blocks_traced} blocks of {model} {in_words(candidate)}",
         )
         calibration = with_fit(calibration, run)
     return calibration
+
+
+def _best_steps(
+    work: Work,
+    candidates: Sequence[Candidate],
+    device: Literal["cpu", "gpu"],
+    *,
+    steps: int,
+    say: Callable[[str], None],
+) -> dict[Candidate, float]:
+    """Return the best step of each; a step takes as long as on its slowest rank."""
+    best_s = dict.fromkeys(candidates, math.inf)
+    for candidate in [*candidates] * TURNS:
+        ran = real_steps.run(
+            *(work, candidate),
+            ranks=candidate.layout.ranks,
+            device=device,
+            steps=steps,
+            blocks=_BLOCKS,
+            say=say,
+        )
+        slowest = (max(times) for times in zip(*(one.step_s for one in ran), strict=True))
+        best_s[candidate] = min(best_s[candidate], *slowest)
+    return best_s
 
 
 def ways(ranks: int) -> list[Candidate]:
