@@ -277,7 +277,7 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
         "",
         f"{date.today().isoformat()}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, gloo; "
         f"{len(rows)} runs of {len({row.case.setting for row in rows})} settings, best of "
-        f"{options.rounds} x {options.steps} steps. "
+        f"{options.rounds} x {options.steps} steps, or of {_MOST_ROUNDS} x {options.steps} where rounds differed by more than 10 %. "
         f"Rates: {measured.source}.",
         "",
         "Shares of the measured rates that were fitted: "
@@ -290,7 +290,7 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
         "",
         f"Mean error **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, worst "
         f"**{max(errors):.1%}**. Of {pairs} pairs of ways that differ by more than 10 %, {right} are ranked "
-        f"rightly ({right / max(pairs, 1):.0%}).",
+        f"rightly ({right / max(pairs, 1):.1%}).",
         "",
         "| setting | way | measured | predicted | error |",
         "|---|---|---|---|---|",
