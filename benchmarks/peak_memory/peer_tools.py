@@ -57,7 +57,7 @@ def shape_of(case: Case, model: nn.Module) -> Shape | None:
         model,
         sizes,
         key_value_heads=getattr(config, "num_key_value_heads", None),
-        tied=bool(config.tie_word_embeddings) and words,
+        tied=bool(getattr(config, "tie_word_embeddings", False)) and words,
         gated=case.family in ("llama", "qwen2", "mistral"),
         sequence=SEQUENCE if words else _PATCHES,
     )
