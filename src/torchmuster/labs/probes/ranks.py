@@ -156,8 +156,8 @@ def _be_rank(
     printed = os.open(folder / f"printed-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     stack = (folder / f"stack-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     (folder / "scratch").mkdir(exist_ok=True)

@@ -47,15 +47,21 @@ def watched(owner: Any, name: str, before: Callable[..., object] | None = None) 
 
 
 class SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, the parameters left out."""
+    """Counts what autograd keeps for backward, each storage once, the parameters left out.
+
+    ``with_repeats`` counts a storage as often as it is kept.
+    """
 
     def __init__(self, parameters: Any) -> None:
-        self._known = {one.untyped_storage().data_ptr() for one in parameters}
-        self.total = 0
+        self._parameters = {one.untyped_storage().data_ptr() for one in parameters}
+        self._known = set(self._parameters)
+        self.total = self.with_repeats = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one)
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor:
         storage = saved.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self.with_repeats += storage.nbytes()
         if storage.data_ptr() not in self._known:
             self._known.add(storage.data_ptr())
             self.total += storage.nbytes()
