@@ -11,8 +11,11 @@ from typing import Any, NoReturn
 import torch
 
 
-class Recognised(Exception):
-    """A mistake that has a name; ``seen`` is what gave it away."""
+class Recognised(BaseException):
+    """A mistake that has a name; ``seen`` is what gave it away.
+
+    No Exception: it may be found inside of the learner's code, which may catch those.
+    """
 
     def __init__(self, name: str, seen: str = "") -> None:
         super().__init__(name)

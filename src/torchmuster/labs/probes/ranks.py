@@ -26,10 +26,15 @@ import torch.distributed as dist
 from torchmuster.labs.probes.bench import Bench, Recognised
 
 _PR_SET_PDEATHSIG = 1
-# Of the deadline, for the others after the first rank has ended: checks take about as long on each.
+# For the others after the first rank has ended. Checks take about as long on each, so of the deadline this
+# share; and where the first one tells what is wrong, only long enough to be told the same.
 _AFTER_THE_FIRST = 0.3
+_AFTER_A_MISTAKE_S = 1.0
+# From what tells most to what follows from something else; mistakes of a lab's own come before all of these.
+_TELLING = ("not-done", "missing", "ended", "raised", "died", "hangs", "wrong-value", "waits")
 _LOOK_EVERY_S = 0.01
 _PRINTED_LINES = 6
+_TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|Exception raised from|\s*$")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +75,11 @@ def run(
 
 def worst(outcomes: list[Outcome]) -> Outcome:
     """Return the outcome that tells most: a mistake with a name before those that follow from it."""
-    follow = ("raised", "died", "hangs")
     return min(
         outcomes,
         key=lambda one: (
             not one.mistake,
-            follow.index(one.mistake) if one.mistake in follow else -1,
+            _TELLING.index(one.mistake) if one.mistake in _TELLING else -1,
         ),
     )
 
@@ -106,18 +110,22 @@ def _outcomes(
                 found[rank] = Outcome(mistake="died", seen=f"rank {rank}: {_end(process)}")
             else:
                 continue
-            give_up = min(give_up, time.monotonic() + deadline_s * _AFTER_THE_FIRST)
+            told = found[rank].mistake not in ("", "wrong-value")
+            patience_s = _AFTER_A_MISTAKE_S if told else deadline_s * _AFTER_THE_FIRST
+            give_up = min(give_up, time.monotonic() + patience_s)
         time.sleep(_LOOK_EVERY_S)
     waiting = [rank for rank in range(len(processes)) if rank not in found]
     for rank in waiting:
         os.kill(processes[rank].pid or 0, signal.SIGUSR1)
     if waiting:
         time.sleep(0.3)  # for the stacks to be written
-    ended = "; ".join(f"rank {rank} has finished" for rank in sorted(found))
+    made = any(one.mistake for one in found.values())
+    others = "".join(f"; rank {rank} has ended {one.seen}" for rank, one in sorted(found.items()))
     for rank in waiting:
         place = _where(folder / f"stack-{rank}.txt", file)
-        seen = f"rank {rank} is still {place}" + (f"; {ended}" if ended else "")
-        found[rank] = Outcome(mistake="hangs", seen=seen)
+        seen = f"rank {rank} is still {place or 'running'}{others}".strip()
+        # In a check of ours it only waits for a rank that has made a mistake.
+        found[rank] = Outcome(mistake="hangs" if place or not made else "waits", seen=seen)
     return [_with_printed(found[rank], folder, rank) for rank in range(len(processes))]
 
 
@@ -137,15 +145,16 @@ def _where(stack: Path, file: Path) -> str:
     """Say where a rank hangs: the innermost line of the learner's file."""
     pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
     found = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
-    return f"at {file.name}:{found[1]}, in {found[2]}" if found else "running"
+    return f"at {file.name}:{found[1]}, in {found[2]}" if found else ""
 
 
 def _with_printed(outcome: Outcome, folder: Path, rank: int) -> Outcome:
     """Add what a rank printed, where something is wrong: people look for mistakes by printing."""
-    text = (folder / f"printed-{rank}.txt").read_text(encoding="utf-8", errors="replace").strip()
-    if not text or not outcome.mistake:
+    if not outcome.mistake:
         return outcome
-    lines = [f"rank {rank} printed: {line}" for line in text.splitlines()[-_PRINTED_LINES:]]
+    text = (folder / f"printed-{rank}.txt").read_text(encoding="utf-8", errors="replace")
+    own = [line for line in text.splitlines() if not _TORCHS_OWN.match(line)]
+    lines = [f"rank {rank} printed: {line}" for line in own[-_PRINTED_LINES:]]
     return msgspec.structs.replace(outcome, seen="\n".join([outcome.seen, *lines]).strip())
 
 

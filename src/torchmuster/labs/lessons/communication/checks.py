@@ -66,6 +66,7 @@ def get_local_rank(bench: Bench) -> None:
 def setup_distributed(bench: Bench) -> None:
     """The device before the group, the right place in it, at the meeting place that was given."""
     order: list[str] = []
+    meeting = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def imagined(backend: str | None = None, **named: Any) -> None:
         order.append("init_process_group")
@@ -76,8 +77,6 @@ def setup_distributed(bench: Bench) -> None:
     late = order[:1] != ["set_device(1)"] and "set_device(1)" in order
     require(not late, "device-after-group", f"with GPUs: {', then '.join(order)}")
     require("set_device(1)" in order, "no-set-device", f"with GPUs: {', then '.join(order)}")
-
-    meeting = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def look(backend: str | None = None, **named: Any) -> None:
         now = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

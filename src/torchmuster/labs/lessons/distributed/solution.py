@@ -1,6 +1,5 @@
 """A training on several ranks that means the same as on one, and how much faster it is."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -103,7 +102,7 @@ def save(
             "step": step,
         }
         torch.save(state, f"{path}.new")
-        os.replace(f"{path}.new", path)
+        Path(f"{path}.new").replace(path)
     dist.barrier()
     # end of solution
 

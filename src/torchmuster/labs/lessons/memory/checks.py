@@ -1,6 +1,7 @@
 """What each exercise must do, and how its mistakes show."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def checkpointing(bench: Bench) -> None:
         layers = _layers(dropout)
         calls = [0] * _LAYERS
         for place, layer in enumerate(layers):
-            layer.register_forward_hook(lambda *_, place=place: _count(calls, place))
+            layer.register_forward_hook(_counting(calls, place))
         stack = bench.code.CheckpointedStack(layers, _EVERY)
         torch.manual_seed(2)
         stack(torch.ones(3, 4))
@@ -51,8 +52,11 @@ def checkpointing(bench: Bench) -> None:
         require(is_close(given, expected), otherwise, seen)
 
 
-def _count(calls: list[int], place: int) -> None:
-    calls[place] += 1
+def _counting(calls: list[int], place: int) -> Callable[..., None]:
+    def count(*_: Any) -> None:
+        calls[place] += 1
+
+    return count
 
 
 def attention(bench: Bench) -> None:

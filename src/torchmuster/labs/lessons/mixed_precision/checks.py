@@ -90,6 +90,8 @@ def scaled_step(bench: Bench) -> None:
             watched(optimizer, "step", before=lambda *_, **__: calls.append("optimizer.step")),
         ):
             bench.code.scaled_step(_loss(model), model, optimizer, scaler, 0.5)
+    except NotImplementedError:
+        raise
     except (AssertionError, RuntimeError) as error:  # of a scaler that is used in a wrong order
         trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
     order = f"called: {', '.join(calls)}" + (f"; then {trouble}" if trouble else "")
