@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -52,10 +53,10 @@ def remaining(bench: Bench) -> None:
     """Three ranks before, two after: every sample once."""
     samples, before, after = 30, 3, 2
     first = [bench.code.remaining(samples, 1, 0, 0, rank, before) for rank in range(before)]
-    require(sorted(sum(first, [])) == list(range(samples)), "wrong-value", "an epoch on 3 ranks")
+    require(sorted(chain(*first)) == list(range(samples)), "wrong-value", "an epoch on 3 ranks")
     seen = {one for part in first for one in part[:4]}  # four each, then a machine is lost
     later = [bench.code.remaining(samples, 1, 0, 12, rank, after) for rank in range(after)]
-    rest = sum(later, [])
+    rest = list(chain(*later))
     require(len(rest) < samples, "starts-again", f"after 12 of {samples}, {len(rest)} are left")
     skipped = f"after 12 of {samples}, only {len(rest)} are left for two ranks"
     require(len(rest) == samples - 12, "done-by-each-rank", skipped)
