@@ -76,7 +76,7 @@ LESSON = Lesson(
             "add up loss.item() * len(inputs) and len(inputs), and divide at the end",
         ),
         "saved-wrapper": Word(
-            "the names in the file begin with module.",
+            'the names in the file begin with "module."',
             "that is the wrapper's state: a plain model cannot load it",
             "self.model.module.state_dict()",
         ),
