@@ -1,7 +1,6 @@
 """What a check is given: the learner's code, who this rank is, and a way to say what is wrong."""
 
 import importlib.util
-import os
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+
+from torchmuster.runfolder import write_atomically
 
 
 class Recognised(BaseException):
@@ -100,9 +101,7 @@ class Bench:
 
     def tell(self, name: str, text: str) -> None:
         """Leave a text for the other rank, outside of any process group."""
-        hidden = self.folder / f".{name}.{os.getpid()}"
-        hidden.write_text(text, encoding="utf-8")
-        hidden.replace(self.folder / name)
+        write_atomically(self.folder / name, text, durable=False)
 
     def told(self, name: str) -> str:
         """Wait for a text that the other rank leaves."""

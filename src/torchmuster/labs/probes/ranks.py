@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.labs.probes.bench import Bench, Recognised
+from torchmuster.runfolder import write_atomically
 
 _PR_SET_PDEATHSIG = 1
 # For the others after the first rank has ended. Checks take about as long on each, so of the deadline this
@@ -59,7 +60,10 @@ def run(
             fork.Process(target=_be_rank, args=(program, file, rank, ranks, joined, folder, port))
             for rank in range(ranks)
         ]
-        for process in processes:
+        (folder / "scratch").mkdir()
+        for rank, process in enumerate(processes):
+            for name in ("printed", "stack"):  # a rank may be ended before it has opened them
+                (folder / f"{name}-{rank}.txt").touch()
             process.start()
         # After the fork: no rank may inherit the store's thread half-way through something.
         store = _store(meeting) if ranks > 1 else None
@@ -162,14 +166,13 @@ def _be_rank(
     program: Program, file: Path, rank: int, ranks: int, joined: bool, folder: Path, port: int
 ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    printed = os.open(folder / f"printed-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    printed = os.open(folder / f"printed-{rank}.txt", os.O_WRONLY | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     stack = (folder / f"stack-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    (folder / "scratch").mkdir(exist_ok=True)
     os.chdir(folder / "scratch")
     # What torchrun sets, its store included.
     os.environ.update(
@@ -187,8 +190,8 @@ def _be_rank(
     torch.manual_seed(0)
     bench = Bench(file=file, rank=rank, world_size=ranks, folder=folder / "scratch")
     outcome = _outcome(program, bench, file, joined)
-    bench.folder = folder
-    bench.tell(f"outcome-{rank}.json", msgspec.json.encode(outcome).decode())
+    left = msgspec.json.encode(outcome).decode()
+    write_atomically(folder / f"outcome-{rank}.json", left, durable=False)
     while True:
         signal.pause()
 

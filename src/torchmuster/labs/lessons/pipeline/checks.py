@@ -80,11 +80,11 @@ def profiling(bench: Bench) -> None:
 
     def data() -> None:
         calls["data"] += 1
-        time.sleep(0.05)
+        time.sleep(0.12)
 
     def forward() -> None:
         calls["forward"] += 1
-        time.sleep(1.0 if calls["forward"] == 1 else 0.01)  # the first one sets things up
+        time.sleep(1.2 if calls["forward"] == 1 else 0.01)  # the first one sets things up
 
     trace = bench.folder / "trace.json"
     try:
@@ -95,7 +95,7 @@ def profiling(bench: Bench) -> None:
     names = {one.get("name") for one in json.loads(trace.read_text())["traceEvents"]}
     require({"data", "forward"} <= names, "no-markers", "the trace names neither part")
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    seen = f"data sleeps 50 ms, forward 10 ms and 1 s at its first call; it said: {told}"
+    seen = f"data sleeps 120 ms, forward 10 ms and 1.2 s at its first call; it said: {told}"
     require(abs(sum(shares.values()) - 1) < 0.01, "shares-do-not-add-up", seen)
     require(calls["data"] > 3 and shares["forward"] < 0.6, "first-step-profiled", seen)
     require(shares["data"] > 0.6, "wrong-value", seen)
