@@ -76,13 +76,13 @@ def connect(bench: Bench) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        opening = threading.Timer(0.4, reserved.listen)
+        opening = threading.Timer(0.8, reserved.listen)
         opening.start()
         try:
             with _within(15.0, "tries-for-ever", "it still tried after 15 s"):
                 bench.code.connect("127.0.0.1", port, 10.0).close()
         except OSError as error:
-            seen = f"{type(error).__name__}: {error}; the other side came 0.4 s later"
+            seen = f"{type(error).__name__}: {error}; the other side came 0.8 s later"
             mistake("no-second-try", seen)
         finally:
             opening.join()
