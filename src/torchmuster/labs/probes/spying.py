@@ -75,11 +75,11 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``seen(name, result)`` of every operation below autograd."""
 
     def __init__(self, seen: Callable[[str, Any], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
