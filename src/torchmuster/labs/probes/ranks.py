@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
 
 from torchmuster.labs.probes.bench import Bench, Recognised
 from torchmuster.runfolder import write_atomically
@@ -88,8 +89,8 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     )
 
 
-def _store(meeting: socket.socket) -> dist.TCPStore:
-    return dist.TCPStore(
+def _store(meeting: socket.socket) -> TCPStore:
+    return TCPStore(
         "127.0.0.1",
         meeting.getsockname()[1],
         is_master=True,
@@ -99,7 +100,7 @@ def _store(meeting: socket.socket) -> dist.TCPStore:
 
 
 def _outcomes(
-    processes: list[BaseProcess], folder: Path, file: Path, deadline_s: float
+    processes: Sequence[BaseProcess], folder: Path, file: Path, deadline_s: float
 ) -> list[Outcome]:
     give_up = time.monotonic() + deadline_s
     found: dict[int, Outcome] = {}

@@ -93,7 +93,10 @@ def accumulate(bench: Bench) -> None:
     sent = [0]
     wrapped = DistributedDataParallel(model)
 
-    def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def count(
+        state: Any,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks at the annotation
+    ) -> torch.futures.Future[torch.Tensor]:
         sent[0] += 1
         return allreduce_hook(state, bucket)
 

@@ -99,5 +99,5 @@ def steps_between_saves(step_s: float, save_s: float, hours_between_failures: fl
     """
     # solution
     between_s = (2 * save_s * hours_between_failures * 3600) ** 0.5
-    return max(1, round(between_s / step_s))
+    return max(1, int(between_s / step_s + 0.5))
     # end of solution

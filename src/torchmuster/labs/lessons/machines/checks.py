@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from torchmuster.labs.probes.bench import Bench, mistake, require
 from torchmuster.labs.probes.spying import replaced, watched
@@ -130,12 +131,10 @@ def diagnose(bench: Bench) -> None:
 
 def roll_call(bench: Bench) -> None:
     """All names by rank; who does not come is named."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(timedelta(seconds=20))
     names = bench.code.roll_call(
-        dist.PrefixStore("first", store), bench.rank, 2, f"machine-{bench.rank}", 20.0
+        PrefixStore("first", store), bench.rank, 2, f"machine-{bench.rank}", 20.0
     )
     store.set(f"done/{bench.rank}", "")
     store.wait(["done/0", "done/1"])
@@ -146,7 +145,7 @@ def roll_call(bench: Bench) -> None:
     store.set_timeout(timedelta(seconds=2))
     try:
         bench.code.roll_call(
-            dist.PrefixStore("second", store), bench.rank, 3, f"machine-{bench.rank}", 0.5
+            PrefixStore("second", store), bench.rank, 3, f"machine-{bench.rank}", 0.5
         )
     except (TimeoutError, RuntimeError) as error:
         text = str(error).partition("\n")[0]

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
@@ -12,14 +12,12 @@ from torchmuster.labs.probes.bench import Bench
 
 def measure(bench: Bench) -> list[Part]:
     """Call the roll many times, gather, and knock at doors."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     calls = []
     for count in (1, 4, 16, 64):
         begin = time.perf_counter()
         for number in range(count):
-            place = dist.PrefixStore(f"call-{count}-{number}", store)
+            place = PrefixStore(f"call-{count}-{number}", store)
             bench.code.roll_call(place, bench.rank, 2, "a", 10.0)
         calls.append((float(count), time.perf_counter() - begin))
     begin = time.perf_counter()

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 
 def own_address(peer: str) -> str:
@@ -56,9 +57,7 @@ def diagnose(address: str, port: int, within_s: float = 3.0) -> str:
     # end of solution
 
 
-def roll_call(
-    store: dist.Store, rank: int, world_size: int, name: str, within_s: float
-) -> list[str]:
+def roll_call(store: Store, rank: int, world_size: int, name: str, within_s: float) -> list[str]:
     """Leave this machine's name in the store, and return the names of all, by rank.
 
     Whoever has not come within so many seconds is named: TimeoutError("missing: ranks 2, 5").

@@ -19,7 +19,7 @@ class _Witness(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         context.told["backward"] = torch.is_autocast_enabled("cpu")
         return gradient, None
 
