@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from torchmuster.labs.probes.bench import Bench, Recognised
 from torchmuster.runfolder import write_atomically
