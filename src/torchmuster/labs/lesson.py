@@ -41,6 +41,7 @@ class Lesson:
     questions: tuple[str, ...]
     on_gpus: str
     measured_on: int = 1  # ranks that the report's measurements take
+    measured_joined: bool = True  # else the learner's code forms their group
     counts: bool = False  # towards the hundred points of the course
 
     @property

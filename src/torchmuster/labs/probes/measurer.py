@@ -24,7 +24,7 @@ def main(asked: str, answered: str) -> None:
             module.measure,
             file=Path(request.file),
             ranks=lesson.measured_on,
-            joined=True,
+            joined=lesson.measured_joined,
             folder=Path(folder),
             deadline_s=request.deadline_s,
         )

@@ -36,7 +36,7 @@ _AFTER_A_MISTAKE_S = 1.0
 _TELLING = ("not-done", "missing", "ended", "raised", "died", "hangs", "wrong-value", "waits")
 _LOOK_EVERY_S = 0.01
 _PRINTED_LINES = 6
-_TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|Exception raised from|\s*$")
+_TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,4 +94,5 @@ LESSON = Lesson(
     "over NVLink, hundreds of GB/s for the largest; what a machine should reach is what muster bench "
     "collectives compares with.",
     measured_on=2,
+    measured_joined=False,
 )
