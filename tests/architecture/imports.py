@@ -27,6 +27,7 @@ LEVELS = {
     "train": 3,
     "plan": 4,
     "measure": 5,
+    "labs": 5,
     "worker": 6,
     "distributed": 6,
     "cli": 6,
@@ -34,7 +35,7 @@ LEVELS = {
 }
 # Where torch may be imported at all, and where only inside functions.
 TORCH_ROOMS = {"train", "worker"}
-TORCH_FOLDERS = {"probes"}
+TORCH_FOLDERS = {"probes", "lessons"}
 TORCH_INSIDE_FUNCTIONS = {"distributed"}
 # The one place in launching that runs inside torchrun's agent.
 TORCH_FILES = {"launch/settled_rendezvous.py"}

@@ -70,6 +70,10 @@ LINES = [
     ["exporter", "--once"],
     ["runs"],
     ["runs", "export", "--help"],
+    ["lab", "list"],
+    ["lab", "start", "ddp"],
+    ["lab", "check", "--help"],
+    ["lab", "report", "--help"],
     ["attach", "--help"],
     ["stop", "--help"],
 ]

@@ -50,6 +50,7 @@ COMMANDS = {
     "runs": Command("torchmuster.cli.runs", "list the runs and how they went"),
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
     "stop": Command("torchmuster.cli.stop", "end a run, on all its machines"),
+    "lab": Command("torchmuster.cli.lab", "learn it: labs with tests, solutions and reports"),
     "config": Command("torchmuster.cli.config", "show, check and describe settings"),
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }

@@ -1,0 +1,186 @@
+"""``muster lab``: the course. Start a lab, have it graded, make its report."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchmuster.cli import output, parsers
+from torchmuster.errors import ExitCode
+from torchmuster.labs import course, desk, grading, measuring, report
+from torchmuster.labs.desk import Desk
+from torchmuster.runfolder import write_atomically
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``muster lab``."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_list(actions)
+    _add_start(actions)
+    _add_check(actions)
+    _add_report(actions)
+    parsers.show_examples(
+        parser,
+        [
+            "muster lab list            the labs, and how far you are",
+            "muster lab start ddp       copy one into labs/ddp",
+            "muster lab check ddp       grade it, with a word about each mistake",
+            "muster lab report ddp      measure your code; questions about it",
+        ],
+    )
+
+
+def _add_list(actions: Any) -> None:
+    parser = parsers.add_action(actions, "list", "show the labs and the points reached")
+    _add_labs_flag(parser)
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_list)
+
+
+def _add_start(actions: Any) -> None:
+    parser = parsers.add_action(
+        actions,
+        "start",
+        "copy a lab into your folder",
+        more="A reading, a file with gaps to fill, and the questions of its report.",
+        examples=["muster lab start ddp", "muster lab start ddp --solution    only look it up"],
+    )
+    parser.add_argument("name", metavar="NAME", help="a lab's name, as in: muster lab list")
+    parser.add_argument(
+        "--solution", action="store_true", help="print the reference solution, and start nothing"
+    )
+    _add_labs_flag(parser)
+    parser.set_defaults(run=_start)
+
+
+def _add_check(actions: Any) -> None:
+    parser = parsers.add_action(
+        actions,
+        "check",
+        "grade a lab by what its code does",
+        more="On CPU, on two ranks where ranks are needed. Exit code 1 while something is missing.",
+        examples=["muster lab check", "muster lab check ddp --only train_epoch"],
+    )
+    _add_name_argument(parser)
+    parser.add_argument("--only", metavar="EXERCISE", help="grade one exercise, and keep no grade")
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_check)
+
+
+def _add_report(actions: Any) -> None:
+    parser = parsers.add_action(
+        actions,
+        "report",
+        "measure a lab's code, and write a page about it",
+        more="What you wrote in answers.md is part of it.",
+        examples=["muster lab report ddp"],
+    )
+    _add_name_argument(parser)
+    parser.set_defaults(run=_report)
+
+
+def _add_name_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a lab's name (the one you changed last)"
+    )
+    _add_labs_flag(parser)
+
+
+def _add_labs_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--labs",
+        type=Path,
+        default=desk.DEFAULT_ROOT,
+        metavar="DIR",
+        help="where your labs are (labs)",
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    desks = desk.all_desks(options.labs)
+    if options.json:
+        output.print_json([_as_json(one) for one in desks])
+        return ExitCode.GOOD
+    for place, one in enumerate(desks, 1):
+        got = f"{_points(one)}/{one.lesson.points}"
+        print(f"{place}  {one.lesson.name:<16} {got:>6}  {_state(one):<12} {one.lesson.title}")
+    counted = [one for one in desks if one.lesson.counts]
+    total = sum(_points(one) for one in counted)
+    first, last = counted[0].lesson.name, counted[-1].lesson.name
+    verdict = "passed" if total >= course.TO_PASS else f"{course.TO_PASS} to pass"
+    print(f"{total} of 100 points in {first} to {last}; {verdict}")
+    return ExitCode.GOOD
+
+
+def _as_json(one: Desk) -> dict[str, object]:
+    return {
+        "name": one.lesson.name,
+        "title": one.lesson.title,
+        "points": _points(one),
+        "of": one.lesson.points,
+        "counts": one.lesson.counts,
+        "state": _state(one),
+        "folder": str(one.folder),
+    }
+
+
+def _points(one: Desk) -> int:
+    grade = one.grade()
+    return grade.points if grade else 0
+
+
+def _state(one: Desk) -> str:
+    if not one.file.is_file():
+        return "not started"
+    grade = one.grade()
+    if grade is None:
+        return "not checked"
+    if grade.of != one.fingerprint():
+        return "changed"
+    return "done" if grade.points == one.lesson.points else "checked"
+
+
+def _start(options: argparse.Namespace) -> int:
+    lesson = course.lesson(options.name)
+    if options.solution:
+        sys.stdout.write(lesson.solution())
+        return ExitCode.GOOD
+    started = desk.start(lesson, options.labs)
+    print(f"read     {started.folder / 'reading.md'}")
+    print(f"fill in  {started.file}: {len(lesson.exercises)} exercises, {lesson.points} points")
+    print(f"then     muster lab check {lesson.name}")
+    return ExitCode.GOOD
+
+
+def _check(options: argparse.Namespace) -> int:
+    at = desk.find(options.name, options.labs)
+    lesson = at.lesson
+    names = tuple(one.name for one in lesson.exercises)
+    if options.only is not None:
+        names = (lesson.exercise(options.only).name,)
+    of = at.fingerprint()
+    paper = grading.Paper(file=str(at.file.resolve()), exercises=names)
+    (verdicts,) = grading.grade(lesson, [paper])
+    got = grading.points(lesson, verdicts)
+    if options.only is None:
+        at.keep(desk.Grade(of=of, points=got, verdicts=verdicts))
+    findings = [grading.as_finding(lesson, one) for one in verdicts]
+    possible = sum(lesson.exercise(name).points for name in names)
+    if options.json:
+        told = [one.as_json() for one in findings]
+        output.print_json({"lab": lesson.name, "points": got, "of": possible, "findings": told})
+    else:
+        output.show_findings(findings, sys.stdout)
+        print(f"{lesson.name}: {got} of {possible} points")
+    return ExitCode.GOOD if got == possible else ExitCode.FAILED
+
+
+def _report(options: argparse.Namespace) -> int:
+    at = desk.find(options.name, options.labs)
+    answer = measuring.measure(at)
+    write_atomically(at.report, report.page(at, answer))
+    print(f"report: {at.report}")
+    open_questions = sum(not one for one in at.answers())
+    if open_questions:
+        print(f"{open_questions} questions to answer in {at.folder / 'answers.md'}, then once more")
+    return ExitCode.GOOD

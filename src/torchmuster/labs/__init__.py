@@ -1,0 +1,1 @@
+"""The course: lessons, their exercises graded by what they do, reports of the learner's own measurements."""

@@ -1,0 +1,121 @@
+"""Files handed to the examiner, and what came of each exercise.
+
+The examiner is a process of its own, with torch (``probes/examiner.py``); this side needs none.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from torchmuster.errors import MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.labs.lesson import ANYWHERE, Exercise, Lesson
+
+# How long an exercise may take; the longest solution needs a twentieth of it.
+DEADLINE_S = 30.0
+_EXAMINER = "torchmuster.labs.probes.examiner"
+
+
+class Paper(msgspec.Struct, frozen=True, kw_only=True):
+    """A file to be graded, and in which exercises."""
+
+    file: str
+    exercises: tuple[str, ...]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What the examiner is asked."""
+
+    lab: str
+    papers: tuple[Paper, ...]
+    deadline_s: float
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of an exercise: the name of the mistake, none if it is right, and what was seen of it."""
+
+    exercise: str
+    mistake: str = ""
+    seen: str = ""
+
+
+def grade(
+    lesson: Lesson, papers: Sequence[Paper], *, deadline_s: float = DEADLINE_S
+) -> list[tuple[Verdict, ...]]:
+    """Return a verdict on each exercise of each paper. All papers share one examiner."""
+    request = Request(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
+    exercises = sum(len(paper.exercises) for paper in papers)
+    # An exercise beyond its deadline is ended by the examiner; this is for the examiner itself.
+    answer = ask(
+        _EXAMINER,
+        msgspec.json.encode(request),
+        within_s=60 + 2 * deadline_s * exercises,
+        gpus=False,
+    )
+    return msgspec.json.decode(answer, type=list[tuple[Verdict, ...]])
+
+
+def points(lesson: Lesson, verdicts: Sequence[Verdict]) -> int:
+    """Return how many points verdicts are worth."""
+    return sum(lesson.exercise(one.exercise).points for one in verdicts if not one.mistake)
+
+
+def as_finding(lesson: Lesson, verdict: Verdict) -> Finding:
+    """Put a verdict into words."""
+    exercise = lesson.exercise(verdict.exercise)
+    if not verdict.mistake:
+        return Finding(
+            name=exercise.name, status=Status.OK, what=f"{_headline(exercise, exercise.points)}"
+        )
+    word = lesson.words.get(verdict.mistake) or ANYWHERE[verdict.mistake]
+    not_yet = verdict.mistake == "not-done"
+    return Finding(
+        name=verdict.mistake,
+        status=Status.NOTE if not_yet else Status.FAILURE,
+        what=f"{_headline(exercise, 0)}: {word.what}",
+        why=word.why,
+        fix=word.fix,
+        evidence=verdict.seen,
+    )
+
+
+def _headline(exercise: Exercise, got: int) -> str:
+    return f"{exercise.name} ({got} of {exercise.points} points)"
+
+
+def ask(program: str, request: bytes, *, within_s: float, gpus: bool) -> bytes:
+    """Run a program of ours that reads a request and leaves an answer, in a process of its own."""
+    environment = dict(os.environ)
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
+    with tempfile.TemporaryDirectory(prefix="muster-lab-") as name:
+        asked, answered = Path(name) / "request.json", Path(name) / "answer.json"
+        asked.write_bytes(request)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", program, str(asked), str(answered)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=within_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise MusterError(
+                "the lab could not be run",
+                why=f"no answer within {within_s:g} s",
+                fix="try again when the machine has less to do",
+            ) from None
+        if done.returncode or not answered.exists():
+            raise MusterError(
+                "the lab could not be run",
+                why="\n".join(done.stderr.splitlines()[-4:]),
+                fix="muster doctor",
+            )
+        return answered.read_bytes()

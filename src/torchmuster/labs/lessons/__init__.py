@@ -1,0 +1,1 @@
+"""One folder for each lab: reading, solution (the starter is cut from it), checks, measurements, words."""

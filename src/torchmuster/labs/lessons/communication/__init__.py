@@ -1,0 +1,1 @@
+"""Lab: set-up and communication."""

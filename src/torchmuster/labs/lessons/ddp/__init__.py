@@ -1,0 +1,1 @@
+"""Lab: training with DistributedDataParallel."""

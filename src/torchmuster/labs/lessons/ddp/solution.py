@@ -1,0 +1,126 @@
+"""Train one model on several ranks: the same weights everywhere, each rank its own part of the data.
+
+Try it: muster run --device cpu --ranks 2 ddp.py
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+
+def create_distributed_dataloader(
+    dataset: Dataset[Any], batch_size: int, rank: int, world_size: int
+) -> DataLoader[Any]:
+    """Return a loader of this rank's part of the data, which the sampler shuffles (seed 0)."""
+    # solution
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=world_size, rank=rank, shuffle=True
+    )
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+    # end of solution
+
+
+def reduce_mean(value: torch.Tensor) -> torch.Tensor:
+    """Return the mean of ``value`` over all ranks; the caller's tensor stays as it is."""
+    # solution
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+    # end of solution
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Do by hand what DDP does by itself: replace each gradient by its mean over the ranks.
+
+    A parameter that took no part in the loss has no gradient.
+    """
+    # solution
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    # end of solution
+
+
+class DDPTrainer:
+    """A model wrapped in DDP, its training and its checkpoints."""
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
+        """Wrap the model: ``self.model`` is what is called, and what an optimiser is made from."""
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0  # how many epochs have been trained
+        # solution
+        self.model = DistributedDataParallel(model)
+        # end of solution
+
+    def train_epoch(
+        self, dataloader: DataLoader[Any], optimizer: torch.optim.Optimizer, criterion: nn.Module
+    ) -> float:
+        """Train on every batch once. Tell the sampler the epoch, so that the order is a new one.
+
+        Returns the mean loss over all samples of all ranks; the last batch may be a smaller one.
+        """
+        # solution
+        sampler = dataloader.sampler
+        assert isinstance(sampler, DistributedSampler)
+        sampler.set_epoch(self.epoch)
+        total = torch.zeros(2)
+        for inputs, targets in dataloader:
+            optimizer.zero_grad()
+            loss = criterion(self.model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            total += torch.tensor([loss.item() * len(inputs), len(inputs)])
+        dist.all_reduce(total)
+        self.epoch += 1
+        return float(total[0] / total[1])
+        # end of solution
+
+    def save_checkpoint(self, path: str, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        """Write "model", "optimizer" and "epoch" to a file; afterwards every rank may read it."""
+        # solution
+        if self.rank == 0:
+            state = {
+                "model": self.model.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+            }
+            torch.save(state, path)
+        dist.barrier()
+        # end of solution
+
+    def load_checkpoint(self, path: str, optimizer: torch.optim.Optimizer) -> int:
+        """Put a checkpoint back on every rank; return the epoch it was saved after."""
+        # solution
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["epoch"])
+        # end of solution
+
+
+def main() -> None:
+    """Train a small model for a few epochs, as rank 0 tells."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    inputs = torch.randn(512, 8)
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    trainer = DDPTrainer(nn.Linear(8, 1), rank, world_size)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
+    loader = create_distributed_dataloader(dataset, 16, rank, world_size)
+    for epoch in range(3):
+        loss = trainer.train_epoch(loader, optimizer, nn.MSELoss())
+        if rank == 0:
+            print(f"epoch {epoch}: loss {loss:.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__" and "RANK" in os.environ:
+    main()

@@ -1,0 +1,1 @@
+"""Lab: distributed training, scaling and accumulation."""

@@ -1,0 +1,1 @@
+"""Lab: GPU basics and profiling."""

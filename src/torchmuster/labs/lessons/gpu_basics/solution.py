@@ -1,0 +1,108 @@
+"""How fast a device multiplies, how to measure it, and what fills its memory in training."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all it was given. This one is complete: call it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class Benchmark(NamedTuple):
+    """What a product of two matrices took, and the rate in 10^12 operations a second."""
+
+    seconds: float
+    tflops: float
+
+
+def benchmark_matmul(device: torch.device, size: int, iterations: int = 20) -> Benchmark:
+    """Time products of two square matrices of random numbers, by ``time.perf_counter``.
+
+    A device is given work and does it later, so wait for it before each look at the clock. The first
+    products load libraries: do a few before the measurement. A product of n x n takes 2 n^3 operations.
+    """
+    # solution
+    left = torch.randn(size, size, device=device)
+    right = torch.randn(size, size, device=device)
+    for _ in range(3):
+        torch.mm(left, right)
+    wait_for(device)
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        torch.mm(left, right)
+    wait_for(device)
+    seconds = (time.perf_counter() - begin) / iterations
+    return Benchmark(seconds, 2 * size**3 / seconds / 1e12)
+    # end of solution
+
+
+def typical_seconds(samples: Sequence[float]) -> float:
+    """Return what a sample usually takes; one that something else disturbed does not count."""
+    # solution
+    return statistics.median(samples)
+    # end of solution
+
+
+def speedups(before_s: Mapping[int, float], after_s: Mapping[int, float]) -> dict[int, float]:
+    """Return by size how many times as fast ``after_s`` is as ``before_s``."""
+    # solution
+    return {size: before_s[size] / after_s[size] for size in before_s}
+    # end of solution
+
+
+def training_memory(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    criterion: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, int]:
+    """Take one training step, and return the bytes of "weights", "activations", "gradients" and "optimizer".
+
+    Activations are what autograd keeps for backward (torch.autograd.graph.saved_tensors_hooks): each
+    storage once, without those of the weights.
+    """
+    # solution
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        loss = criterion(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.values()]
+    return {
+        "weights": sum(one.nbytes for one in model.parameters()),
+        "activations": sum(kept.values()),
+        "gradients": sum(one.grad.nbytes for one in model.parameters() if one.grad is not None),
+        "optimizer": sum(one.nbytes for one in states if isinstance(one, torch.Tensor)),
+    }
+    # end of solution
+
+
+def saving_in_16_bits(stages: Mapping[str, int]) -> float:
+    """Return which share of all bytes autocast to 16 bits saves; weights and what belongs to them stay."""
+    # solution
+    return stages["activations"] / 2 / sum(stages.values())
+    # end of solution
+
+
+def sufficient_size(tflops: Mapping[int, float]) -> int:
+    """Return the smallest size that reaches at least 90 % of the best rate."""
+    # solution
+    best = max(tflops.values())
+    return min(size for size, rate in tflops.items() if rate >= 0.9 * best)
+    # end of solution

@@ -1,0 +1,103 @@
+"""Go on after a machine is lost: from the last good checkpoint, with the right samples, on other ranks."""
+
+import hashlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def latest_good(folder: Path) -> Path | None:
+    """Return the newest ``step-<n>.pt`` whose SHA-256 stands in ``step-<n>.sha256``, None if there is none.
+
+    A machine that is lost while it saves leaves half a file, or a file without its hash.
+    """
+    # solution
+    saved = sorted(folder.glob("step-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+    for path in reversed(saved):
+        noted = path.with_suffix(".sha256")
+        if noted.exists():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if digest == noted.read_text().strip():
+                return path
+    return None
+    # end of solution
+
+
+def remaining(
+    samples: int, seed: int, epoch: int, done: int, rank: int, world_size: int
+) -> list[int]:
+    """Return what this rank still has to see of an epoch of which all ranks together have seen ``done``.
+
+    The order of the epoch depends on seed and epoch only (``torch.randperm``), so that it is the same on any
+    number of ranks; what is left of it is dealt out one by one.
+    """
+    # solution
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(samples, generator=generator).tolist()
+    return [int(one) for one in order[done:][rank::world_size]]
+    # end of solution
+
+
+def save_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write all that makes the next step what it would have been: random numbers too."""
+    # solution
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "step": step,
+    }
+    torch.save(state, path)
+    # end of solution
+
+
+def restore_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Put everything back; return the next step."""
+    # solution
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    return int(state["step"]) + 1
+    # end of solution
+
+
+class StopRequest:
+    """SIGTERM, which a scheduler sends to some rank before it takes the machine away."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def install(self) -> None:
+        """From now on, SIGTERM is only noted: a handler interrupts anything, also a save."""
+        # solution
+        signal.signal(signal.SIGTERM, self._note)
+        # end of solution
+
+    def _note(self, *_: Any) -> None:
+        # solution
+        self.received = True
+        # end of solution
+
+    def agreed(self) -> bool:
+        """Say whether any rank was asked to stop. All ranks call it after each step, and get one answer."""
+        # solution
+        flag = torch.tensor([float(self.received)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+        # end of solution
+
+
+def steps_between_saves(step_s: float, save_s: float, hours_between_failures: float) -> int:
+    """Return after how many steps to save, so that saving and lost work together cost least.
+
+    Young's rule: the time between saves is sqrt(2 x save time x time between failures). At least 1.
+    """
+    # solution
+    between_s = (2 * save_s * hours_between_failures * 3600) ** 0.5
+    return max(1, int(between_s / step_s + 0.5))
+    # end of solution

@@ -1,0 +1,192 @@
+"""What each exercise must do, and how its mistakes show."""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from torchmuster.labs.probes.bench import Bench, mistake, require
+from torchmuster.labs.probes.spying import replaced, watched
+
+_REACHED = "192.168.29.67"
+
+
+class _ImaginedSocket:
+    """A datagram socket of a machine that has one way to others."""
+
+    def __init__(self, *_: Any) -> None:
+        self.peer = ""
+
+    def __enter__(self) -> "_ImaginedSocket":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def connect(self, peer: tuple[str, int]) -> None:
+        self.peer = peer[0]
+
+    def getsockname(self) -> tuple[str, int]:
+        return (_REACHED if self.peer == "192.168.29.5" else "0.0.0.0"), 40000  # noqa: S104
+
+    def close(self) -> None:
+        pass
+
+
+def own_address(bench: Bench) -> None:
+    """The address on the way to the peer, on a machine whose name says something else."""
+    with (
+        replaced(socket, "socket", _ImaginedSocket),
+        replaced(socket, "gethostbyname", lambda _: "127.0.1.1"),
+    ):
+        given = bench.code.own_address("192.168.29.5")
+    name = given.startswith("127.")
+    require(not name, "address-by-hostname", f"it said {given}, which no other machine reaches")
+    nowhere = f"it said {given}: connect the socket to the peer first"
+    require(given != "0.0.0.0", "socket-not-connected", nowhere)  # noqa: S104
+    require(given == _REACHED, "wrong-value", f"the way leads over {_REACHED}; it said {given}")
+
+
+@contextlib.contextmanager
+def _within(seconds: float, otherwise: str, seen: str) -> Iterator[None]:
+    """End what does not end, and give it its name."""
+
+    def end(*_: Any) -> None:
+        mistake(otherwise, seen)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def connect(bench: Bench) -> None:
+    """Patient with who comes late, and no longer than it was told."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        opening = threading.Timer(0.8, reserved.listen)
+        opening.start()
+        try:
+            with _within(15.0, "tries-for-ever", "it still tried after 15 s"):
+                bench.code.connect("127.0.0.1", port, 10.0).close()
+        except OSError as error:
+            seen = f"{type(error).__name__}: {error}; the other side came 0.8 s later"
+            mistake("no-second-try", seen)
+        finally:
+            opening.join()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        port = closed.getsockname()[1]
+        text = ""
+        with (
+            watched(socket, "create_connection") as tries,
+            _within(8.0, "tries-for-ever", "told to give up after 0.5 s, it still tried after 8 s"),
+        ):
+            try:
+                bench.code.connect("127.0.0.1", port, 0.5)
+            except OSError as error:
+                text = str(error)
+    require(len(tries) < 50, "tries-without-pause", f"{len(tries)} tries in half a second")
+    named = "127.0.0.1" in text and str(port) in text
+    require(named, "failure-without-address", f"the error says: {text!r}")
+
+
+def diagnose(bench: Bench) -> None:
+    """Four ends, told apart."""
+    outcomes: dict[str, BaseException] = {
+        "refused": ConnectionRefusedError(111, "Connection refused"),
+        "silent": TimeoutError("timed out"),
+        "unknown-name": socket.gaierror(-2, "Name or service not known"),
+    }
+    given = {}
+    for expected, error in outcomes.items():
+
+        def fail(*words: Any, error: BaseException = error, **named: Any) -> None:
+            patient = named.get("timeout", words[1] if len(words) > 1 else None)
+            require(patient is not None, "no-deadline", "create_connection was given no timeout")
+            raise error
+
+        with replaced(socket, "create_connection", fail):
+            given[expected] = bench.code.diagnose("a-machine", 29400)
+    told = ", ".join(f"{expected} came out as {one}" for expected, one in given.items())
+    require(len(set(given.values())) > 1, "all-errors-alike", told)
+    require(all(name == one for name, one in given.items()), "errors-confused", told)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = bench.code.diagnose("127.0.0.1", server.getsockname()[1])
+    require(found == "open", "wrong-value", f"of a port that is open it said {found}")
+
+
+def roll_call(bench: Bench) -> None:
+    """All names by rank; who does not come is named."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set_timeout(timedelta(seconds=20))
+    names = bench.code.roll_call(
+        PrefixStore("first", store), bench.rank, 2, f"machine-{bench.rank}", 20.0
+    )
+    store.set(f"done/{bench.rank}", "")
+    store.wait(["done/0", "done/1"])
+    require(not isinstance(names[0], bytes), "names-as-bytes", f"it gave {names}")
+    require(names[0] != names[1], "one-key-for-all", f"it gave {names}")
+    require(names == ["machine-0", "machine-1"], "wrong-value", f"it gave {names}")
+    text = ""
+    store.set_timeout(timedelta(seconds=2))
+    try:
+        bench.code.roll_call(
+            PrefixStore("second", store), bench.rank, 3, f"machine-{bench.rank}", 0.5
+        )
+    except (TimeoutError, RuntimeError) as error:
+        text = str(error).partition("\n")[0]
+    else:
+        mistake("missing-not-named", "rank 2 never came, and nothing was raised")
+    named = "2" in text and "machine/" not in text and "missing" in text
+    require(named, "missing-not-named", f"rank 2 never came; the error says: {text}")
+
+
+def gathering(bench: Bench) -> None:
+    """[0, 1] on both."""
+    given = bench.code.test_all_gather_basic()
+    require(given != [1, 1], "one-tensor-for-all", f"rank {bench.rank} gathered {given}")
+    require(given == [0, 1], "wrong-value", f"rank {bench.rank} gathered {given}, expected [0, 1]")
+
+
+def hello(bench: Bench) -> None:
+    """Three lines, the last one only when all have come to it."""
+    printed = io.StringIO()
+    if bench.rank == 1:
+        time.sleep(0.3)
+        bench.tell("late", "")
+    with contextlib.redirect_stdout(printed), watched(dist, "barrier") as barriers:
+        bench.code.say_hello()
+    start = f"[rank {bench.rank}]"
+    host = socket.gethostname()
+    wanted = [
+        f"{start} world_size=2 device=cpu hostname={host}",
+        f"{start} gathered=[0, 1]",
+        f"{start} barrier OK; shutting down",
+    ]
+    lines = printed.getvalue().splitlines()
+    require(bool(barriers), "barrier-only-printed", "it printed the line, and called no barrier")
+    require(lines == wanted, "other-lines", f"printed: {lines}")
+
+
+CHECKS = {
+    "own_address": own_address,
+    "connect": connect,
+    "diagnose": diagnose,
+    "roll_call": roll_call,
+    "gathering": gathering,
+    "hello": hello,
+}

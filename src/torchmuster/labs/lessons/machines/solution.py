@@ -1,0 +1,101 @@
+"""How machines find each other: an address that others reach, a place to meet, a roll-call."""
+
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this machine that leads to ``peer``: the one to tell it.
+
+    A datagram socket that is connected sends nothing, and knows which interface it would use.
+    """
+    # solution
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+    # end of solution
+
+
+def connect(address: str, port: int, within_s: float) -> socket.socket:
+    """Return a connection, trying every tenth of a second: the other side may start later.
+
+    Nobody there within so many seconds: a ConnectionError that names address and port.
+    """
+    # solution
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=within_s)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConnectionError(f"nobody answers at {address}:{port}: {error}") from error
+        time.sleep(0.1)
+    # end of solution
+
+
+def diagnose(address: str, port: int, within_s: float = 3.0) -> str:
+    """Say what a connection meets: "open", "refused", "silent" or "unknown-name".
+
+    Refused: the machine answers, but nothing listens at the port. Silent: no answer at all within the
+    time, as behind a firewall. Unknown-name: there is no such machine.
+    """
+    # solution
+    try:
+        socket.create_connection((address, port), timeout=within_s).close()
+    except socket.gaierror:
+        return "unknown-name"
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError:
+        return "silent"
+    return "open"
+    # end of solution
+
+
+def roll_call(store: Store, rank: int, world_size: int, name: str, within_s: float) -> list[str]:
+    """Leave this machine's name in the store, and return the names of all, by rank.
+
+    Whoever has not come within so many seconds is named: TimeoutError("missing: ranks 2, 5").
+    """
+    # solution
+    store.set(f"machine/{rank}", name)
+    keys = [f"machine/{one}" for one in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=within_s))
+    except RuntimeError:
+        missing = [str(one) for one, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(f"missing: ranks {', '.join(missing)}") from None
+    return [store.get(key).decode() for key in keys]
+    # end of solution
+
+
+def test_all_gather_basic() -> list[int]:
+    """Gather every rank's number on every rank: [0, 1] on two."""
+    # solution
+    gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([float(dist.get_rank())]))
+    return [int(one.item()) for one in gathered]
+    # end of solution
+
+
+def say_hello() -> None:
+    """Print what shows that a group works, a line before the gathering, one after, one at the end.
+
+    [rank 0] world_size=2 device=cpu hostname=a
+    [rank 0] gathered=[0, 1]
+    [rank 0] barrier OK; shutting down
+    """
+    # solution
+    rank = dist.get_rank()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    host = socket.gethostname()
+    print(f"[rank {rank}] world_size={dist.get_world_size()} device={device} hostname={host}")
+    print(f"[rank {rank}] gathered={test_all_gather_basic()}")
+    dist.barrier()
+    print(f"[rank {rank}] barrier OK; shutting down")
+    # end of solution

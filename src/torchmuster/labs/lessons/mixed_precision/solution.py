@@ -1,0 +1,94 @@
+"""Train with numbers of 16 bits where that does no harm, and find out where it does."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+def train_step(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    criterion: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Take one step in mixed precision and return its loss.
+
+    Forward and loss under autocast, backward outside of it; the weights stay in 32 bits.
+    """
+    # solution
+    optimizer.zero_grad()
+    with torch.autocast(inputs.device.type, dtype=dtype):
+        loss = criterion(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+    # end of solution
+
+
+def scaled_step(
+    loss: torch.Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    max_norm: float,
+) -> None:
+    """Take one step with a scaled loss, as fp16 needs it, and gradients clipped to ``max_norm``."""
+    # solution
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    # end of solution
+
+
+def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
+    """Return the name of the first layer whose output is not finite (NaN or infinite), or None.
+
+    Layers are the modules without children, in the order they are called. The model is left as it was.
+    """
+    # solution
+    bad: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if not torch.isfinite(output).all():
+                bad.append(name)
+
+        return look
+
+    leaves = [(name, one) for name, one in model.named_modules() if not list(one.children())]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    try:
+        model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bad[0] if bad else None
+    # end of solution
+
+
+class Result(NamedTuple):
+    """What a training in one precision came to."""
+
+    seconds: float
+    loss: float
+
+
+def choose_precision(results: Mapping[str, Result]) -> str:
+    """Return the fastest precision whose loss is within 1 % of that of "fp32"."""
+    # solution
+    reference = results["fp32"].loss
+
+    def is_good(result: Result) -> bool:
+        gap = abs(result.loss - reference) / abs(reference)
+        return math.isfinite(gap) and gap <= 0.01
+
+    good = {name: result for name, result in results.items() if is_good(result)}
+    return min(good, key=lambda name: good[name].seconds)
+    # end of solution

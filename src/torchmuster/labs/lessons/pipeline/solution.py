@@ -1,0 +1,175 @@
+"""Everything of the labs before in one trainer, with a profile of it and a watch over it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+
+Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Settings(NamedTuple):
+    """What a run is told. The rate is multiplied by ``decay`` after each optimiser step."""
+
+    rate: float = 0.1
+    decay: float = 0.9
+    accumulation: int = 2
+    max_norm: float = 1.0
+
+
+class ProductionTrainer:
+    """DDP, bf16, accumulation, a schedule and checkpoints. The batches are this rank's own."""
+
+    def __init__(
+        self, model: nn.Module, train_batches: Batches, val_batches: Batches, settings: Settings
+    ) -> None:
+        """Make ``model`` (DDP), ``optimizer`` (SGD) and ``scheduler`` (ExponentialLR)."""
+        self.train_batches = train_batches
+        self.val_batches = val_batches
+        self.settings = settings
+        # solution
+        self.model = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=settings.rate)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, settings.decay)
+        # end of solution
+
+    def train_epoch(self) -> float:
+        """Train on all batches; return the mean of their losses (cross entropy) over all ranks.
+
+        A step takes ``accumulation`` batches, the last one what is left. All ranks have as many batches.
+        """
+        # solution
+        total = torch.zeros(1)
+        size = self.settings.accumulation
+        for begin in range(0, len(self.train_batches), size):
+            total += self._step(self.train_batches[begin : begin + size])
+        dist.all_reduce(total)
+        return float(total) / len(self.train_batches) / dist.get_world_size()
+        # end of solution
+
+    def _step(self, group: Batches) -> float:
+        """Take one optimiser step over a few batches; return the sum of their losses."""
+        # solution
+        total = 0.0
+        self.optimizer.zero_grad()
+        for place, (inputs, targets) in enumerate(group, 1):
+            with self._silence(place < len(group)):
+                with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+                    loss = nn.functional.cross_entropy(self.model(inputs), targets)
+                (loss / len(group)).backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        return total
+        # end of solution
+
+    @contextmanager
+    def _silence(self, wanted: bool) -> Iterator[None]:
+        """Send no gradients, if that is wanted. This one is complete."""
+        if wanted:
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def validate(self) -> float:
+        """Return the mean loss over all samples of all ranks, which may have different numbers of them."""
+        # solution
+        total = torch.zeros(2)
+        self.model.eval()
+        with torch.no_grad():
+            for inputs, targets in self.val_batches:
+                loss = nn.functional.cross_entropy(self.model.module(inputs), targets)
+                total += torch.tensor([loss.item() * len(inputs), len(inputs)])
+        self.model.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+        # end of solution
+
+    def save_checkpoint(self, path: str, epoch: int) -> None:
+        """Let rank 0 write all that a resume needs; every rank waits for it."""
+        # solution
+        if dist.get_rank() == 0:
+            state = {
+                "model": self.model.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "epoch": epoch,
+            }
+            torch.save(state, path)
+        dist.barrier()
+        # end of solution
+
+    def load_checkpoint(self, path: str) -> int:
+        """Put everything back on this rank; return the next epoch."""
+        # solution
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        return int(state["epoch"]) + 1
+        # end of solution
+
+
+def profile_steps(
+    parts: Mapping[str, Callable[[], object]], steps: int, trace: str
+) -> dict[str, float]:
+    """Profile steps that are made of these parts; return each part's share of their time, by name.
+
+    Mark each part with ``record_function(name)``, do one step before the profile begins, and export it to
+    ``trace`` (Chrome's format). The shares add up to 1.
+    """
+    # solution
+    for part in parts.values():
+        part()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(steps):
+            for name, part in parts.items():
+                with record_function(name):
+                    part()
+    seen.export_chrome_trace(trace)
+    times = {one.key: one.cpu_time_total for one in seen.key_averages() if one.key in parts}
+    return {name: times[name] / sum(times.values()) for name in parts}
+    # end of solution
+
+
+class Monitor:
+    """Rank 0 keeps a row for every ``every``-th step, and says what should be looked at."""
+
+    def __init__(self, rank: int, every: int) -> None:
+        self.rank = rank
+        self.every = every
+        self.rows: list[tuple[int, float, float]] = []  # step, loss, samples a second
+
+    def log(self, step: int, loss: torch.Tensor, samples_per_s: float) -> None:
+        """Keep a row of plain numbers, on rank 0, if it is this step's turn (0, every, …)."""
+        # solution
+        if self.rank == 0 and step % self.every == 0:
+            self.rows.append((step, loss.item(), samples_per_s))
+        # end of solution
+
+    def render(self) -> str:
+        """Return the last row for Prometheus: a line ``train_step 20`` and so on for each metric."""
+        # solution
+        step, loss, rate = self.rows[-1]
+        return f"train_step {step}\ntrain_loss {loss}\ntrain_samples_per_second {rate}\n"
+        # end of solution
+
+    def alerts(self) -> list[str]:
+        """Return "loss-not-finite" and "slow" (below half of the best rate so far), of the last row."""
+        # solution
+        _, loss, rate = self.rows[-1]
+        found = []
+        if not math.isfinite(loss):
+            found.append("loss-not-finite")
+        if rate < 0.5 * max(row[2] for row in self.rows):
+            found.append("slow")
+        return found
+        # end of solution

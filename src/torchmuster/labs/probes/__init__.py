@@ -1,0 +1,1 @@
+"""What runs the learner's file: processes of their own, with torch and a deadline."""

@@ -1,0 +1,110 @@
+"""What a check is given: the learner's code, who this rank is, and a way to say what is wrong."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from torchmuster.runfolder import write_atomically
+
+
+class Recognised(BaseException):
+    """A mistake that has a name; ``seen`` is what gave it away.
+
+    No Exception: it may be found inside of the learner's code, which may catch those.
+    """
+
+    def __init__(self, name: str, seen: str = "") -> None:
+        super().__init__(name)
+        self.name = name
+        self.seen = seen
+
+
+def mistake(name: str, seen: str = "") -> NoReturn:
+    """End the check: this mistake was made."""
+    raise Recognised(name, seen)
+
+
+def require(good: bool, otherwise: str, seen: str = "") -> None:
+    """End the check with a mistake unless something holds."""
+    if not good:
+        raise Recognised(otherwise, seen)
+
+
+def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
+    """End the check unless a number or tensor is what it should be, within rounding."""
+    got = torch.as_tensor(given, dtype=torch.float64)
+    wanted = torch.as_tensor(expected, dtype=torch.float64)
+    same = got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    require(bool(same), otherwise, f"{what} gave {_short(given)}, expected {_short(expected)}")
+
+
+def is_close(given: Any, other: Any) -> bool:
+    """Say whether two numbers or tensors of one shape agree within rounding."""
+    left = torch.as_tensor(given, dtype=torch.float64)
+    right = torch.as_tensor(other, dtype=torch.float64)
+    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().flatten()[:4].tolist() if value.dim() else value.item()
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_short(one) for one in value) + "]"
+    return repr(value)
+
+
+class Learner:
+    """The learner's module; a name that it lacks is a mistake with a word, not an error of ours."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._module: ModuleType | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        module = self._loaded()
+        if not hasattr(module, name):
+            mistake("missing", f"{self._file.name} has no {name}")
+        return getattr(module, name)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Give the module something else under a name, before it is tried."""
+        getattr(self, name)
+        setattr(self._loaded(), name, value)
+
+    def _loaded(self) -> ModuleType:
+        if self._module is None:
+            spec = importlib.util.spec_from_file_location(self._file.stem, self._file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[self._file.stem] = module  # dataclasses look their module up
+            spec.loader.exec_module(module)
+            self._module = module
+        return self._module
+
+
+class Bench:
+    """One rank's place in an exercise. ``folder`` is empty at first, and shared by the ranks."""
+
+    def __init__(self, *, file: Path, rank: int, world_size: int, folder: Path) -> None:
+        self.code = Learner(file)
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
+
+    def tell(self, name: str, text: str) -> None:
+        """Leave a text for the other rank, outside of any process group."""
+        write_atomically(self.folder / name, text, durable=False)
+
+    def told(self, name: str) -> str:
+        """Wait for a text that the other rank leaves."""
+        while not (self.folder / name).exists():
+            time.sleep(0.005)
+        return (self.folder / name).read_text(encoding="utf-8")

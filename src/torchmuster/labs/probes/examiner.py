@@ -1,0 +1,46 @@
+"""Grades files: ``python -m torchmuster.labs.probes.examiner REQUEST ANSWER``."""
+
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch._dynamo  # noqa: F401  a second of work that the first optimiser of each rank would do
+
+from torchmuster.labs import course
+from torchmuster.labs.grading import Paper, Request, Verdict
+from torchmuster.labs.lesson import Lesson
+from torchmuster.labs.probes import ranks
+
+
+def main(asked: str, answered: str) -> None:
+    """Grade every paper of a request."""
+    request = msgspec.json.decode(Path(asked).read_bytes(), type=Request)
+    lesson = course.lesson(request.lab)
+    verdicts = [
+        tuple(_verdict(lesson, paper, name, request.deadline_s) for name in paper.exercises)
+        for paper in request.papers
+    ]
+    Path(answered).write_bytes(msgspec.json.encode(verdicts))
+
+
+def _verdict(lesson: Lesson, paper: Paper, name: str, deadline_s: float) -> Verdict:
+    exercise = lesson.exercise(name)
+    checks = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.checks").CHECKS
+    with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:
+        outcome = ranks.worst(
+            ranks.run(
+                checks[name],
+                file=Path(paper.file),
+                ranks=exercise.ranks,
+                joined=exercise.joined,
+                folder=Path(folder),
+                deadline_s=deadline_s,
+            )
+        )
+    return Verdict(exercise=name, mistake=outcome.mistake, seen=outcome.seen)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

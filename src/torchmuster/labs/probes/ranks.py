@@ -1,0 +1,222 @@
+"""Ranks forked from a process that has imported torch, so that an exercise costs no start-up.
+
+Each rank leaves what came of it in a file and then waits to be ended: whoever left early would break the
+connections of those that still talk. They meet at a store on the loopback, as ranks of torchrun do.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from torchmuster.labs.probes.bench import Bench, Recognised
+from torchmuster.runfolder import write_atomically
+
+_PR_SET_PDEATHSIG = 1
+# For the others after the first rank has ended. Checks take about as long on each, so of the deadline this
+# share; and where the first one tells what is wrong, only long enough to be told the same.
+_AFTER_THE_FIRST = 0.3
+_AFTER_A_MISTAKE_S = 1.0
+# From what tells most to what follows from something else; mistakes of a lab's own come before all of these.
+_TELLING = ("not-done", "missing", "ended", "raised", "died", "hangs", "wrong-value", "waits")
+_LOOK_EVERY_S = 0.01
+_PRINTED_LINES = 6
+_TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a rank: the name of a mistake, or none and the value that its program returned."""
+
+    mistake: str = ""
+    seen: str = ""
+    value: Any = None
+
+
+Program = Callable[[Bench], Any]
+
+
+def run(
+    program: Program, *, file: Path, ranks: int, joined: bool, folder: Path, deadline_s: float
+) -> list[Outcome]:
+    """Run a program on forked ranks; what does not end is ended, and counts as hanging."""
+    fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as meeting:
+        port = meeting.getsockname()[1]
+        processes = [
+            fork.Process(target=_be_rank, args=(program, file, rank, ranks, joined, folder, port))
+            for rank in range(ranks)
+        ]
+        (folder / "scratch").mkdir()
+        for rank, process in enumerate(processes):
+            for name in ("printed", "stack"):  # a rank may be ended before it has opened them
+                (folder / f"{name}-{rank}.txt").touch()
+            process.start()
+        # After the fork: no rank may inherit the store's thread half-way through something.
+        store = _store(meeting) if ranks > 1 else None
+        try:
+            return _outcomes(processes, folder, file, deadline_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+                process.close()
+            del store
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome that tells most: a mistake with a name before those that follow from it."""
+    return min(
+        outcomes,
+        key=lambda one: (
+            not one.mistake,
+            _TELLING.index(one.mistake) if one.mistake in _TELLING else -1,
+        ),
+    )
+
+
+def _store(meeting: socket.socket) -> TCPStore:
+    return TCPStore(
+        "127.0.0.1",
+        meeting.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=meeting.detach(),
+    )
+
+
+def _outcomes(
+    processes: Sequence[BaseProcess], folder: Path, file: Path, deadline_s: float
+) -> list[Outcome]:
+    give_up = time.monotonic() + deadline_s
+    found: dict[int, Outcome] = {}
+    while len(found) < len(processes) and time.monotonic() < give_up:
+        for rank, process in enumerate(processes):
+            if rank in found:
+                continue
+            alive = process.is_alive()  # before the look: it may leave its file and die in between
+            if (left := _left(folder, rank)) is not None:
+                found[rank] = left
+            elif not alive:
+                found[rank] = Outcome(mistake="died", seen=f"rank {rank}: {_end(process)}")
+            else:
+                continue
+            told = found[rank].mistake not in ("", "wrong-value")
+            patience_s = _AFTER_A_MISTAKE_S if told else deadline_s * _AFTER_THE_FIRST
+            give_up = min(give_up, time.monotonic() + patience_s)
+        time.sleep(_LOOK_EVERY_S)
+    waiting = [rank for rank in range(len(processes)) if rank not in found]
+    for rank in waiting:
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    if waiting:
+        time.sleep(0.3)  # for the stacks to be written
+    made = any(one.mistake for one in found.values())
+    others = "".join(f"; rank {rank} has ended {one.seen}" for rank, one in sorted(found.items()))
+    for rank in waiting:
+        place = _where(folder / f"stack-{rank}.txt", file)
+        seen = f"rank {rank} is still {place or 'running'}{others}".strip()
+        # In a check of ours it only waits for a rank that has made a mistake.
+        found[rank] = Outcome(mistake="hangs" if place or not made else "waits", seen=seen)
+    return [_with_printed(found[rank], folder, rank) for rank in range(len(processes))]
+
+
+def _left(folder: Path, rank: int) -> Outcome | None:
+    try:
+        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None
+
+
+def _end(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _where(stack: Path, file: Path) -> str:
+    """Say where a rank hangs: the innermost line of the learner's file."""
+    pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
+    found = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
+    return f"at {file.name}:{found[1]}, in {found[2]}" if found else ""
+
+
+def _with_printed(outcome: Outcome, folder: Path, rank: int) -> Outcome:
+    """Add what a rank printed, where something is wrong: people look for mistakes by printing."""
+    if not outcome.mistake:
+        return outcome
+    text = (folder / f"printed-{rank}.txt").read_text(encoding="utf-8", errors="replace")
+    own = [line for line in text.splitlines() if not _TORCHS_OWN.match(line)]
+    lines = [f"rank {rank} printed: {line}" for line in own[-_PRINTED_LINES:]]
+    return msgspec.structs.replace(outcome, seen="\n".join([outcome.seen, *lines]).strip())
+
+
+def _be_rank(
+    program: Program, file: Path, rank: int, ranks: int, joined: bool, folder: Path, port: int
+) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    printed = os.open(folder / f"printed-{rank}.txt", os.O_WRONLY | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    stack = (folder / f"stack-{rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    os.chdir(folder / "scratch")
+    # What torchrun sets, its store included.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    bench = Bench(file=file, rank=rank, world_size=ranks, folder=folder / "scratch")
+    outcome = _outcome(program, bench, file, joined)
+    left = msgspec.json.encode(outcome).decode()
+    write_atomically(folder / f"outcome-{rank}.json", left, durable=False)
+    while True:
+        signal.pause()
+
+
+def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Outcome:
+    try:
+        if joined and bench.world_size > 1:
+            dist.init_process_group("gloo")
+        return Outcome(value=program(bench))
+    except Recognised as found:
+        return Outcome(mistake=found.name, seen=found.seen)
+    except NotImplementedError as error:
+        return Outcome(mistake="not-done", seen=_line(error, file).lstrip())
+    except (SystemExit, KeyboardInterrupt) as error:
+        return Outcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
+    except BaseException as error:
+        text = str(error).partition("\n")[0]
+        return Outcome(mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}")
+
+
+def _line(error: BaseException, file: Path) -> str:
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
+    ]
+    if isinstance(error, SyntaxError):
+        return f" at {file.name}:{error.lineno}"
+    return f" at {file.name}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

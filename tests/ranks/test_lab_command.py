@@ -1,0 +1,59 @@
+"""``muster lab check`` and ``report``: graded and measured, as a learner runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muster_command import Muster
+from torchmuster.labs import course, desk
+
+pytestmark = pytest.mark.ranks
+
+
+def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path) -> None:
+    lesson = course.lesson("communication")
+    at = desk.start(lesson, own_machine / "labs")
+    wrong = lesson.solution().replace(
+        "return bool(value", "print('sum', value)\n    return bool(1 or value"
+    )
+    at.file.write_text(wrong, encoding="utf-8")
+
+    first = muster("lab", "check")
+    assert first.code == 1
+    assert first.out.startswith(
+        "failure  verify_gpu_communication (0 of 4 points): it says True although nothing arrived\n"
+    )
+    assert "         seen nothing was sent, and it gave True\n" in first.out
+    assert "rank 0 printed: sum tensor([3.])" in first.out
+    assert "ok       cleanup_distributed (3 of 3 points)\n" in first.out
+    assert first.out.endswith("communication: 16 of 20 points\n")
+    grade = at.grade()
+    assert grade is not None
+    assert grade.points == 16
+
+    at.file.write_text(lesson.solution(), encoding="utf-8")
+    only = muster("lab", "check", "--only", "verify_gpu_communication", "--json")
+    assert only.code == 0
+    told = json.loads(only.out)
+    assert (told["lab"], told["points"], told["of"]) == ("communication", 4, 4)
+    assert at.grade() == grade  # one exercise is not the whole lab
+
+    done = muster("lab", "check", "communication")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "communication: 20 of 20 points")
+    page = muster("lab", "report")
+    assert page.code == 0
+    assert page.out == (
+        "report: labs/communication/report.html\n"
+        "3 questions to answer in labs/communication/answers.md, then once more\n"
+    )
+    assert "20 of 20 points." in at.report.read_text()
+
+
+def test_a_report_of_a_starter_says_what_is_missing(muster: Muster, own_machine: Path) -> None:
+    desk.start(course.lesson("lost-node"), own_machine / "labs")
+    done = muster("lab", "report")
+    assert done.code == 1
+    assert "the report of lost-node needs code that runs: not done yet" in done.err
+    assert "at lost_node.py:" in done.err
+    assert "muster lab check lost-node" in done.err

@@ -1,0 +1,117 @@
+"""The learner's folder: what is started, found, kept and shown; no torch."""
+
+import os
+from html import escape
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.labs import course, desk, report
+from torchmuster.labs.desk import Grade
+from torchmuster.labs.grading import Verdict, as_finding, points
+from torchmuster.labs.measured import Bars, Curves, Series, Table
+from torchmuster.labs.measuring import Answer
+
+DDP = course.lesson("ddp")
+
+
+def test_a_lab_is_copied_once_and_work_is_never_overwritten(tmp_path: Path) -> None:
+    started = desk.start(DDP, tmp_path)
+    assert started.file.read_text() == DDP.starter()
+    assert (started.folder / "reading.md").read_text() == DDP.reading()
+    assert DDP.questions[0] in (started.folder / "answers.md").read_text()
+    started.file.write_text("my work")
+    with pytest.raises(Impossible) as refused:
+        desk.start(DDP, tmp_path)
+    assert "lab ddp has been started before" in str(refused.value)
+    assert f"go on in {started.file}" in refused.value.fix
+    assert started.file.read_text() == "my work"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Impossible, match="cannot make") as refused:
+        desk.start(DDP, tmp_path / "file" / "labs")
+    assert refused.value.fix == "give a folder that you may write to: --labs DIR"
+
+
+def test_without_a_name_the_lab_changed_last_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(Impossible, match="no lab has been started here"):
+        desk.find(None, tmp_path)
+    first = desk.start(DDP, tmp_path)
+    second = desk.start(course.lesson("memory"), tmp_path)
+    os.utime(first.file, (1000, 1000))
+    assert desk.find(None, tmp_path).lesson.name == "memory"
+    os.utime(second.file, (500, 500))
+    assert desk.find(None, tmp_path).lesson.name == "ddp"
+    with pytest.raises(Impossible) as refused:
+        desk.find("pipeline", tmp_path)
+    assert refused.value.fix == "muster lab start pipeline"
+
+
+def test_inside_of_a_labs_folder_that_lab_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = desk.start(DDP, tmp_path)
+    monkeypatch.chdir(started.folder)
+    for name in (None, "ddp"):
+        found = desk.find(name, desk.DEFAULT_ROOT)
+        assert found.file.resolve() == started.file.resolve()
+
+
+def test_a_grade_is_kept_and_one_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    started = desk.start(DDP, tmp_path)
+    assert started.grade() is None
+    verdicts = (Verdict(exercise="reduce_mean"), Verdict(exercise="train_epoch", mistake="hangs"))
+    kept = Grade(of=started.fingerprint(), points=points(DDP, verdicts), verdicts=verdicts)
+    assert kept.points == 3
+    started.keep(kept)
+    assert started.grade() == kept
+    (started.folder / "grade.json").write_text("{")
+    assert started.grade() is None
+
+
+def test_a_verdict_in_words() -> None:
+    wrong = as_finding(DDP, Verdict(exercise="save_checkpoint", mistake="saved-wrapper", seen="x"))
+    assert wrong.what == (
+        'save_checkpoint (0 of 3 points): the names in the file begin with "module."'
+    )
+    assert wrong.fix == "self.model.module.state_dict()"
+    assert (wrong.status.value, wrong.evidence) == ("failure", "x")
+    assert as_finding(DDP, Verdict(exercise="reduce_mean")).what == "reduce_mean (3 of 3 points)"
+    gap = as_finding(DDP, Verdict(exercise="reduce_mean", mistake="not-done"))
+    assert (gap.status.value, gap.name) == ("note", "not-done")
+
+
+def test_a_report_has_grade_measurements_and_answers_and_runs_nothing_of_them(
+    tmp_path: Path,
+) -> None:
+    started = desk.start(DDP, tmp_path)
+    answers = started.folder / "answers.md"
+    answers.write_text(answers.read_text().replace("(your answer)", "<b>half</b>", 1))
+    mistaken = Verdict(
+        exercise="save_checkpoint", mistake="no-barrier", seen="rank 1 found no file"
+    )
+    started.keep(Grade(of="an older file", points=12, verdicts=(mistaken,)))
+    page = report.page(
+        started,
+        Answer(
+            measured_on="torch 2.13.0, 2 cores, 2 ranks",
+            parts=[
+                Table(title="in figures", columns=["", "seconds"], rows=[["one", "<1.5>"]]),
+                Bars(title="time", unit="s", values={"one rank": 0.5}),
+                Curves(
+                    title="loss", x="epoch", y="loss", series=[Series(name="", points=[(0, 1.0)])]
+                ),
+            ],
+        ),
+    )
+    assert "12 of 20 points (the file has changed since)." in page
+    assert "a rank went on before the file was there" in page
+    assert "Measured with torch 2.13.0, 2 cores, 2 ranks." in page
+    assert page.count("<svg") == 2
+    assert "&lt;1.5&gt;" in page
+    assert "&lt;b&gt;half&lt;/b&gt;" in page
+    assert page.count("Not answered yet: answers.md.") == 2
+    assert escape(DDP.on_gpus) in page

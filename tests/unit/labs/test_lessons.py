@@ -1,0 +1,83 @@
+"""What holds for every lab, and how a starter is cut from a solution; no torch."""
+
+import ast
+
+import pytest
+
+from torchmuster.errors import Impossible
+from torchmuster.labs import course
+from torchmuster.labs.lesson import ANYWHERE, with_gaps, without_gaps
+
+SOLUTION = '''\
+def double(number: int) -> int:
+    """Return twice the number."""
+    # solution
+    return 2 * number
+    # end of solution
+
+
+def use() -> int:
+    return double(2)
+'''
+
+
+def test_a_starter_is_the_solution_with_its_gaps_open() -> None:
+    assert with_gaps(SOLUTION) == (
+        "def double(number: int) -> int:\n"
+        '    """Return twice the number."""\n'
+        "    # YOUR CODE HERE\n"
+        '    raise NotImplementedError("a gap")\n'
+        "\n\n"
+        "def use() -> int:\n"
+        "    return double(2)\n"
+    )
+    assert "# solution" not in without_gaps(SOLUTION)
+    assert "return 2 * number" in without_gaps(SOLUTION)
+
+
+@pytest.mark.parametrize("name", course.NAMES)
+def test_every_lab_is_whole(name: str) -> None:
+    lesson = course.lesson(name)
+    assert lesson.name == name
+    gaps = lesson.starter().count("# YOUR CODE HERE")
+    assert gaps >= len(lesson.exercises)
+    for text in (lesson.starter(), lesson.solution()):
+        ast.parse(text)
+        assert "# solution" not in text
+        assert "# end of solution" not in text
+    reading = lesson.reading()
+    assert "## What to do" in reading
+    assert "## What differs on GPUs" in reading
+    assert f"muster lab check {name}" in reading
+    assert "```\n" in reading  # its diagrams
+    assert len(lesson.questions) >= 3
+    assert not set(lesson.words) & set(ANYWHERE)
+
+
+@pytest.mark.parametrize("name", course.NAMES)
+def test_every_word_says_what_why_and_what_to_do(name: str) -> None:
+    for mistake, word in course.lesson(name).words.items():
+        assert all(part.strip() and not part.endswith(".") for part in word), mistake
+
+
+def test_the_course_gives_the_points_that_were_promised() -> None:
+    counted = {one.name: one.points for one in course.lessons() if one.counts}
+    assert counted == {
+        "gpu-basics": 20,
+        "mixed-precision": 20,
+        "distributed": 25,
+        "memory": 20,
+        "pipeline": 15,
+    }
+    assert sum(counted.values()) == 100
+    assert course.TO_PASS == 70
+    assert all(one.points == 20 for one in course.lessons() if not one.counts)
+
+
+def test_an_unknown_lab_or_exercise_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(Impossible) as unknown:
+        course.lesson("dpp")
+    assert str(unknown.value).startswith("there is no lab 'dpp'\nthe labs are: communication, ddp,")
+    with pytest.raises(Impossible) as unknown:
+        course.lesson("ddp").exercise("train")
+    assert "lab ddp has no exercise 'train'\nits exercises are: dataloader, " in str(unknown.value)
