@@ -1,0 +1,332 @@
+"""The ranks of a notebook as the kernel has them: started, asked, interrupted, ended.
+
+Everything that happens arrives in one queue, from a thread for each rank and one for the launcher; whoever
+waits reads it in the kernel's main thread, which Ctrl-C interrupts.
+"""
+
+import contextlib
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding
+from torchmuster.launch.join import certificate
+from torchmuster.launch.network import interfaces
+from torchmuster.launch.spec import JobSpec
+from torchmuster.notebook import launcher_process as launcher
+from torchmuster.notebook import values
+from torchmuster.notebook.connection import Connection
+from torchmuster.notebook.entrance import Entrance
+from torchmuster.notebook.messages import (
+    SECRET_VARIABLE,
+    Done,
+    Fetch,
+    Fetched,
+    FromRank,
+    Meeting,
+    Run,
+    Wrote,
+    new_secret,
+)
+from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, create
+
+LOOPBACK = "127.0.0.1"
+_LOOK_EVERY_S = 0.1
+# SIGINT ends Python code at once; a rank that waits in a collective does not hear it.
+_INTERRUPT_WITHIN_S = 5.0
+_END_WITHIN_S = 20.0
+_LATE_OUTPUT_S = 0.6
+_VERDICT_WITHIN_S = 10.0
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_FROM_LAUNCHER = msgspec.json.Decoder(launcher.FromLauncher)
+
+
+class Arrived(NamedTuple):
+    """A rank is here."""
+
+    rank: int
+    connection: Connection
+
+
+class Heard(NamedTuple):
+    """A rank said something; None: it has gone."""
+
+    rank: int
+    message: FromRank | None
+
+
+Event = Arrived | Heard | launcher.FromLauncher | None  # None: the launcher has gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What ranks were asked for: as for ``muster run``, or with guests as for ``muster host``."""
+
+    spec: JobSpec
+    guests: int = 0
+
+    @property
+    def many(self) -> bool:
+        """Whether ranks are on other machines as well."""
+        return bool(self.guests or self.spec.hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who is told while a cell runs: of what ranks print, of what is found, and that time passes."""
+
+    wrote: Callable[[int, str], None]
+    found: Callable[[Sequence[Finding], Collection[int]], None]  # and which ranks still run
+    passing: Callable[[Collection[int]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a cell went on the ranks that came back; ``stuck`` did not, though interrupted."""
+
+    done: dict[int, Done]
+    interrupted: bool = False
+    stuck: tuple[int, ...] = ()
+
+
+class Ranks:
+    """Ranks that run. Made by :meth:`start`; ended by :meth:`stop`, or when the kernel ends."""
+
+    def __init__(self, asked: Asked, root: Path = DEFAULT_ROOT) -> None:
+        self.asked = asked
+        self.run_folder = create(root, "notebook")
+        self.world_size = 0
+        self._over = False
+        self._requests = itertools.count()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._here: dict[int, Connection] = {}
+        self._found: Finding | None = None
+        secret = new_secret()
+        made = certificate.make() if asked.many else None
+        addresses = [LOOPBACK]
+        if asked.many:
+            addresses += [one.address for one in interfaces.candidates()]
+        self._entrance = Entrance(
+            addresses, secret, self._arrived, context=made.context if made else None
+        )
+        meeting = Meeting(
+            addresses=self._entrance.addresses, fingerprint=made.fingerprint.hex() if made else ""
+        )
+        spec = replace(
+            asked.spec,
+            command=("torchmuster.notebook.rank_loop", msgspec.json.encode(meeting).decode()),
+            environment={**asked.spec.environment, SECRET_VARIABLE: secret.hex()},
+        )
+        self._launcher = _started(self.run_folder)
+        self._tell(
+            launcher.Order(spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests)
+        )
+        threading.Thread(target=self._listen, name="notebook-launcher", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether cells can be run."""
+        return not self._over and self._launcher.poll() is None
+
+    @property
+    def refused(self) -> Sequence[str]:
+        """Whence connections came that had no key."""
+        return tuple(self._entrance.refused)
+
+    def wait_until_here(
+        self, say: Callable[[str], None], show_code: Callable[[int, str], None]
+    ) -> None:
+        """Wait for all ranks; then nothing listens any more. What fails leaves nothing behind."""
+        try:
+            while not self.world_size or len(self._here) < self.world_size:
+                match self._events.get():
+                    case launcher.Said(text=text):
+                        say(text)
+                    case launcher.Code(machine=machine, line=line):
+                        show_code(machine, line)
+                    case event:
+                        self._note(event)
+        except BaseException:
+            self.stop()
+            raise
+        self._entrance.close()
+
+    def run(self, code: str, name: str, ranks: Collection[int], listener: Listener) -> Result:
+        """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
+        request = next(self._requests)
+        for rank in ranks:
+            self._here[rank].send(Run(request=request, name=name, code=code))
+        running, done = set(ranks), dict[int, Done]()
+        give_up_s: float | None = None
+        while running:
+            try:
+                listener.passing(running)
+                if give_up_s is not None and time.monotonic() > give_up_s:
+                    break
+                event = self._next()
+                match event:
+                    case Heard(rank=rank, message=Done() as message) if message.request == request:
+                        done[rank] = message
+                        running.discard(rank)
+                    case _:
+                        self._pass_on(event, listener, running)
+            except KeyboardInterrupt:
+                if give_up_s is not None:  # asked twice: no more waiting
+                    break
+                self._tell(launcher.Interrupt())
+                give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
+        self._take_late_output(done, listener)
+        return Result(done=done, interrupted=give_up_s is not None, stuck=tuple(sorted(running)))
+
+    def fetch(self, name: str, ranks: Collection[int]) -> dict[int, object]:
+        """Return a variable of these ranks."""
+        request = next(self._requests)
+        for rank in ranks:
+            self._here[rank].send(Fetch(request=request, name=name))
+        found: dict[int, object] = {}
+        while len(found) < len(ranks):
+            event = self._next()
+            match event:
+                case Heard(rank=rank, message=Fetched() as message) if message.request == request:
+                    if message.refusal is not None:
+                        what, why, fix = message.refusal
+                        raise Impossible(f"rank {rank}: {what}", why=why, fix=fix)
+                    found[rank] = values.decode(message.content)
+                case _:
+                    self._note(event)
+        return found
+
+    def stop(self) -> None:
+        """End the ranks, on all machines; ask twice, so that none is waited for."""
+        self._over = True
+        self._tell(launcher.End())
+        self._tell(launcher.End())
+        with contextlib.suppress(OSError):
+            if self._launcher.stdin is not None:
+                self._launcher.stdin.close()
+        try:
+            self._launcher.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:  # its keepers end the ranks when they no longer hear it
+            self._launcher.kill()
+            self._launcher.wait()
+        for connection in self._here.values():
+            connection.close()
+        self._here.clear()
+        self._entrance.close()
+
+    # ---- what arrives
+
+    def _next(self) -> Event | Heard:
+        try:
+            return self._events.get(timeout=_LOOK_EVERY_S)
+        except queue.Empty:
+            return launcher.Said("")
+
+    def _pass_on(self, event: Event, listener: Listener, running: Collection[int]) -> None:
+        match event:
+            case Heard(rank=rank, message=Wrote(text=text)):
+                listener.wrote(rank, text)
+            case launcher.Printed(rank=rank, text=text):
+                listener.wrote(rank, text)
+            case launcher.Found(findings=findings):
+                self._found = findings[-1]
+                listener.found(findings, running)
+            case _:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """Take in what concerns all that waits: who came, who went."""
+        match event:
+            case Arrived(rank=rank, connection=connection):
+                self._here[rank] = connection
+                threading.Thread(
+                    target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
+                ).start()
+            case launcher.World(size=size):
+                self.world_size = size
+            case launcher.Found(findings=findings):
+                self._found = findings[-1]
+            case Heard(rank=rank, message=None):
+                self._await_verdict(rank)
+            case launcher.Ended() | None:
+                self._over = True
+                raise self._why_over("the ranks have ended")
+
+    def _await_verdict(self, rank: int) -> None:
+        """A rank has gone: the launcher ends the others, and knows best why."""
+        deadline = time.monotonic() + _VERDICT_WITHIN_S
+        while time.monotonic() < deadline:
+            match self._next():
+                case launcher.Found(findings=findings):
+                    self._found = findings[-1]
+                case launcher.Ended() | None:
+                    break
+        self._over = True
+        raise self._why_over(f"rank {rank} has gone")
+
+    def _why_over(self, what: str) -> MusterError:
+        found = self._found
+        fix = "%muster restart  # then run again the cells that define what you need"
+        logs = f"logs: {self.run_folder.logs}"
+        if found is None:
+            return MusterError(what, why=logs, fix=fix)
+        return MusterError(
+            found.what,
+            why="\n".join(part for part in (found.why, logs) if part),
+            fix=found.fix or fix,
+        )
+
+    def _take_late_output(self, done: dict[int, Done], listener: Listener) -> None:
+        """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
+        late = {rank for rank, one in done.items() if one.wrote_to_log}
+        deadline = time.monotonic() + _LATE_OUTPUT_S
+        while late and time.monotonic() < deadline:
+            event = self._next()
+            self._pass_on(event, listener, ())
+            if isinstance(event, launcher.Printed):
+                late.discard(event.rank)
+
+    # ---- threads
+
+    def _arrived(self, rank: int, connection: Connection) -> None:
+        self._events.put(Arrived(rank, connection))
+
+    def _hear(self, rank: int, connection: Connection) -> None:
+        while (message := connection.receive(_FROM_RANK)) is not None:
+            self._events.put(Heard(rank, message))
+        self._events.put(Heard(rank, None))
+
+    def _listen(self) -> None:
+        assert self._launcher.stdout is not None
+        with self._launcher.stdout as lines:
+            for line in lines:
+                self._events.put(_FROM_LAUNCHER.decode(line))
+        self._events.put(None)
+
+    def _tell(self, message: object) -> None:
+        assert self._launcher.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has gone, which its events tell
+            self._launcher.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._launcher.stdin.flush()
+
+
+def _started(run: RunFolder) -> "subprocess.Popen[bytes]":
+    """Start the launcher, in a session of its own: Jupyter interrupts and kills whole process groups."""
+    with (run.path / "launcher.log").open("wb") as words:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchmuster.notebook.launcher_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            start_new_session=True,
+        )
