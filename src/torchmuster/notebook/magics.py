@@ -1,25 +1,19 @@
 """The commands of a notebook: ``%muster``, ``%%ranks`` and ``%%rank``."""
 
-import argparse
 import atexit
 import contextlib
 import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding, render
-from torchmuster.launch.console import rank_words
-from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
-from torchmuster.notebook import shown
+from torchmuster.finding import Finding, from_error, render
+from torchmuster.notebook import command_line, shown
 from torchmuster.notebook.cell import CELL
 from torchmuster.notebook.ranks import Asked, Listener, Ranks, Result
 
-_GRACE_S = 2.0
-_JOIN_WITHIN_S = 1800.0  # people walk from one machine to the next
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
 
@@ -41,29 +35,31 @@ class RanksError(Exception):
         return str(self).splitlines()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RanksError(f"{message}\n{self.format_usage().rstrip()}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise RanksError("")
-
-
 class Notebook:
     """One kernel's ranks, and the commands that use them."""
 
     def __init__(self, shell: "Shell") -> None:
         self.shell = shell
         self._ranks: Ranks | None = None
-        self._parser = _parser()
+        self._parser = command_line.parser()
 
     # ---- commands
 
     def muster(self, line: str) -> None:
         """``%muster start|stop|restart|status|pull``: the ranks of this notebook."""
-        with _told():
+        with _told(), contextlib.suppress(command_line.HelpShown):
             options = self._parser.parse_args(shlex.split(line))
-            options.run(self, options)
+            match options.command:
+                case "start":
+                    self._start_first(command_line.asked_for(options))
+                case "stop":
+                    self.stop()
+                case "restart":
+                    self._restart()
+                case "status":
+                    self._show_status()
+                case "pull":
+                    self._pull(options.name, options.rank)
 
     def all_ranks(self, line: str, code: str) -> None:
         """``%%ranks``: run the cell on every rank."""
@@ -80,33 +76,30 @@ class Notebook:
         """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks alone."""
         with _told():
             ranks = self._running()
-            self._run(ranks, code, _chosen(line, ranks.world_size))
+            self._run(ranks, code, command_line.chosen(line, ranks.world_size))
 
-    def start(self, options: argparse.Namespace) -> None:
-        """Start ranks."""
-        if self._ranks is not None and self._ranks.alive:
-            raise Impossible(
-                f"{self._ranks.world_size} ranks run already",
-                why="a notebook has one group of ranks at a time",
-                fix="%muster stop, then %muster start …; or %muster restart for the same ones anew",
-            )
-        self._start(_asked(options))
-
-    def restart(self, _: argparse.Namespace) -> None:
-        """End the ranks and start the same ones anew."""
-        if self._ranks is None:
-            raise Impossible("no ranks were started yet", fix="%muster start --ranks 2")
-        asked = self._ranks.asked
-        self.stop()
-        self._start(asked)
-
-    def stop(self, _: argparse.Namespace | None = None) -> None:
-        """End the ranks."""
+    def stop(self) -> None:
+        """End the ranks, if there are some."""
         if self._ranks is not None:
             self._ranks.stop()
 
-    def status(self, _: argparse.Namespace) -> None:
-        """Say what runs."""
+    def _start_first(self, asked: Asked) -> None:
+        if self._ranks is not None and self._ranks.alive:
+            raise Impossible(
+                f"{_count(self._ranks.world_size)} run already",
+                why="a notebook has one group of ranks at a time",
+                fix="%muster stop, then %muster start …; or %muster restart for the same ones anew",
+            )
+        self.stop()
+        self._start(asked)
+
+    def _restart(self) -> None:
+        if self._ranks is None:
+            raise Impossible("no ranks were started yet", fix="%muster start --ranks 2")
+        self.stop()
+        self._start(self._ranks.asked)
+
+    def _show_status(self) -> None:
         ranks = self._ranks
         if ranks is None or not ranks.alive:
             print("no ranks run; %muster start --ranks 2")
@@ -115,15 +108,15 @@ class Notebook:
         if ranks.refused:
             print(f"connections without the key, refused: {'; '.join(ranks.refused)}")
 
-    def pull(self, options: argparse.Namespace) -> None:
-        """Bring a variable of the ranks into the notebook."""
+    def _pull(self, name: str, rank: int | None) -> None:
+        """Bring a variable into the notebook: a list by rank, or one rank's value."""
         ranks = self._running()
-        chosen = range(ranks.world_size) if options.rank is None else [options.rank]
-        if options.rank is not None and options.rank not in range(ranks.world_size):
-            raise _no_such_rank(options.rank, ranks.world_size)
-        found = ranks.fetch(options.name, chosen)
-        by_rank = [found[rank] for rank in chosen]
-        self.shell.user_ns[options.name] = by_rank if options.rank is None else by_rank[0]
+        everybody = range(ranks.world_size)
+        if rank is not None and rank not in everybody:
+            raise command_line.no_such_rank(rank, ranks.world_size)
+        found = ranks.fetch(name, everybody if rank is None else [rank])
+        values = [found[one] for one in sorted(found)]
+        self.shell.user_ns[name] = values if rank is None else values[0]
 
     # ---- how
 
@@ -255,7 +248,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except MusterError as error:
-        raise RanksError(str(error)) from None
+        raise RanksError(render(from_error(error))) from None
 
 
 def _write(text: str) -> None:
@@ -265,69 +258,3 @@ def _write(text: str) -> None:
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="%muster", description="The ranks of this notebook.")
-    commands = parser.add_subparsers(required=True, metavar="start|stop|restart|status|pull")
-    start = commands.add_parser("start", help="start ranks")
-    start.add_argument("--ranks", type=_positive, metavar="N", help="on each machine")
-    start.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
-    start.add_argument("--gpu-ids", nargs="+", metavar="ID")
-    where = start.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B:4", help="machines that ssh knows")
-    where.add_argument("--nnodes", type=_positive, metavar="N", help="machines that join by a code")
-    start.set_defaults(run=Notebook.start)
-    for name, run, words in (
-        ("stop", Notebook.stop, "end them"),
-        ("restart", Notebook.restart, "end them and start the same anew"),
-        ("status", Notebook.status, "what runs"),
-    ):
-        commands.add_parser(name, help=words).set_defaults(run=run)
-    pull = commands.add_parser("pull", help="bring a variable into the notebook")
-    pull.add_argument("name")
-    pull.add_argument("--rank", type=int, metavar="N", help="of this one; else a list, by rank")
-    pull.set_defaults(run=Notebook.pull)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
-def _asked(options: argparse.Namespace) -> Asked:
-    spec = JobSpec(
-        name="notebook",
-        command=(),
-        module=True,
-        typed=("notebook",),
-        folder=str(Path.cwd()),
-        device=options.device,
-        ranks=options.ranks,
-        gpu_ids=tuple(options.gpu_ids) if options.gpu_ids else None,
-        hosts=parse_hosts([options.hosts]) if options.hosts else (),
-        limits=Limits(grace_s=_GRACE_S, join_s=_JOIN_WITHIN_S if options.nnodes else Limits.join_s),
-    )
-    return Asked(spec=spec, guests=options.nnodes - 1 if options.nnodes else 0)
-
-
-def _chosen(line: str, world_size: int) -> list[int]:
-    """Read ``0`` or ``0,2-3``."""
-    chosen: set[int] = set()
-    for word in line.replace(",", " ").split():
-        first, dash, last = word.partition("-")
-        last = last if dash else first
-        if not first.isdecimal() or not last.isdecimal():
-            raise Impossible(f"{word!r} is not a rank", fix="%%rank 0, or %%rank 0,2-3")
-        chosen |= set(range(int(first), int(last) + 1))
-    if not chosen:
-        raise Impossible("%%rank needs a rank", fix="%%rank 0, or %%ranks for all of them")
-    if max(chosen) >= world_size:
-        raise _no_such_rank(max(chosen), world_size)
-    return sorted(chosen)
-
-
-def _no_such_rank(rank: int, world_size: int) -> Impossible:
-    return Impossible(f"there is no rank {rank}", why=f"{rank_words(range(world_size))} run")

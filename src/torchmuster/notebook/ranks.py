@@ -4,11 +4,8 @@ Everything that happens arrives in one queue, from a thread for each rank and on
 waits reads it in the kernel's main thread, which Ctrl-C interrupts.
 """
 
-import contextlib
 import itertools
 import queue
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,14 +16,15 @@ from typing import NamedTuple
 import msgspec
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding
+from torchmuster.finding import Finding, Status
 from torchmuster.launch.join import certificate
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.spec import JobSpec
-from torchmuster.notebook import launcher_process as launcher
+from torchmuster.notebook import launcher_words as words
 from torchmuster.notebook import values
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.entrance import Entrance
+from torchmuster.notebook.launcher import Launcher
 from torchmuster.notebook.messages import (
     SECRET_VARIABLE,
     Done,
@@ -38,17 +36,15 @@ from torchmuster.notebook.messages import (
     Wrote,
     new_secret,
 )
-from torchmuster.runfolder import DEFAULT_ROOT, RunFolder, create
+from torchmuster.runfolder import DEFAULT_ROOT, create
 
 LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 0.1
 # SIGINT ends Python code at once; a rank that waits in a collective does not hear it.
 _INTERRUPT_WITHIN_S = 5.0
-_END_WITHIN_S = 20.0
 _LATE_OUTPUT_S = 0.6
 _VERDICT_WITHIN_S = 10.0
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_FROM_LAUNCHER = msgspec.json.Decoder(launcher.FromLauncher)
 
 
 class Arrived(NamedTuple):
@@ -65,7 +61,7 @@ class Heard(NamedTuple):
     message: FromRank | None
 
 
-Event = Arrived | Heard | launcher.FromLauncher | None  # None: the launcher has gone
+Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +123,15 @@ class Ranks:
             command=("torchmuster.notebook.rank_loop", msgspec.json.encode(meeting).decode()),
             environment={**asked.spec.environment, SECRET_VARIABLE: secret.hex()},
         )
-        self._launcher = _started(self.run_folder)
-        self._tell(
-            launcher.Order(spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests)
+        self._launcher = Launcher(self.run_folder, self._events.put)
+        self._launcher.tell(
+            words.Order(spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests)
         )
-        threading.Thread(target=self._listen, name="notebook-launcher", daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """Whether cells can be run."""
-        return not self._over and self._launcher.poll() is None
+        return not self._over and self._launcher.alive
 
     @property
     def refused(self) -> Sequence[str]:
@@ -150,9 +145,9 @@ class Ranks:
         try:
             while not self.world_size or len(self._here) < self.world_size:
                 match self._events.get():
-                    case launcher.Said(text=text):
+                    case words.Said(text=text):
                         say(text)
-                    case launcher.Code(machine=machine, line=line):
+                    case words.Code(machine=machine, line=line):
                         show_code(machine, line)
                     case event:
                         self._note(event)
@@ -183,7 +178,7 @@ class Ranks:
             except KeyboardInterrupt:
                 if give_up_s is not None:  # asked twice: no more waiting
                     break
-                self._tell(launcher.Interrupt())
+                self._launcher.tell(words.Interrupt())
                 give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
         self._take_late_output(done, listener)
         return Result(done=done, interrupted=give_up_s is not None, stuck=tuple(sorted(running)))
@@ -209,16 +204,7 @@ class Ranks:
     def stop(self) -> None:
         """End the ranks, on all machines; ask twice, so that none is waited for."""
         self._over = True
-        self._tell(launcher.End())
-        self._tell(launcher.End())
-        with contextlib.suppress(OSError):
-            if self._launcher.stdin is not None:
-                self._launcher.stdin.close()
-        try:
-            self._launcher.wait(_END_WITHIN_S)
-        except subprocess.TimeoutExpired:  # its keepers end the ranks when they no longer hear it
-            self._launcher.kill()
-            self._launcher.wait()
+        self._launcher.end()
         for connection in self._here.values():
             connection.close()
         self._here.clear()
@@ -230,16 +216,16 @@ class Ranks:
         try:
             return self._events.get(timeout=_LOOK_EVERY_S)
         except queue.Empty:
-            return launcher.Said("")
+            return words.Said("")
 
     def _pass_on(self, event: Event, listener: Listener, running: Collection[int]) -> None:
         match event:
             case Heard(rank=rank, message=Wrote(text=text)):
                 listener.wrote(rank, text)
-            case launcher.Printed(rank=rank, text=text):
+            case words.Printed(rank=rank, text=text):
                 listener.wrote(rank, text)
-            case launcher.Found(findings=findings):
-                self._found = findings[-1]
+            case words.Found(findings=findings):
+                self._keep(findings)
                 listener.found(findings, running)
             case _:
                 self._note(event)
@@ -252,24 +238,29 @@ class Ranks:
                 threading.Thread(
                     target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
                 ).start()
-            case launcher.World(size=size):
+            case words.World(size=size):
                 self.world_size = size
-            case launcher.Found(findings=findings):
-                self._found = findings[-1]
+            case words.Found(findings=findings):
+                self._keep(findings)
             case Heard(rank=rank, message=None):
                 self._await_verdict(rank)
-            case launcher.Ended() | None:
+            case words.Ended() | None:
                 self._over = True
                 raise self._why_over("the ranks have ended")
+
+    def _keep(self, findings: Sequence[Finding]) -> None:
+        """Keep why the ranks end; a hang that may pass is no reason."""
+        failures = [one for one in findings if one.status is Status.FAILURE]
+        self._found = failures[-1] if failures else self._found
 
     def _await_verdict(self, rank: int) -> None:
         """A rank has gone: the launcher ends the others, and knows best why."""
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while time.monotonic() < deadline:
             match self._next():
-                case launcher.Found(findings=findings):
-                    self._found = findings[-1]
-                case launcher.Ended() | None:
+                case words.Found(findings=findings):
+                    self._keep(findings)
+                case words.Ended() | None:
                     break
         self._over = True
         raise self._why_over(f"rank {rank} has gone")
@@ -293,7 +284,7 @@ class Ranks:
         while late and time.monotonic() < deadline:
             event = self._next()
             self._pass_on(event, listener, ())
-            if isinstance(event, launcher.Printed):
+            if isinstance(event, words.Printed):
                 late.discard(event.rank)
 
     # ---- threads
@@ -305,28 +296,3 @@ class Ranks:
         while (message := connection.receive(_FROM_RANK)) is not None:
             self._events.put(Heard(rank, message))
         self._events.put(Heard(rank, None))
-
-    def _listen(self) -> None:
-        assert self._launcher.stdout is not None
-        with self._launcher.stdout as lines:
-            for line in lines:
-                self._events.put(_FROM_LAUNCHER.decode(line))
-        self._events.put(None)
-
-    def _tell(self, message: object) -> None:
-        assert self._launcher.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has gone, which its events tell
-            self._launcher.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._launcher.stdin.flush()
-
-
-def _started(run: RunFolder) -> "subprocess.Popen[bytes]":
-    """Start the launcher, in a session of its own: Jupyter interrupts and kills whole process groups."""
-    with (run.path / "launcher.log").open("wb") as words:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torchmuster.notebook.launcher_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=words,
-            start_new_session=True,
-        )

@@ -53,10 +53,10 @@ def _packed(value: Any, where: str) -> object:
         items = [_packed(item, f"{where}[{place}]") for place, item in enumerate(value)]
         return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
     if kind in (dict, OrderedDict):  # which a state_dict is
-        return {
-            _packed(key, f"a key of {where}"): _packed(item, f"{where}[{key!r}]")
-            for key, item in value.items()
-        }
+        odd = [key for key in value if type(key) not in _PLAIN]
+        if odd:
+            raise _refusal(f"{where} cannot be pulled: {odd[0]!r} among its keys is not plain")
+        return {key: _packed(item, f"{where}[{key!r}]") for key, item in value.items()}
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
         return _of_tensor(value, where)
