@@ -141,6 +141,21 @@ def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -
     )
 
 
+def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) -> None:
+    kernel = with_ranks
+    kernel.run_well(GROUP)
+    kernel.begin("%%ranks\nassert rank == 0, 'no data'\ndist.barrier()")
+    kernel.wait_for("AssertionError: no data", 10 + BUSY_S)
+    kernel.wait_for("rank 0 waits in barrier at cell-4:2; rank 1 has ended the cell", 15 + BUSY_S)
+    kernel.interrupt()
+    kernel.interrupt()  # asked twice: at once
+    error = kernel.finish().error
+    assert error.startswith(
+        "rank 1 failed, as shown above\ninterrupted, but rank 0 waits in barrier"
+    )
+    assert "their variables are gone" in error
+
+
 def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel) -> None:
     kernel = with_ranks
     error = kernel.run("%%ranks\nimport os, time\nif rank == 1: os._exit(9)\ntime.sleep(300)").error

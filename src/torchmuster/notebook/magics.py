@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding, from_error, render
+from torchmuster.finding import from_error, render
 from torchmuster.notebook import command_line, shown
 from torchmuster.notebook.cell import CELL
-from torchmuster.notebook.ranks import Asked, Listener, Ranks, Result
+from torchmuster.notebook.ranks import Asked, Listener, Ranks
 
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
@@ -144,41 +144,29 @@ class Notebook:
             codes.append(where)
             place("\n".join(codes))
 
-        ranks.wait_until_here(say, show_code)
-        # In place of the codes, which are not to be kept in the notebook.
-        reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
-        place(
-            "\n".join([*reasons, f"{_count(ranks.world_size)} here; %%ranks runs a cell on them"])
-        )
+        last = "not started"
+        try:
+            ranks.wait_until_here(say, show_code)
+            last = f"{_count(ranks.world_size)} here; %%ranks runs a cell on them"
+        finally:
+            # In place of the codes, which are not to be kept in the notebook.
+            reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
+            place("\n".join([*reasons, last]))
 
     def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
-        lines = shown.Lines(ranks.run_folder, ranks.world_size, _write)
         every_s = _PROGRESS_S if self._is_kernel else _PROGRESS_ON_A_TERMINAL_S
-        progress = shown.Progress(ranks.run_folder, lines, self._place(), every_s=every_s)
-
-        def passing(running: Collection[int]) -> None:
-            lines.show_due()
-            progress.look(chosen, running)
-
-        def found(findings: Sequence[Finding], running: Collection[int]) -> None:
-            lines.show_due()
-            _write(f"{render(findings)}\n")
-            if ended := [rank for rank in chosen if rank not in running]:
-                _write(f"{shown.standing(ended, running, {})}, and come no more\n")
-
-        listener = Listener(wrote=lines.add, found=found, passing=passing)
+        seen = shown.CellShown(
+            ranks.run_folder, ranks.world_size, chosen, _write, self._place(), every_s=every_s
+        )
         name = f"{CELL}{self.shell.execution_count}"
+        listener = Listener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
         try:
             result = ranks.run(code, name, chosen, listener)
         finally:
-            lines.show_all()
-            progress.end()
-        self._tell(ranks, result)
-
-    def _tell(self, ranks: Ranks, result: Result) -> None:
+            seen.end()
         if text := shown.values(result.done, ranks.world_size):
             _write(f"{text}\n")
-        errors = shown.errors(result.done, ranks.world_size)
+        errors = seen.errors(result.done)
         if result.stuck:
             self._start_again(ranks, result.stuck, errors)
         if errors:
@@ -224,6 +212,10 @@ class Notebook:
         return show
 
 
+# A kernel has one.
+_LOADED: dict[str, Notebook] = {}
+
+
 def load(shell: object) -> None:
     """Add the commands to a kernel; its ranks end with it."""
     if importlib.util.find_spec("IPython") is None:
@@ -231,7 +223,9 @@ def load(shell: object) -> None:
             "cells on ranks need IPython, which is not installed here",
             fix="pip install 'torchmuster[notebook]'",
         )
-    notebook = Notebook(cast(Shell, shell))
+    if (earlier := _LOADED.pop("notebook", None)) is not None:  # %reload_ext
+        earlier.stop()
+    notebook = _LOADED["notebook"] = Notebook(cast(Shell, shell))
     # The launcher notices as well when the kernel has gone; this way, they are gone when it is.
     atexit.register(notebook.stop)
     for kind, name, function in (

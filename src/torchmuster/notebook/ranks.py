@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -79,11 +79,11 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Who is told while a cell runs: of what ranks print, of what is found, and that time passes."""
+    """Who is told while a cell runs: of what ranks print, of what is found, and who is done so far."""
 
     wrote: Callable[[int, str], None]
-    found: Callable[[Sequence[Finding], Collection[int]], None]  # and which ranks still run
-    passing: Callable[[Collection[int]], None]
+    found: Callable[[Sequence[Finding]], None]
+    passing: Callable[[Mapping[int, Done]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Ranks:
         give_up_s: float | None = None
         while running:
             try:
-                listener.passing(running)
+                listener.passing(done)
                 if give_up_s is not None and time.monotonic() > give_up_s:
                     break
                 event = self._next()
@@ -174,7 +174,7 @@ class Ranks:
                         done[rank] = message
                         running.discard(rank)
                     case _:
-                        self._pass_on(event, listener, running)
+                        self._pass_on(event, listener)
             except KeyboardInterrupt:
                 if give_up_s is not None:  # asked twice: no more waiting
                     break
@@ -218,7 +218,7 @@ class Ranks:
         except queue.Empty:
             return words.Said("")
 
-    def _pass_on(self, event: Event, listener: Listener, running: Collection[int]) -> None:
+    def _pass_on(self, event: Event, listener: Listener) -> None:
         match event:
             case Heard(rank=rank, message=Wrote(text=text)):
                 listener.wrote(rank, text)
@@ -226,7 +226,7 @@ class Ranks:
                 listener.wrote(rank, text)
             case words.Found(findings=findings):
                 self._keep(findings)
-                listener.found(findings, running)
+                listener.found(findings)
             case _:
                 self._note(event)
 
@@ -283,7 +283,7 @@ class Ranks:
         deadline = time.monotonic() + _LATE_OUTPUT_S
         while late and time.monotonic() < deadline:
             event = self._next()
-            self._pass_on(event, listener, ())
+            self._pass_on(event, listener)
             if isinstance(event, words.Printed):
                 late.discard(event.rank)
 

@@ -1,8 +1,9 @@
 """What people see of a cell that runs on ranks: lines folded, values and errors once, where ranks stand."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torchmuster.finding import Finding, render
 from torchmuster.launch import node_ranks
 from torchmuster.launch.console import Folder, rank_words
 from torchmuster.launch.hangs.pulse import Pulse
@@ -13,7 +14,10 @@ from torchmuster.units import format_seconds
 _PROGRESS_AFTER_S = 3.0
 # A pulse is a second or two old: what it says of a cell that has just begun is of the one before.
 _PLACES_AFTER_S = 5.0
+# A mistake in a cell is mostly made by all ranks, and shown once then.
+_OTHERS_FOLLOW_WITHIN_S = 2.0
 _GROUPS_SHOWN = 6
+_KEEPS_WAITING = "rank-keeps-others-waiting"
 
 
 class Lines:
@@ -59,42 +63,88 @@ class Lines:
             self._write("\n".join([*lines, ""]))
 
 
-class Progress:
-    """A line that says, of a cell that takes longer, which ranks still run and where they stand."""
+class CellShown:
+    """What is seen of one cell while it runs: lines, what is found, and after a while where the ranks stand.
+
+    ``write`` adds to what is below the cell, ``place`` puts a text in place of the one before.
+    """
 
     def __init__(
         self,
         run: RunFolder,
-        lines: Lines,
-        show: Callable[[str], None],
+        world_size: int,
+        ranks: Collection[int],
+        write: Callable[[str], None],
+        place: Callable[[str], None],
         *,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.lines = Lines(run, world_size, write, clock)
         self._run = run
-        self._lines = lines
-        self._show = show
+        self._world_size = world_size
+        self._ranks = ranks
+        self._write = write
+        self._place = place
         self._every_s = every_s
         self._clock = clock
         self._began_s = clock()
         self._next_s = self._began_s + _PROGRESS_AFTER_S
-        self._shown = False
+        self._placed = False
+        self._failed_s: dict[int, float] = {}
+        self._told: set[int] = set()
+        self._done: Mapping[int, Done] = {}
 
-    def look(self, everybody: Collection[int], running: Collection[int]) -> None:
-        """Show it anew if its time has come."""
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Show what the launcher found; it does not know that a rank has ended its cell."""
+        self.lines.show_due()
+        self._write(f"{render(findings)}\n")
+        if self._done and any(one.name == _KEEPS_WAITING for one in findings):
+            ended = standing(self._done, (), {})
+            self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
+
+    def passing(self, done: Mapping[int, Done]) -> None:
+        """Show what is due, now that these ranks are done."""
+        self._done = done
+        self.lines.show_due()
         now = self._clock()
-        if now < self._next_s:
-            return
-        self._next_s, self._shown = now + self._every_s, True
-        took_s = now - self._began_s
-        places = pulses(self._run) if took_s >= _PLACES_AFTER_S else {}
-        words = standing(everybody, running, places, self._lines.unfinished)
-        self._show(f"{format_seconds(took_s)}: {words}")
+        self._tell_of_failures(now)
+        if now >= self._next_s:
+            self._next_s, self._placed = now + self._every_s, True
+            self._place(f"{format_seconds(now - self._began_s)}: {self._standing(now)}")
 
     def end(self) -> None:
-        """Put in its place how long it took."""
-        if self._shown:
-            self._show(f"took {format_seconds(self._clock() - self._began_s)}")
+        """Show all that is left, and how long it took."""
+        self.lines.show_all()
+        if self._placed:
+            self._place(f"took {format_seconds(self._clock() - self._began_s)}")
+
+    def errors(self, done: Mapping[int, Done]) -> str:
+        """Return the tracebacks of ranks whose were not shown while others still ran."""
+        text = errors({r: one for r, one in done.items() if r not in self._told}, self._world_size)
+        if text or not self._told:
+            return text
+        return f"{rank_words(self._told)} failed, as shown above"
+
+    def _tell_of_failures(self, now: float) -> None:
+        """Show the traceback of a rank before the others are done: they may wait for it in vain."""
+        for rank, one in self._done.items():
+            if one.error:
+                self._failed_s.setdefault(rank, now)
+        late = {
+            rank: self._done[rank]
+            for rank, failed_s in self._failed_s.items()
+            if rank not in self._told and now - failed_s >= _OTHERS_FOLLOW_WITHIN_S
+        }
+        if late:
+            self.lines.show_all()
+            self._write(f"{errors(late, self._world_size)}\n")
+            self._told |= set(late)
+
+    def _standing(self, now: float) -> str:
+        known = pulses(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
+        running = [rank for rank in self._ranks if rank not in self._done]
+        return standing(self._ranks, running, known, self.lines.unfinished)
 
 
 def pulses(run: RunFolder) -> dict[int, Pulse]:
