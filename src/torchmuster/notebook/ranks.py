@@ -5,6 +5,7 @@ waits reads it in the kernel's main thread, which Ctrl-C interrupts.
 """
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -20,8 +21,8 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.join import certificate
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.spec import JobSpec
+from torchmuster.notebook import interrupts, values
 from torchmuster.notebook import launcher_words as words
-from torchmuster.notebook import values
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.entrance import Entrance
 from torchmuster.notebook.launcher import Launcher
@@ -159,15 +160,18 @@ class Ranks:
     def run(self, code: str, name: str, ranks: Collection[int], listener: Listener) -> Result:
         """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
         request = next(self._requests)
-        for rank in ranks:
-            self._here[rank].send(Run(request=request, name=name, code=code))
         running, done = set(ranks), dict[int, Done]()
-        give_up_s: float | None = None
-        while running:
-            try:
-                listener.passing(done)
-                if give_up_s is not None and time.monotonic() > give_up_s:
-                    break
+        told = 0
+        give_up_s = math.inf
+        with interrupts.collected() as asked:
+            for rank in ranks:
+                self._here[rank].send(Run(request=request, name=name, code=code))
+            # Asked twice, nobody waits any longer.
+            while running and asked.count < 2 and time.monotonic() < give_up_s:
+                if asked.count > told:
+                    told = asked.count
+                    self._launcher.tell(words.Interrupt())
+                    give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
                 event = self._next()
                 match event:
                     case Heard(rank=rank, message=Done() as message) if message.request == request:
@@ -175,13 +179,9 @@ class Ranks:
                         running.discard(rank)
                     case _:
                         self._pass_on(event, listener)
-            except KeyboardInterrupt:
-                if give_up_s is not None:  # asked twice: no more waiting
-                    break
-                self._launcher.tell(words.Interrupt())
-                give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
-        self._take_late_output(done, listener)
-        return Result(done=done, interrupted=give_up_s is not None, stuck=tuple(sorted(running)))
+                listener.passing(done)
+            self._take_late_output(done, listener)
+        return Result(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
 
     def fetch(self, name: str, ranks: Collection[int]) -> dict[int, object]:
         """Return a variable of these ranks."""
