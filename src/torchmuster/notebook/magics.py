@@ -22,7 +22,6 @@ class Shell(Protocol):
     """What is used of IPython."""
 
     user_ns: dict[str, Any]
-    execution_count: int
 
     def register_magic_function(self, function: Callable[..., None], kind: str, name: str) -> None:
         """Add a command."""
@@ -158,7 +157,8 @@ class Notebook:
         seen = shown.CellShown(
             ranks.run_folder, ranks.world_size, chosen, _write, self._place(), every_s=every_s
         )
-        name = f"{CELL}{self.shell.execution_count}"
+        # The number that the notebook shows; execution_count is already the next one's in some versions.
+        name = f"{CELL}{len(self.shell.user_ns['In']) - 1}"
         listener = Listener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
         try:
             result = ranks.run(code, name, chosen, listener)

@@ -73,7 +73,8 @@ def _of_tensor(tensor: Any, where: str) -> msgspec.msgpack.Ext:
 
     if tensor.dtype not in WORDS or not _is_strided(tensor):
         raise _refusal(f"{where} cannot be pulled: it is {tensor.dtype}, {tensor.layout}")
-    content = b"".join(pieces(tensor.resolve_conj().resolve_neg()))
+    # Each is copied while it is there: the memory goes with the last one.
+    content = b"".join(bytes(one) for one in pieces(tensor.resolve_conj().resolve_neg()))
     array = _Array(WORDS[tensor.dtype], tuple(tensor.shape), content)
     return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(array))
 

@@ -127,11 +127,12 @@ def test_what_a_rank_proved_once_is_of_no_use_to_who_overheard_it() -> None:
 def test_a_rank_comes_once() -> None:
     with door() as one:
         first = connect(one.meeting, KEY, 0)
+        _, here = one.came.get(timeout=10)
         with knock(one) as end:
             introduce(end, KEY, 0)
             assert end.recv(1) == b""
         first.close()
-        one.came.get(timeout=10)[1].close()
+        here.close()
     assert one.entrance.refused == ["127.0.0.1: rank 0 is here already"]
 
 
