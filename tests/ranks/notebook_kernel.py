@@ -48,7 +48,7 @@ class Kernel:
     @property
     def process(self) -> psutil.Process:
         """The kernel's own process."""
-        pid: int = self._manager.provisioner.pid  # type: ignore[union-attr,attr-defined]
+        pid: int = self._manager.provisioner.pid  # type: ignore[union-attr]
         return psutil.Process(pid)
 
     def begin(self, code: str) -> None:

@@ -55,6 +55,11 @@ def knock(one: Door) -> socket.socket:
     return socket.create_connection(one.entrance.addresses[0], 10)
 
 
+def send(connection: Connection, message: object, times: int) -> None:
+    for _ in range(times):
+        connection.send(message)
+
+
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_a_rank_with_the_key_comes_in_and_both_speak(tls: bool) -> None:
     with door(tls=tls) as one:
@@ -67,8 +72,8 @@ def test_a_rank_with_the_key_comes_in_and_both_speak(tls: bool) -> None:
         assert rank.receive(decoder) == asked
         # Both at once, which one TLS connection alone would not bear.
         threads = [
-            threading.Thread(target=lambda: [rank.send(Wrote(text="y" * 999)) for _ in range(500)]),
-            threading.Thread(target=lambda: [notebook.send(asked) for _ in range(5)]),
+            threading.Thread(target=send, args=(rank, Wrote(text="y" * 999), 500)),
+            threading.Thread(target=send, args=(notebook, asked, 5)),
         ]
         for thread in threads:
             thread.start()
@@ -113,9 +118,9 @@ def test_what_a_rank_proved_once_is_of_no_use_to_who_overheard_it() -> None:
             super().sendall(data, *flags)
 
     with door() as one:
-        with Overheard() as end:
-            end.connect(one.entrance.addresses[0])
-            introduce(end, KEY, 0)
+        with Overheard() as listened_to:
+            listened_to.connect(one.entrance.addresses[0])
+            introduce(listened_to, KEY, 0)
             one.came.get(timeout=10)[1].close()
         with knock(one) as end:
             end.recv(32)
