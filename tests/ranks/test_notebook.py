@@ -56,7 +56,8 @@ def test_cells_run_on_ranks_and_what_is_alike_is_shown_once(
 
 
 def _children(kernel: Kernel) -> list[psutil.Process]:
-    return kernel.process.children(recursive=True)
+    children = kernel.process.children(recursive=True)
+    return [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def _the_key_is_nowhere(kernel: Kernel, folder: Path) -> None:
@@ -164,6 +165,21 @@ def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel) -> None:
     assert "%muster restart" in error
     kernel.run_well("%muster restart")
     assert kernel.run_well("%%ranks\n'here'") == "[all 2 ranks] 'here'\n"
+    # One that dies between two cells.
+    kernel.run_well(
+        "%%rank 0\nimport threading, os, signal\ndie = lambda: os.kill(os.getpid(), 9)\n"
+        "threading.Timer(0.5, die).start()"
+    )
+    wait_until_childless(kernel)
+    error = kernel.run("%%ranks\nrank").error
+    assert "rank 0" in error
+    assert "SIGKILL" in error
+
+
+def wait_until_childless(kernel: Kernel) -> None:
+    """Wait until a kernel has no children."""
+    psutil.wait_procs(_children(kernel), timeout=30 + BUSY_S)
+    assert _children(kernel) == []
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -7,7 +7,7 @@ from typing import NoReturn
 from torchmuster.errors import Impossible
 from torchmuster.launch.console import rank_words
 from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
-from torchmuster.notebook.ranks import Asked
+from torchmuster.notebook.asked import Asked
 
 _GRACE_S = 2.0
 _JOIN_WITHIN_S = 1800.0  # people walk from one machine to the next

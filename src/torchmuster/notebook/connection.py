@@ -71,12 +71,18 @@ class Connection:
                 with self._turn:
                     count = self._end.recv_into(room[:_PIECE_BYTES])
             except _NOT_YET:
-                select.select([self._end], [], [])
+                self._wait_for(select.POLLIN)
                 continue
             if not count:
                 raise EOFError
             room = room[count:]
         return data
+
+    def _wait_for(self, event: int) -> None:
+        # Not select(), which knows only the first 1024 of a process's open files.
+        poll = select.poll()
+        poll.register(self._end, event)
+        poll.poll()
 
     def _send_on(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # it has gone, which receiving tells
@@ -91,6 +97,6 @@ class Connection:
                 with self._turn:
                     count = self._end.send(room[:_PIECE_BYTES])
             except _NOT_YET:
-                select.select([], [self._end], [])
+                self._wait_for(select.POLLOUT)
                 continue
             room = room[count:]

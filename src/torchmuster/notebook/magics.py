@@ -11,8 +11,9 @@ from typing import Any, NoReturn, Protocol, cast
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import from_error, render
 from torchmuster.notebook import command_line, shown
+from torchmuster.notebook.asked import Asked
 from torchmuster.notebook.cell import CELL
-from torchmuster.notebook.ranks import Asked, Listener, Ranks
+from torchmuster.notebook.ranks import Listener, Ranks
 
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
@@ -120,6 +121,8 @@ class Notebook:
     # ---- how
 
     def _running(self) -> Ranks:
+        if self._ranks is not None:
+            self._ranks.catch_up()
         if self._ranks is None or not self._ranks.alive:
             raise Impossible(
                 "no ranks run",

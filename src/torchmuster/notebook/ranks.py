@@ -20,9 +20,9 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.join import certificate
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.spec import JobSpec
 from torchmuster.notebook import interrupts, values
 from torchmuster.notebook import launcher_words as words
+from torchmuster.notebook.asked import Asked
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.entrance import Entrance
 from torchmuster.notebook.launcher import Launcher
@@ -66,19 +66,6 @@ Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has go
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What ranks were asked for: as for ``muster run``, or with guests as for ``muster host``."""
-
-    spec: JobSpec
-    guests: int = 0
-
-    @property
-    def many(self) -> bool:
-        """Whether ranks are on other machines as well."""
-        return bool(self.guests or self.spec.hosts)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Listener:
     """Who is told while a cell runs: of what ranks print, of what is found, and who is done so far."""
 
@@ -97,7 +84,7 @@ class Result:
 
 
 class Ranks:
-    """Ranks that run. Made by :meth:`start`; ended by :meth:`stop`, or when the kernel ends."""
+    """Ranks: started when this is made, usable after :meth:`wait_until_here`, ended by :meth:`stop`."""
 
     def __init__(self, asked: Asked, root: Path = DEFAULT_ROOT) -> None:
         self.asked = asked
@@ -156,6 +143,19 @@ class Ranks:
             self.stop()
             raise
         self._entrance.close()
+
+    def catch_up(self) -> None:
+        """Take in what happened since the last cell; if the ranks have ended, this tells why."""
+        shown_with_the_next_cell: list[Event] = []
+        while not self._over and not self._events.empty():
+            event = self._events.get()
+            match event:
+                case words.Printed() | Heard(message=Wrote()):
+                    shown_with_the_next_cell.append(event)
+                case _:
+                    self._note(event)
+        for event in shown_with_the_next_cell:
+            self._events.put(event)
 
     def run(self, code: str, name: str, ranks: Collection[int], listener: Listener) -> Result:
         """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
