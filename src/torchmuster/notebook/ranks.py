@@ -266,16 +266,12 @@ class Ranks:
         raise self._why_over(f"rank {rank} has gone")
 
     def _why_over(self, what: str) -> MusterError:
-        found = self._found
-        fix = "%muster restart  # then run again the cells that define what you need"
+        again = "%muster restart  # then run again the cells that define what you need"
         logs = f"logs: {self.run_folder.logs}"
+        found = self._found
         if found is None:
-            return MusterError(what, why=logs, fix=fix)
-        return MusterError(
-            found.what,
-            why="\n".join(part for part in (found.why, logs) if part),
-            fix=found.fix or fix,
-        )
+            return MusterError(what, why=logs, fix=again)
+        return MusterError(found.what, why=_lines(found.why, logs), fix=_lines(found.fix, again))
 
     def _take_late_output(self, done: dict[int, Done], listener: Listener) -> None:
         """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
@@ -296,3 +292,7 @@ class Ranks:
         while (message := connection.receive(_FROM_RANK)) is not None:
             self._events.put(Heard(rank, message))
         self._events.put(Heard(rank, None))
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)
