@@ -13,9 +13,10 @@ from typing import Any
 
 import websocket
 
-from patience import GIVE_UP_S
+from patience import BUSY_S, GIVE_UP_S
 
 _LOOK_EVERY_S = 0.1
+_SEEN_WITHIN_S = 90.0 + BUSY_S
 _SIZE = (1100, 1400)
 
 
@@ -35,7 +36,7 @@ class Page:
         answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
         return answer["result"].get("value")
 
-    def wait_until(self, expression: str, within_s: float = GIVE_UP_S) -> None:
+    def wait_until(self, expression: str, within_s: float = _SEEN_WITHIN_S) -> None:
         """Wait until an expression holds in the page."""
         deadline = time.monotonic() + within_s
         while not self.value(expression):

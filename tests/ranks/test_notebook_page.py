@@ -44,7 +44,9 @@ class Server:
         self.mark = os.urandom(8).hex()
         token = secrets.token_hex(16)
         notebook = nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_code_cell(code) for code in CELLS]
+            cells=[nbformat.v4.new_code_cell(code) for code in CELLS],
+            # Without it the page asks first which kernel to take.
+            metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
         )
         nbformat.write(notebook, folder / "try.ipynb")
         self._runtime = folder / "runtime"
@@ -107,7 +109,7 @@ def run_next(page: Page) -> None:
     page.click(RUN)
 
 
-def see(page: Page, number: int, text: str, within_s: float = GIVE_UP_S) -> None:
+def see(page: Page, number: int, text: str, within_s: float = 90 + BUSY_S) -> None:
     page.wait_until(f"{output_of(number)}.includes({json.dumps(text)})", within_s)
 
 
