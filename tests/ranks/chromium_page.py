@@ -47,22 +47,16 @@ class Page:
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    def click(self, selector: str) -> None:
-        """Click in the middle of an element, with the mouse."""
-        self.wait_until(f"!!document.querySelector({json.dumps(selector)})")
-        box = self.value(
-            f"(one => [one.x + one.width / 2, one.y + one.height / 2])"
-            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+    def click(self, selector: str, place: int = 0) -> None:
+        """Click in the middle of one of the elements that a selector finds, with the mouse."""
+        one = f"document.querySelectorAll({json.dumps(selector)})[{place}]"
+        self.wait_until(f"!!{one}")
+        x, y = self.value(
+            f"(box => [box.x + box.width / 2, box.y + box.height / 2])({one}.getBoundingClientRect())"
         )
+        words = {"x": x, "y": y, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
-            self._ask(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=box[0],
-                y=box[1],
-                button="left",
-                clickCount=1,
-            )
+            self._ask("Input.dispatchMouseEvent", type=kind, **words)
 
     def picture(self, path: Path) -> None:
         """Take a picture of what is seen."""

@@ -100,17 +100,27 @@ def server(tmp_path: Path) -> Iterator[Server]:
         one.close()
 
 
-def output_of(number: int) -> str:
-    """Return an expression for what stands below a cell."""
-    return f"(document.querySelectorAll('.jp-CodeCell')[{number}]?.querySelector('.jp-OutputArea')?.innerText ?? '')"
+def part_of(number: int, selector: str) -> str:
+    """Return an expression for the text of a part of a cell."""
+    cell = f"document.querySelectorAll('.jp-CodeCell')[{number}]"
+    return f"({cell}?.querySelector('{selector}')?.innerText ?? '')"
 
 
-def run_next(page: Page) -> None:
-    page.click(RUN)
+def run_cell(page: Page, number: int) -> None:
+    """Click into a cell and on the button; a page that has just opened may not heed the first click."""
+    began = f"{part_of(number, '.jp-InputPrompt')}.trim() !== '[ ]:'"
+    deadline = time.monotonic() + 90 + BUSY_S
+    while not page.value(began):
+        assert time.monotonic() < deadline, page.value("document.body.innerText")
+        page.click(".jp-CodeCell .cm-content", number)
+        page.click(RUN)
+        with contextlib.suppress(AssertionError):
+            page.wait_until(began, 10)
 
 
 def see(page: Page, number: int, text: str, within_s: float = 90 + BUSY_S) -> None:
-    page.wait_until(f"{output_of(number)}.includes({json.dumps(text)})", within_s)
+    shown = part_of(number, ".jp-OutputArea")
+    page.wait_until(f"{shown}.includes({json.dumps(text)})", within_s)
 
 
 def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
@@ -122,19 +132,19 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         page.wait_until(
             "!!document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=\"idle\"]')"
         )
-        run_next(page)
+        run_cell(page, 0)
         see(page, 0, "2 ranks here")
-        run_next(page)
+        run_cell(page, 1)
         see(page, 1, "[all 2 ranks] hello")
         see(page, 1, "[rank 0] I am 0")
         see(page, 1, "[rank 1] I am 1")
-        run_next(page)
+        run_cell(page, 2)
         see(page, 2, "rank 0 waits in all_reduce at cell-3:4; rank 1 is in time.sleep at cell-3:2")
         see(page, 2, "rank 1 on", 40 + BUSY_S)
         page.picture(pictures / "notebook-hang.png")
         page.click(INTERRUPT)
         see(page, 2, "their variables are gone")
-        run_next(page)
+        run_cell(page, 3)
         see(page, 3, "[all 2 ranks] 'here again'")
         page.picture(pictures / "notebook-again.png")
         before = [one for one in living(server.mark) if "ipykernel_launcher" not in one.cmdline()]
