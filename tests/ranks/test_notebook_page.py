@@ -108,7 +108,7 @@ def part_of(number: int, selector: str) -> str:
 
 def run_cell(page: Page, number: int) -> None:
     """Click into a cell and on the button; a page that has just opened may not heed the first click."""
-    began = f"{part_of(number, '.jp-InputPrompt')}.trim() !== '[ ]:'"
+    began = f"/[*\\d]/.test({part_of(number, '.jp-InputPrompt')})"
     deadline = time.monotonic() + 90 + BUSY_S
     while not page.value(began):
         assert time.monotonic() < deadline, page.value("document.body.innerText")
