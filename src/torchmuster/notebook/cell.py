@@ -5,6 +5,7 @@ import linecache
 import pprint
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Also what tells a frame of a cell from others. No "<" in front: hangs name a rank's place by such files.
@@ -72,11 +73,16 @@ def _told(error: BaseException) -> str:
     return "".join(told.format()).rstrip()[-_LONGEST_TRACEBACK:]
 
 
+def _is_ours(file: str) -> bool:
+    """Say whether a file is what runs cells: also the handler that interrupts them."""
+    return Path(file).parent == Path(__file__).parent
+
+
 def _shortened(stack: traceback.StackSummary) -> traceback.StackSummary:
     last = len(stack) - 1
     kept = [
         frame
         for place, frame in enumerate(stack)
-        if frame.filename.startswith(CELL) or (place == last and frame.filename != __file__)
+        if frame.filename.startswith(CELL) or (place == last and not _is_ours(frame.filename))
     ]
     return traceback.StackSummary.from_list(kept)

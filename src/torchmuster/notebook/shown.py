@@ -129,7 +129,7 @@ class CellShown:
     def _tell_of_failures(self, now: float) -> None:
         """Show the traceback of a rank before the others are done: they may wait for it in vain."""
         for rank, one in self._done.items():
-            if one.error:
+            if one.error and not one.interrupted:
                 self._failed_s.setdefault(rank, now)
         late = {
             rank: self._done[rank]
