@@ -15,6 +15,7 @@ from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS, MusterError
 from torchmuster.monitor.catalogue import METRICS
+from torchmuster.notebook.command_line import parser as notebook_parser
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -39,6 +40,10 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_commands_and_flags(file_regression: FileRegressionFixture) -> None:
     file_regression.check("\n".join(_commands(root_parser())) + "\n", basename="commands")
+
+
+def test_notebook_commands(file_regression: FileRegressionFixture) -> None:
+    file_regression.check("\n".join(_commands(notebook_parser())) + "\n", basename="notebook")
 
 
 def test_exit_codes(file_regression: FileRegressionFixture) -> None:

@@ -28,6 +28,27 @@ time.sleep(600)
 """
 
 
+def living(mark: str) -> list[psutil.Process]:
+    """Return the processes that have this mark in their environment and live."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            ours = process.environ().get(MARK) == mark
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_until_nothing_lives(mark: str, within_s: float) -> float:
+    """Wait until nothing with this mark is alive; return how long that took."""
+    began = time.monotonic()
+    within_s += BUSY_S
+    while left := living(mark):
+        assert time.monotonic() - began < within_s, f"still alive after {within_s} s: {left}"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
 class Launched:
     """A ``muster`` command that runs."""
 
@@ -122,22 +143,11 @@ class Launched:
 
     def alive(self) -> list[psutil.Process]:
         """Return everything that this command started and that lives, itself included."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                ours = process.environ().get(MARK) == self.mark
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return living(self.mark)
 
     def wait_until_nothing_lives(self, within_s: float) -> float:
         """Wait until nothing of it is alive; return how long that took."""
-        began = time.monotonic()
-        within_s += BUSY_S
-        while left := self.alive():
-            assert time.monotonic() - began < within_s, f"still alive after {within_s} s: {left}"
-            time.sleep(0.05)
-        return time.monotonic() - began
+        return wait_until_nothing_lives(self.mark, within_s)
 
     def __str__(self) -> str:
         return f"--- standard output\n{''.join(self._out)}--- standard error\n{''.join(self._err)}"

@@ -15,7 +15,12 @@ from torchmuster.errors import Mistake
 ENVIRONMENT_PREFIX = "TORCHMUSTER_"
 # Variables of the product that are not settings of a run; everything else with the prefix must be.
 OTHER_VARIABLES = frozenset(
-    {"TORCHMUSTER_CLAIM", "TORCHMUSTER_CLAIMS_DIR", "TORCHMUSTER_RUN_TOKEN"}
+    {
+        "TORCHMUSTER_CLAIM",
+        "TORCHMUSTER_CLAIMS_DIR",
+        "TORCHMUSTER_RUN_TOKEN",
+        "TORCHMUSTER_NOTEBOOK_SECRET",
+    }
 )
 
 

@@ -1,0 +1,1 @@
+"""Cells of a notebook on ranks: ``%load_ext torchmuster``, ``%muster start``, ``%%ranks``."""

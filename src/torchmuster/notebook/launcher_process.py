@@ -1,0 +1,191 @@
+"""The process beside the notebook's kernel that launches its ranks, as ``muster run`` would.
+
+It is one of its own because the launcher wants the signals of its process, and the kernel has its own use
+for them. Both speak lines of JSON: the kernel through this one's standard input, this one through its
+standard output. When the kernel has gone, however it went, the ranks are ended.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, from_error
+from torchmuster.launch.channel import Transport
+from torchmuster.launch.launcher import launch
+from torchmuster.launch.local import LocalTransport
+from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.supervisor import Supervisor
+from torchmuster.launch.voice import TerminalVoice
+from torchmuster.notebook.launcher_words import (
+    Code,
+    End,
+    Ended,
+    Found,
+    FromLauncher,
+    Interrupt,
+    Order,
+    Printed,
+    Said,
+    ToLauncher,
+    World,
+)
+from torchmuster.runfolder import RunFolder
+
+_LOOK_EVERY_S = 1.0
+_PIECE_BYTES = 65536
+
+
+class _ToKernel(TerminalVoice):
+    """A voice that tells the kernel everything."""
+
+    def __init__(self, run: RunFolder, tell: Callable[[FromLauncher], None]) -> None:
+        super().__init__(run)
+        self._tell = tell
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Need no console."""
+        yield
+
+    def world(self, size: int) -> None:
+        """Tell how many ranks there are."""
+        self._tell(World(size))
+
+    def say(self, text: str) -> None:
+        """Tell what the launcher says."""
+        self._tell(Said(text))
+
+    def output(self, rank: int, text: str) -> None:
+        """Tell what a rank wrote to its log."""
+        self._tell(Printed(rank, text))
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Tell what was found."""
+        if findings:
+            self._tell(Found(tuple(findings)))
+
+    def finish(self) -> None:
+        """Have nothing left to show."""
+
+
+class _Kernel:
+    """The other end: what it asks for, and whether it is there."""
+
+    def __init__(self, asked: int, told: IO[bytes]) -> None:
+        self._asked = asked
+        self._told = told
+        self._parent = os.getppid()
+        self._turn = threading.Lock()
+        self._unread = b""
+
+    def tell(self, event: FromLauncher) -> None:
+        """Tell the kernel; one that has gone is noticed elsewhere."""
+        with self._turn, contextlib.suppress(OSError):
+            self._told.write(msgspec.json.encode(event) + b"\n")
+            self._told.flush()
+
+    def line(self) -> bytes:
+        """Wait for the next line; empty when the kernel has gone.
+
+        Its pipe need not end with it: a child that it forked may hold that open.
+        """
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([self._asked], [], [], _LOOK_EVERY_S)
+            piece = os.read(self._asked, _PIECE_BYTES) if readable else None
+            if piece == b"" or os.getppid() != self._parent:
+                return b""
+            self._unread += piece or b""
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def obey(self, course: Supervisor, loop: asyncio.AbstractEventLoop) -> None:
+        """Do what the kernel asks, in a thread, until it has gone."""
+        with contextlib.suppress(RuntimeError):  # the ranks have ended, and the loop with them
+            while line := self.line():
+                match msgspec.json.decode(line, type=ToLauncher):
+                    case Interrupt():
+                        loop.call_soon_threadsafe(course.pass_on, "SIGINT")
+                    case End():
+                        loop.call_soon_threadsafe(course.stop, "the notebook stopped them")
+            loop.call_soon_threadsafe(course.stop, "the notebook's kernel has gone")
+
+
+def _transport(order: Order, tell: Callable[[FromLauncher], None]) -> Transport:
+    if order.guests:
+        return _for_guests(order.guests, tell)
+    if order.spec.hosts:
+        from torchmuster.launch.ssh import SshTransport
+
+        limits = order.spec.limits
+        return SshTransport(order.spec.hosts, sys.executable, lost_after_s=limits.lost_after_s)
+    return LocalTransport(socket.gethostname())
+
+
+def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
+    from torchmuster.launch.hosting import HostTransport
+    from torchmuster.launch.join.code import encode
+    from torchmuster.launch.network import interfaces
+
+    addresses = [one.address for one in interfaces.candidates()]
+    if not addresses:
+        raise Impossible(
+            "this machine has no network address",
+            why="others cannot join over loopback",
+            fix="connect it to a network; ip address  # shows what it has",
+        )
+    return HostTransport(
+        socket.gethostname(),
+        nodes=guests + 1,
+        addresses=addresses,
+        port=None,
+        announce=True,
+        on_event=lambda words: tell(Said(words)),
+        on_code=lambda place, code: tell(Code(place + 1, f"muster join {encode(code)}")),
+    )
+
+
+def main() -> int:
+    """Launch what the first line orders; return as a command would."""
+    kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
+    line = kernel.line()
+    if not line:
+        return 0
+    order = msgspec.json.decode(line, type=Order)
+
+    def make(
+        spec: JobSpec,
+        transport: Transport,
+        voice: TerminalVoice,
+        *,
+        run_id: str,
+        logs: str,
+        on_phase: Callable[[str], None],
+    ) -> Supervisor:
+        course = Supervisor(spec, transport, voice, run_id=run_id, logs=logs, on_phase=on_phase)
+        words = (course, asyncio.get_running_loop())
+        threading.Thread(target=kernel.obey, args=words, daemon=True).start()
+        return course
+
+    run = RunFolder(Path(order.run))
+    try:
+        transport = _transport(order, kernel.tell)
+        code = launch(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
+    except MusterError as error:
+        kernel.tell(Found(tuple(from_error(error))))
+        code = error.exit_code
+    kernel.tell(Ended(int(code)))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

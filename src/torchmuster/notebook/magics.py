@@ -1,0 +1,257 @@
+"""The commands of a notebook: ``%muster``, ``%%ranks`` and ``%%rank``."""
+
+import atexit
+import contextlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import from_error, render
+from torchmuster.notebook import command_line, shown
+from torchmuster.notebook.asked import Asked
+from torchmuster.notebook.cell import CELL
+from torchmuster.notebook.ranks import Listener, Ranks
+
+_PROGRESS_S = 1.0
+_PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
+
+
+class Shell(Protocol):
+    """What is used of IPython."""
+
+    user_ns: dict[str, Any]
+
+    def register_magic_function(self, function: Callable[..., None], kind: str, name: str) -> None:
+        """Add a command."""
+
+
+class RanksError(Exception):
+    """What a cell ends with: told as it is, without the way through this file."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class Notebook:
+    """One kernel's ranks, and the commands that use them."""
+
+    def __init__(self, shell: "Shell") -> None:
+        self.shell = shell
+        self._ranks: Ranks | None = None
+        self._parser = command_line.parser()
+
+    # ---- commands
+
+    def muster(self, line: str) -> None:
+        """``%muster start|stop|restart|status|pull``: the ranks of this notebook."""
+        with _told(), contextlib.suppress(command_line.HelpShown):
+            options = self._parser.parse_args(shlex.split(line))
+            match options.command:
+                case "start":
+                    self._start_first(command_line.asked_for(options))
+                case "stop":
+                    self.stop()
+                case "restart":
+                    self._restart()
+                case "status":
+                    self._show_status()
+                case "pull":
+                    self._pull(options.name, options.rank)
+
+    def all_ranks(self, line: str, code: str) -> None:
+        """``%%ranks``: run the cell on every rank."""
+        with _told():
+            if line.strip():
+                raise Impossible(
+                    "%%ranks runs a cell on every rank, and takes no words",
+                    fix=f"%%rank {line.strip()}  # for some of them",
+                )
+            ranks = self._running()
+            self._run(ranks, code, range(ranks.world_size))
+
+    def some_ranks(self, line: str, code: str) -> None:
+        """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks alone."""
+        with _told():
+            ranks = self._running()
+            self._run(ranks, code, command_line.chosen(line, ranks.world_size))
+
+    def stop(self) -> None:
+        """End the ranks, if there are some."""
+        if self._ranks is not None:
+            self._ranks.stop()
+
+    def _start_first(self, asked: Asked) -> None:
+        if self._ranks is not None and self._ranks.alive:
+            raise Impossible(
+                f"{_count(self._ranks.world_size)} run already",
+                why="a notebook has one group of ranks at a time",
+                fix="%muster stop, then %muster start …; or %muster restart for the same ones anew",
+            )
+        self.stop()
+        self._start(asked)
+
+    def _restart(self) -> None:
+        if self._ranks is None:
+            raise Impossible("no ranks were started yet", fix="%muster start --ranks 2")
+        self.stop()
+        self._start(self._ranks.asked)
+
+    def _show_status(self) -> None:
+        ranks = self._ranks
+        if ranks is None or not ranks.alive:
+            print("no ranks run; %muster start --ranks 2")
+            return
+        print(f"{_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
+        if ranks.refused:
+            print(f"connections without the key, refused: {'; '.join(ranks.refused)}")
+
+    def _pull(self, name: str, rank: int | None) -> None:
+        """Bring a variable into the notebook: a list by rank, or one rank's value."""
+        ranks = self._running()
+        everybody = range(ranks.world_size)
+        if rank is not None and rank not in everybody:
+            raise command_line.no_such_rank(rank, ranks.world_size)
+        found = ranks.fetch(name, everybody if rank is None else [rank])
+        values = [found[one] for one in sorted(found)]
+        self.shell.user_ns[name] = values if rank is None else values[0]
+
+    # ---- how
+
+    def _running(self) -> Ranks:
+        if self._ranks is not None:
+            self._ranks.catch_up()
+        if self._ranks is None or not self._ranks.alive:
+            raise Impossible(
+                "no ranks run",
+                why="they were ended" if self._ranks is not None else "none were started yet",
+                fix="%muster restart" if self._ranks is not None else "%muster start --ranks 2",
+            )
+        return self._ranks
+
+    def _start(self, asked: Asked) -> None:
+        self._ranks = ranks = Ranks(asked)
+        place = self._place()
+        said: list[str] = []
+        codes: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            place("\n".join([*codes, said[-1]]))
+
+        def show_code(machine: int, line: str) -> None:
+            where = f"on machine {machine}, in a folder with the same code, paste:\n  {line}"
+            codes.append(where)
+            place("\n".join(codes))
+
+        last = "not started"
+        try:
+            ranks.wait_until_here(say, show_code)
+            last = f"{_count(ranks.world_size)} here; %%ranks runs a cell on them"
+        finally:
+            # In place of the codes, which are not to be kept in the notebook.
+            reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
+            place("\n".join([*reasons, last]))
+
+    def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
+        every_s = _PROGRESS_S if self._is_kernel else _PROGRESS_ON_A_TERMINAL_S
+        seen = shown.CellShown(
+            ranks.run_folder, ranks.world_size, chosen, _write, self._place(), every_s=every_s
+        )
+        # The number that the notebook shows; execution_count is already the next one's in some versions.
+        name = f"{CELL}{len(self.shell.user_ns['In']) - 1}"
+        listener = Listener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
+        try:
+            result = ranks.run(code, name, chosen, listener)
+        finally:
+            seen.end()
+        if text := shown.values(result.done, ranks.world_size):
+            _write(f"{text}\n")
+        errors = seen.errors(result.done)
+        if result.stuck:
+            self._start_again(ranks, result.stuck, errors)
+        if errors:
+            raise RanksError(errors)
+        if result.interrupted:  # just when all had ended
+            raise RanksError("interrupted")
+
+    def _start_again(self, ranks: Ranks, stuck: Sequence[int], errors: str) -> NoReturn:
+        """End ranks that did not hear the interrupt, for they never will, and start new ones."""
+        where = shown.standing(stuck, stuck, shown.pulses(ranks.run_folder))
+        ranks.stop()
+        self._start(ranks.asked)
+        told = [errors] if errors else []
+        told += [
+            f"interrupted, but {where}, and did not come back",
+            "a rank that waits for others in a collective does not hear Ctrl-C; so all ranks were "
+            "ended and started anew: their variables are gone",
+            "run again the cells that define what you need, from init_process_group on",
+        ]
+        raise RanksError("\n".join(told))
+
+    @property
+    def _is_kernel(self) -> bool:
+        return hasattr(self.shell, "kernel")
+
+    def _place(self) -> Callable[[str], None]:
+        """Return what shows a text in place of the one that it showed before."""
+        from IPython.display import DisplayHandle
+
+        handle = DisplayHandle()
+        first = True
+
+        def show(text: str) -> None:
+            nonlocal first
+            if not self._is_kernel:
+                print(text, file=sys.stderr)
+            elif first:
+                handle.display({"text/plain": text}, raw=True)
+            else:
+                handle.update({"text/plain": text}, raw=True)
+            first = False
+
+        return show
+
+
+# A kernel has one.
+_LOADED: dict[str, Notebook] = {}
+
+
+def load(shell: object) -> None:
+    """Add the commands to a kernel; its ranks end with it."""
+    if importlib.util.find_spec("IPython") is None:
+        raise Impossible(
+            "cells on ranks need IPython, which is not installed here",
+            fix="pip install 'torchmuster[notebook]'",
+        )
+    if (earlier := _LOADED.pop("notebook", None)) is not None:  # %reload_ext
+        earlier.stop()
+    notebook = _LOADED["notebook"] = Notebook(cast(Shell, shell))
+    # The launcher notices as well when the kernel has gone; this way, they are gone when it is.
+    atexit.register(notebook.stop)
+    for kind, name, function in (
+        ("line", "muster", notebook.muster),
+        ("cell", "ranks", notebook.all_ranks),
+        ("cell", "rank", notebook.some_ranks),
+    ):
+        notebook.shell.register_magic_function(cast(Callable[..., None], function), kind, name)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Show an error by its own words: what was asked, what is true, what to do."""
+    try:
+        yield
+    except MusterError as error:
+        raise RanksError(render(from_error(error))) from None
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -1,0 +1,119 @@
+"""What the notebook and its ranks say to each other, and how each knows that it speaks to the other.
+
+A message is four bytes of length, the most significant first, and that many bytes of MessagePack, decoded
+into these types and no others: nothing is ever unpickled. Before the first message both sides prove that they
+have the key, with fixed numbers of bytes that need no parser. The key itself never travels.
+"""
+
+import hashlib
+import hmac
+import os
+import socket
+
+import msgspec
+
+# Redacted by its name wherever it would be written; taken out of a rank's environment at once.
+SECRET_VARIABLE = "TORCHMUSTER_NOTEBOOK_SECRET"  # noqa: S105  # a variable's name
+SECRET_BYTES = 32
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_RANK_BYTES = 4
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the notebook listens; with a fingerprint, by TLS with the certificate that has it."""
+
+    addresses: tuple[tuple[str, int], ...]
+    fingerprint: str = ""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """Run a cell; ``name`` stands for it in tracebacks."""
+
+    request: int
+    name: str
+    code: str
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Send the value of a variable."""
+
+    request: int
+    name: str
+
+
+class Wrote(msgspec.Struct, frozen=True, kw_only=True, tag="wrote"):
+    """Text that a rank's Python code printed."""
+
+    text: str
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """A cell has ended: its last expression as text, or the traceback.
+
+    ``wrote_to_log``: something in the process wrote beside Python; it comes by way of the rank's log.
+    """
+
+    request: int
+    value: str = ""
+    error: str = ""
+    interrupted: bool = False
+    wrote_to_log: bool = False
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
+    """A variable (see values.py), or what, why and fix of the refusal."""
+
+    request: int
+    content: bytes = b""
+    refusal: tuple[str, str, str] | None = None
+
+
+ToRank = Run | Fetch
+FromRank = Wrote | Done | Fetched
+
+
+class NotTheOther(Exception):
+    """Who is at the other end does not have the key."""
+
+
+def new_secret() -> bytes:
+    """Return a key for one start of ranks."""
+    return os.urandom(SECRET_BYTES)
+
+
+def admit(end: socket.socket, secret: bytes) -> int:
+    """Let a rank prove that it has the key, and prove the same to it; return its number."""
+    challenge = os.urandom(_NONCE_BYTES)
+    end.sendall(challenge)
+    answer = _read(end, _RANK_BYTES + _NONCE_BYTES + _MAC_BYTES)
+    said, mac = answer[:-_MAC_BYTES], answer[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, b"rank", challenge + said)):
+        raise NotTheOther("it does not have this notebook's key")
+    end.sendall(_mac(secret, b"notebook", said + challenge))
+    return int.from_bytes(said[:_RANK_BYTES], "big")
+
+
+def introduce(end: socket.socket, secret: bytes, rank: int) -> None:
+    """Prove to the notebook that this rank has the key, and let it prove the same."""
+    challenge = _read(end, _NONCE_BYTES)
+    said = rank.to_bytes(_RANK_BYTES, "big") + os.urandom(_NONCE_BYTES)
+    end.sendall(said + _mac(secret, b"rank", challenge + said))
+    proof = _read(end, _MAC_BYTES)
+    if not hmac.compare_digest(proof, _mac(secret, b"notebook", said + challenge)):
+        raise NotTheOther("what listens there is not the notebook that started this rank")
+
+
+def _mac(secret: bytes, who: bytes, said: bytes) -> bytes:
+    # Who speaks is part of it, so that a proof cannot be sent back to whoever gave it.
+    return hmac.digest(secret, who + said, hashlib.sha256)
+
+
+def _read(end: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = end.recv(size - len(data))
+        if not piece:
+            raise NotTheOther("it closed the connection before it had proved anything")
+        data += piece
+    return data

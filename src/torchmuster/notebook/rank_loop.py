@@ -1,0 +1,203 @@
+"""What each rank of a notebook runs: it goes to the notebook, and runs the cells that it is sent.
+
+Cells run in the main thread, as a script would, so that Ctrl-C ends them and the lookout for hangs sees
+where they are. The end of the connection ends the rank.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import sys
+import time
+import types
+from typing import Any
+
+import msgspec
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.launch.join import certificate
+from torchmuster.notebook import cell, values
+from torchmuster.notebook.connection import Connection
+from torchmuster.notebook.messages import (
+    SECRET_VARIABLE,
+    Done,
+    Fetch,
+    Fetched,
+    Meeting,
+    NotTheOther,
+    Run,
+    ToRank,
+    Wrote,
+    introduce,
+)
+
+_COME_WITHIN_S = 60.0
+_TRY_FOR_S = 5.0
+_TRY_AGAIN_S = 0.2
+_NAMES_SHOWN = 8
+
+
+class _ToNotebook(io.TextIOBase):
+    """Standard output and error of cells. A child by fork writes to the rank's log instead."""
+
+    encoding = "utf-8"
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+
+    def writable(self) -> bool:
+        """Say that it can be written to."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the log's, for programs that are started with it."""
+        return 1
+
+    def write(self, text: str) -> int:
+        """Send what is printed."""
+        if os.getpid() == self._pid:
+            self._connection.send(Wrote(text=text))
+        elif sys.__stdout__ is not None:
+            sys.__stdout__.write(text)
+        return len(text)
+
+
+class RankLoop:
+    """One rank: its connection, and the names that cells have defined."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._busy = False
+        # What Python itself does for a script, so that pickling and multiprocessing find the cells' names.
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        self._space: dict[str, Any] = main.__dict__
+        self._space["__builtins__"] = __builtins__
+        self._space["rank"] = rank
+        self._space["world_size"] = int(os.environ["WORLD_SIZE"])
+
+    def serve(self) -> None:
+        """Do what is asked until the notebook has gone."""
+        sys.stdout = sys.stderr = _ToNotebook(self._connection)
+        while (asked := self.wait_for_a_cell()) is not None:
+            match asked:
+                case Run():
+                    self._connection.send(self._run(asked))
+                case Fetch():
+                    self._connection.send(self._fetch(asked))
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+    def wait_for_a_cell(self) -> ToRank | None:
+        """Wait; its name is what people read of a rank that others wait for in vain."""
+        return self._connection.receive(_ASKED)
+
+    def _run(self, asked: Run) -> Done:
+        # Anew for each cell: an earlier one may have changed it.
+        signal.signal(signal.SIGINT, self._interrupted)
+        logged = _log_bytes()
+        self._busy = True
+        try:
+            outcome = cell.run(asked.code, asked.name, self._space)
+        except KeyboardInterrupt:  # just when it had ended
+            outcome = cell.Outcome(error="KeyboardInterrupt", interrupted=True)
+        finally:
+            self._busy = False
+        with contextlib.suppress(Exception):
+            for stream in (sys.__stdout__, sys.__stderr__):
+                if stream is not None:
+                    stream.flush()
+        return Done(
+            request=asked.request,
+            value=outcome.value,
+            error=outcome.error,
+            interrupted=outcome.interrupted,
+            wrote_to_log=_log_bytes() != logged,
+        )
+
+    def _interrupted(self, *_: object) -> None:
+        if self._busy:  # else it came too late, and there is nothing to interrupt
+            raise KeyboardInterrupt
+
+    def _fetch(self, asked: Fetch) -> Fetched:
+        try:
+            if asked.name not in self._space:
+                raise Impossible(
+                    f"there is no variable {asked.name!r}",
+                    why=f"its cells have defined {self._defined()}",
+                    fix="define it in a cell that begins with %%ranks",
+                )
+            content = values.encode(asked.name, self._space[asked.name])
+        except MusterError as error:
+            return Fetched(request=asked.request, refusal=(error.what, error.why, error.fix))
+        except Exception as error:  # such as memory that runs out, on a GPU
+            refusal = (f"{asked.name} cannot be pulled: {error!r}", "", "")
+            return Fetched(request=asked.request, refusal=refusal)
+        return Fetched(request=asked.request, content=content)
+
+    def _defined(self) -> str:
+        names = [
+            name
+            for name, value in self._space.items()
+            if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        ]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return ", ".join(names[-_NAMES_SHOWN:]) + more
+
+
+_ASKED: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+def _log_bytes() -> int:
+    """Return how much was written beside Python: by libraries and by programs that a cell started."""
+    return os.fstat(1).st_size
+
+
+def connect(meeting: Meeting, secret: bytes, rank: int) -> Connection:
+    """Go to the notebook that started this rank, by whichever of its addresses leads there."""
+    deadline = time.monotonic() + _COME_WITHIN_S
+    tried: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for address, port in meeting.addresses:
+            try:
+                return Connection(_open(address, port, meeting.fingerprint, secret, rank))
+            except (OSError, NotTheOther) as error:
+                tried[f"{address} port {port}"] = str(error)
+        time.sleep(_TRY_AGAIN_S)
+    raise Impossible(
+        f"rank {rank} did not reach the notebook",
+        why="; ".join(f"{place}: {error}" for place, error in tried.items()),
+        fix="let this machine reach the notebook's: muster check --hosts … says what is in between",
+    )
+
+
+def _open(address: str, port: int, fingerprint: str, secret: bytes, rank: int) -> socket.socket:
+    end = socket.create_connection((address, port), _TRY_FOR_S)
+    try:
+        if fingerprint:
+            end = certificate.client_context().wrap_socket(end)
+            if not certificate.is_known(end.getpeercert(True), bytes.fromhex(fingerprint)):
+                raise NotTheOther("its certificate is not the notebook's")
+        introduce(end, secret, rank)
+    except BaseException:
+        end.close()
+        raise
+    return end
+
+
+def main(words: list[str]) -> None:
+    """Run as a rank; the word says where the notebook is, the environment has the key."""
+    # Not inherited by what cells start.
+    secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
+    rank = int(os.environ["RANK"])
+    connection = connect(msgspec.json.decode(words[0], type=Meeting), secret, rank)
+    try:
+        RankLoop(connection, rank).serve()
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

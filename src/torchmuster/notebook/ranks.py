@@ -1,0 +1,298 @@
+"""The ranks of a notebook as the kernel has them: started, asked, interrupted, ended.
+
+Everything that happens arrives in one queue, from a thread for each rank and one for the launcher; whoever
+waits reads it in the kernel's main thread, which Ctrl-C interrupts.
+"""
+
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.join import certificate
+from torchmuster.launch.network import interfaces
+from torchmuster.notebook import interrupts, values
+from torchmuster.notebook import launcher_words as words
+from torchmuster.notebook.asked import Asked
+from torchmuster.notebook.connection import Connection
+from torchmuster.notebook.entrance import Entrance
+from torchmuster.notebook.launcher import Launcher
+from torchmuster.notebook.messages import (
+    SECRET_VARIABLE,
+    Done,
+    Fetch,
+    Fetched,
+    FromRank,
+    Meeting,
+    Run,
+    Wrote,
+    new_secret,
+)
+from torchmuster.runfolder import DEFAULT_ROOT, create
+
+LOOPBACK = "127.0.0.1"
+_LOOK_EVERY_S = 0.1
+# SIGINT ends Python code at once; a rank that waits in a collective does not hear it.
+_INTERRUPT_WITHIN_S = 5.0
+_LATE_OUTPUT_S = 0.6
+_VERDICT_WITHIN_S = 10.0
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+class Arrived(NamedTuple):
+    """A rank is here."""
+
+    rank: int
+    connection: Connection
+
+
+class Heard(NamedTuple):
+    """A rank said something; None: it has gone."""
+
+    rank: int
+    message: FromRank | None
+
+
+Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who is told while a cell runs: of what ranks print, of what is found, and who is done so far."""
+
+    wrote: Callable[[int, str], None]
+    found: Callable[[Sequence[Finding]], None]
+    passing: Callable[[Mapping[int, Done]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a cell went on the ranks that came back; ``stuck`` did not, though interrupted."""
+
+    done: dict[int, Done]
+    interrupted: bool = False
+    stuck: tuple[int, ...] = ()
+
+
+class Ranks:
+    """Ranks: started when this is made, usable after :meth:`wait_until_here`, ended by :meth:`stop`."""
+
+    def __init__(self, asked: Asked, root: Path = DEFAULT_ROOT) -> None:
+        self.asked = asked
+        self.run_folder = create(root, "notebook")
+        self.world_size = 0
+        self._over = False
+        self._requests = itertools.count()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._here: dict[int, Connection] = {}
+        self._found: Finding | None = None
+        secret = new_secret()
+        made = certificate.make() if asked.many else None
+        addresses = [LOOPBACK]
+        if asked.many:
+            addresses += [one.address for one in interfaces.candidates()]
+        self._entrance = Entrance(
+            addresses, secret, self._arrived, context=made.context if made else None
+        )
+        meeting = Meeting(
+            addresses=self._entrance.addresses, fingerprint=made.fingerprint.hex() if made else ""
+        )
+        spec = replace(
+            asked.spec,
+            command=("torchmuster.notebook.rank_loop", msgspec.json.encode(meeting).decode()),
+            environment={**asked.spec.environment, SECRET_VARIABLE: secret.hex()},
+        )
+        self._launcher = Launcher(self.run_folder, self._events.put)
+        self._launcher.tell(
+            words.Order(spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests)
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether cells can be run."""
+        return not self._over and self._launcher.alive
+
+    @property
+    def refused(self) -> Sequence[str]:
+        """Whence connections came that had no key."""
+        return tuple(self._entrance.refused)
+
+    def wait_until_here(
+        self, say: Callable[[str], None], show_code: Callable[[int, str], None]
+    ) -> None:
+        """Wait for all ranks; then nothing listens any more. What fails leaves nothing behind."""
+        try:
+            while not self.world_size or len(self._here) < self.world_size:
+                match self._events.get():
+                    case words.Said(text=text):
+                        say(text)
+                    case words.Code(machine=machine, line=line):
+                        show_code(machine, line)
+                    case event:
+                        self._note(event)
+        except BaseException:
+            self.stop()
+            raise
+        self._entrance.close()
+
+    def catch_up(self) -> None:
+        """Take in what happened since the last cell; if the ranks have ended, this tells why."""
+        shown_with_the_next_cell: list[Event] = []
+        while not self._over and not self._events.empty():
+            event = self._events.get()
+            match event:
+                case words.Printed() | Heard(message=Wrote()):
+                    shown_with_the_next_cell.append(event)
+                case _:
+                    self._note(event)
+        for event in shown_with_the_next_cell:
+            self._events.put(event)
+
+    def run(self, code: str, name: str, ranks: Collection[int], listener: Listener) -> Result:
+        """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
+        request = next(self._requests)
+        running, done = set(ranks), dict[int, Done]()
+        told = 0
+        give_up_s = math.inf
+        with interrupts.collected() as asked:
+            for rank in ranks:
+                self._here[rank].send(Run(request=request, name=name, code=code))
+            # Asked twice, nobody waits any longer.
+            while running and asked.count < 2 and time.monotonic() < give_up_s:
+                if asked.count > told:
+                    told = asked.count
+                    self._launcher.tell(words.Interrupt())
+                    give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
+                event = self._next()
+                match event:
+                    case Heard(rank=rank, message=Done() as message) if message.request == request:
+                        done[rank] = message
+                        running.discard(rank)
+                    case _:
+                        self._pass_on(event, listener)
+                listener.passing(done)
+            self._take_late_output(done, listener)
+        return Result(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
+
+    def fetch(self, name: str, ranks: Collection[int]) -> dict[int, object]:
+        """Return a variable of these ranks."""
+        request = next(self._requests)
+        for rank in ranks:
+            self._here[rank].send(Fetch(request=request, name=name))
+        found: dict[int, object] = {}
+        while len(found) < len(ranks):
+            event = self._next()
+            match event:
+                case Heard(rank=rank, message=Fetched() as message) if message.request == request:
+                    if message.refusal is not None:
+                        what, why, fix = message.refusal
+                        raise Impossible(f"rank {rank}: {what}", why=why, fix=fix)
+                    found[rank] = values.decode(message.content)
+                case _:
+                    self._note(event)
+        return found
+
+    def stop(self) -> None:
+        """End the ranks, on all machines; ask twice, so that none is waited for."""
+        self._over = True
+        self._launcher.end()
+        for connection in self._here.values():
+            connection.close()
+        self._here.clear()
+        self._entrance.close()
+
+    # ---- what arrives
+
+    def _next(self) -> Event | Heard:
+        try:
+            return self._events.get(timeout=_LOOK_EVERY_S)
+        except queue.Empty:
+            return words.Said("")
+
+    def _pass_on(self, event: Event, listener: Listener) -> None:
+        match event:
+            case Heard(rank=rank, message=Wrote(text=text)):
+                listener.wrote(rank, text)
+            case words.Printed(rank=rank, text=text):
+                listener.wrote(rank, text)
+            case words.Found(findings=findings):
+                self._keep(findings)
+                listener.found(findings)
+            case _:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """Take in what concerns all that waits: who came, who went."""
+        match event:
+            case Arrived(rank=rank, connection=connection):
+                self._here[rank] = connection
+                threading.Thread(
+                    target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
+                ).start()
+            case words.World(size=size):
+                self.world_size = size
+            case words.Found(findings=findings):
+                self._keep(findings)
+            case Heard(rank=rank, message=None):
+                self._await_verdict(rank)
+            case words.Ended() | None:
+                self._over = True
+                raise self._why_over("the ranks have ended")
+
+    def _keep(self, findings: Sequence[Finding]) -> None:
+        """Keep why the ranks end; a hang that may pass is no reason."""
+        failures = [one for one in findings if one.status is Status.FAILURE]
+        self._found = failures[-1] if failures else self._found
+
+    def _await_verdict(self, rank: int) -> None:
+        """A rank has gone: the launcher ends the others, and knows best why."""
+        deadline = time.monotonic() + _VERDICT_WITHIN_S
+        while time.monotonic() < deadline:
+            match self._next():
+                case words.Found(findings=findings):
+                    self._keep(findings)
+                case words.Ended() | None:
+                    break
+        self._over = True
+        raise self._why_over(f"rank {rank} has gone")
+
+    def _why_over(self, what: str) -> MusterError:
+        again = "%muster restart  # then run again the cells that define what you need"
+        logs = f"logs: {self.run_folder.logs}"
+        found = self._found
+        if found is None:
+            return MusterError(what, why=logs, fix=again)
+        return MusterError(found.what, why=_lines(found.why, logs), fix=_lines(found.fix, again))
+
+    def _take_late_output(self, done: dict[int, Done], listener: Listener) -> None:
+        """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
+        late = {rank for rank, one in done.items() if one.wrote_to_log}
+        deadline = time.monotonic() + _LATE_OUTPUT_S
+        while late and time.monotonic() < deadline:
+            event = self._next()
+            self._pass_on(event, listener)
+            if isinstance(event, words.Printed):
+                late.discard(event.rank)
+
+    # ---- threads
+
+    def _arrived(self, rank: int, connection: Connection) -> None:
+        self._events.put(Arrived(rank, connection))
+
+    def _hear(self, rank: int, connection: Connection) -> None:
+        while (message := connection.receive(_FROM_RANK)) is not None:
+            self._events.put(Heard(rank, message))
+        self._events.put(Heard(rank, None))
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)

@@ -1,0 +1,215 @@
+"""What people see of a cell that runs on ranks: lines folded, values and errors once, where ranks stand."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torchmuster.finding import Finding, render
+from torchmuster.launch import node_ranks
+from torchmuster.launch.console import Folder, rank_words
+from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.notebook.messages import Done
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
+
+_PROGRESS_AFTER_S = 3.0
+# A pulse is a second or two old: what it says of a cell that has just begun is of the one before.
+_PLACES_AFTER_S = 5.0
+# A mistake in a cell is mostly made by all ranks, and shown once then.
+_OTHERS_FOLLOW_WITHIN_S = 2.0
+_GROUPS_SHOWN = 6
+_KEEPS_WAITING = "rank-keeps-others-waiting"
+
+
+class Lines:
+    """What the ranks print, line by line; equal lines of several ranks are one."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        world_size: int,
+        write: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = Folder(world_size, logs=str(run.logs))
+        self._write = write
+        self._clock = clock
+        self._unfinished: dict[int, str] = {}
+
+    def add(self, rank: int, text: str) -> None:
+        """Take what a rank printed; what has no end of line yet waits for it."""
+        whole, end, rest = (self._unfinished.get(rank, "") + text).rpartition("\n")
+        self._unfinished[rank] = rest.rpartition("\r")[2] if rest.strip("\r") else ""
+        if end:
+            self._folder.add(rank, whole + end, self._clock())
+
+    def unfinished(self, rank: int) -> str:
+        """Return what a rank has begun to print: often a progress bar."""
+        return self._unfinished.get(rank, "")
+
+    def show_due(self) -> None:
+        """Show what has waited long enough for its like."""
+        self._show(self._folder.due(self._clock()))
+
+    def show_all(self) -> None:
+        """Show all that is left."""
+        for rank, text in self._unfinished.items():
+            if text:
+                self._folder.add(rank, f"{text}\n", self._clock())
+        self._unfinished.clear()
+        self._show(self._folder.flush())
+
+    def _show(self, lines: list[str]) -> None:
+        if lines:
+            self._write("\n".join([*lines, ""]))
+
+
+class CellShown:
+    """What is seen of one cell while it runs: lines, what is found, and after a while where the ranks stand.
+
+    ``write`` adds to what is below the cell, ``place`` puts a text in place of the one before.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        world_size: int,
+        ranks: Collection[int],
+        write: Callable[[str], None],
+        place: Callable[[str], None],
+        *,
+        every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lines = Lines(run, world_size, write, clock)
+        self._run = run
+        self._world_size = world_size
+        self._ranks = ranks
+        self._write = write
+        self._place = place
+        self._every_s = every_s
+        self._clock = clock
+        self._began_s = clock()
+        self._next_s = self._began_s + _PROGRESS_AFTER_S
+        self._placed = False
+        self._failed_s: dict[int, float] = {}
+        self._told: set[int] = set()
+        self._done: Mapping[int, Done] = {}
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Show what the launcher found; it does not know that a rank has ended its cell."""
+        self.lines.show_due()
+        self._write(f"{render(findings)}\n")
+        if self._done and any(one.name == _KEEPS_WAITING for one in findings):
+            ended = standing(self._done, (), {})
+            self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
+
+    def passing(self, done: Mapping[int, Done]) -> None:
+        """Show what is due, now that these ranks are done."""
+        self._done = done
+        self.lines.show_due()
+        now = self._clock()
+        self._tell_of_failures(now)
+        if now >= self._next_s:
+            self._next_s, self._placed = now + self._every_s, True
+            self._place(f"{format_seconds(now - self._began_s)}: {self._standing(now)}")
+
+    def end(self) -> None:
+        """Show all that is left, and how long it took."""
+        self.lines.show_all()
+        if self._placed:
+            self._place(f"took {format_seconds(self._clock() - self._began_s)}")
+
+    def errors(self, done: Mapping[int, Done]) -> str:
+        """Return the tracebacks of ranks whose were not shown while others still ran."""
+        text = errors({r: one for r, one in done.items() if r not in self._told}, self._world_size)
+        if text or not self._told:
+            return text
+        return f"{rank_words(self._told)} failed, as shown above"
+
+    def _tell_of_failures(self, now: float) -> None:
+        """Show the traceback of a rank before the others are done: they may wait for it in vain."""
+        for rank, one in self._done.items():
+            if one.error and not one.interrupted:
+                self._failed_s.setdefault(rank, now)
+        late = {
+            rank: self._done[rank]
+            for rank, failed_s in self._failed_s.items()
+            if rank not in self._told and now - failed_s >= _OTHERS_FOLLOW_WITHIN_S
+        }
+        if late:
+            self.lines.show_all()
+            self._write(f"{errors(late, self._world_size)}\n")
+            self._told |= set(late)
+
+    def _standing(self, now: float) -> str:
+        known = pulses(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
+        running = [rank for rank in self._ranks if rank not in self._done]
+        return standing(self._ranks, running, known, self.lines.unfinished)
+
+
+def pulses(run: RunFolder) -> dict[int, Pulse]:
+    """Return what the ranks were doing a moment ago."""
+    machines = node_ranks.read(run, time.time())
+    return {pulse.rank: pulse for machine in machines for pulse in machine.ranks}
+
+
+def standing(
+    everybody: Collection[int],
+    running: Collection[int],
+    places: Mapping[int, Pulse],
+    unfinished: Callable[[int], str] = lambda _: "",
+) -> str:
+    """Say where the ranks stand: ``rank 0 waits in all_reduce at cell-3:2; rank 1 has ended the cell``."""
+    by_words: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(everybody):
+        by_words.setdefault(_words(rank, running, places.get(rank), unfinished(rank)), []).append(
+            rank
+        )
+    told = [
+        f"{rank_words(ranks)} {one if len(ranks) == 1 else several}"
+        for (one, several), ranks in by_words.items()
+    ]
+    more = f"; and {len(told) - _GROUPS_SHOWN} more" if len(told) > _GROUPS_SHOWN else ""
+    return "; ".join(told[:_GROUPS_SHOWN]) + more
+
+
+def _words(
+    rank: int, running: Collection[int], pulse: Pulse | None, unfinished: str
+) -> tuple[str, str]:
+    """Say it of one rank, and of several."""
+    if rank not in running:
+        return "has ended the cell", "have ended the cell"
+    if unfinished:
+        return f"shows {unfinished}", f"show {unfinished}"
+    if pulse is None or not pulse.place:
+        return "runs", "run"
+    if pulse.waiting:
+        doing = pulse.waits[0].operation if pulse.waits else pulse.doing
+        return f"waits in {doing} at {pulse.place}", f"wait in {doing} at {pulse.place}"
+    doing = f"in {pulse.doing} " if pulse.doing else ""
+    return f"is {doing}at {pulse.place}", f"are {doing}at {pulse.place}"
+
+
+def values(done: Mapping[int, Done], world_size: int) -> str:
+    """Return the values of the last expressions, those that are alike once."""
+    return _folded({rank: one.value for rank, one in done.items()}, world_size)
+
+
+def errors(done: Mapping[int, Done], world_size: int) -> str:
+    """Return the tracebacks, those that are alike once."""
+    return _folded({rank: one.error for rank, one in done.items()}, world_size)
+
+
+def _folded(texts: Mapping[int, str], world_size: int) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        if text:
+            alike.setdefault(text, []).append(rank)
+    return "\n".join(_with_ranks(text, ranks, world_size) for text, ranks in alike.items())
+
+
+def _with_ranks(text: str, ranks: list[int], world_size: int) -> str:
+    if world_size == 1:
+        return text
+    who = f"all {world_size} ranks" if len(ranks) == world_size else rank_words(ranks)
+    return f"[{who}]\n{text}" if "\n" in text else f"[{who}] {text}"

@@ -1,0 +1,115 @@
+"""Variables on their way from a rank to the notebook: data and arrays as MessagePack, never code."""
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from torchmuster.errors import Impossible
+from torchmuster.notebook.connection import LONGEST_MESSAGE
+from torchmuster.units import format_bytes
+
+_TUPLE, _TENSOR, _ARRAY = 1, 2, 3
+_PLAIN = (type(None), bool, int, float, str, bytes)
+CAN_BE_PULLED = (
+    "numbers, texts, bytes, lists, tuples and dicts of them, torch tensors and numpy arrays"
+)
+
+
+class _Array(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+
+def encode(name: str, value: object) -> bytes:
+    """Return a variable as bytes; what is not data is refused by name."""
+    try:
+        content = msgspec.msgpack.encode(_packed(value, name))
+    except (OverflowError, ValueError, RecursionError) as error:
+        raise _refusal(f"{name} cannot be pulled: {error or type(error).__name__}") from error
+    if len(content) >= LONGEST_MESSAGE:
+        raise Impossible(
+            f"{name} cannot be pulled: it has {format_bytes(len(content))}",
+            why=f"at most {format_bytes(LONGEST_MESSAGE)} are pulled at once",
+            fix="pull a part of it, or have the rank save it to a file",
+        )
+    return content
+
+
+def decode(content: bytes) -> object:
+    """Return what was encoded; tensors are on the CPU."""
+    return msgspec.msgpack.decode(content, ext_hook=_unpacked)
+
+
+def _packed(value: Any, where: str) -> object:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_packed(item, f"{where}[{place}]") for place, item in enumerate(value)]
+    if kind is tuple:
+        items = [_packed(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
+    if kind in (dict, OrderedDict):  # which a state_dict is
+        odd = [key for key in value if type(key) not in _PLAIN]
+        if odd:
+            raise _refusal(f"{where} cannot be pulled: {odd[0]!r} among its keys is not plain")
+        return {key: _packed(item, f"{where}[{key!r}]") for key, item in value.items()}
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+        return _of_tensor(value, where)
+    if numpy is not None and kind is numpy.ndarray and not value.dtype.hasobject:
+        array = _Array(value.dtype.str, value.shape, value.tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(array))
+    if numpy is not None and isinstance(value, numpy.generic):
+        return _packed(value.item(), where)
+    raise _refusal(f"{where} cannot be pulled: it is a {kind.__module__}.{kind.__qualname__}")
+
+
+def _of_tensor(tensor: Any, where: str) -> msgspec.msgpack.Ext:
+    from torchmuster.train.saving.host_bytes import WORDS, pieces
+
+    if tensor.dtype not in WORDS or not _is_strided(tensor):
+        raise _refusal(f"{where} cannot be pulled: it is {tensor.dtype}, {tensor.layout}")
+    # Each is copied while it is there: the memory goes with the last one.
+    content = b"".join(bytes(one) for one in pieces(tensor.resolve_conj().resolve_neg()))
+    array = _Array(WORDS[tensor.dtype], tuple(tensor.shape), content)
+    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(array))
+
+
+def _is_strided(tensor: Any) -> bool:
+    return str(tensor.layout) == "torch.strided"
+
+
+def _unpacked(code: int, data: memoryview) -> object:
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=_unpacked))
+    array = msgspec.msgpack.decode(data, type=_Array)
+    if code == _TENSOR:
+        return _to_tensor(array)
+    if code == _ARRAY:
+        import numpy
+
+        return numpy.ndarray(array.shape, array.dtype, bytearray(array.content))
+    raise ValueError(f"an unknown kind of value: {code}")
+
+
+def _to_tensor(array: _Array) -> object:
+    import torch
+
+    from torchmuster.train.saving.host_bytes import DTYPES
+
+    dtype = DTYPES[array.dtype]
+    if not array.content:  # frombuffer takes no empty one
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.content), dtype=dtype).view(array.shape)
+
+
+def _refusal(what: str) -> Impossible:
+    return Impossible(
+        what,
+        why=f"what can be pulled is data: {CAN_BE_PULLED}",
+        fix="make it data on the rank first, such as model.state_dict() or a list, and pull that",
+    )

@@ -1,0 +1,121 @@
+"""A page in a headless Chromium, driven over its DevTools protocol: read, clicked, pictured."""
+
+import base64
+import contextlib
+import itertools
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import websocket
+
+from patience import BUSY_S, GIVE_UP_S
+
+_LOOK_EVERY_S = 0.1
+_SEEN_WITHIN_S = 90.0 + BUSY_S
+_SIZE = (1100, 1400)
+
+
+class Page:
+    """One page; what is asked of it is what a person can see or click."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = websocket.create_connection(address, timeout=GIVE_UP_S)
+        self._numbers = itertools.count(1)
+
+    def open(self, address: str) -> None:
+        """Go to an address."""
+        self._ask("Page.navigate", url=address)
+
+    def value(self, expression: str) -> Any:
+        """Return the value of an expression in the page."""
+        answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        return answer["result"].get("value")
+
+    def wait_until(self, expression: str, within_s: float = _SEEN_WITHIN_S) -> None:
+        """Wait until an expression holds in the page."""
+        deadline = time.monotonic() + within_s
+        while not self.value(expression):
+            if time.monotonic() > deadline:
+                seen = self.value("document.body.innerText")
+                raise AssertionError(
+                    f"not within {within_s} s: {expression}; the page has:\n{seen}"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def click(self, selector: str, place: int = 0) -> None:
+        """Click in the middle of one of the elements that a selector finds, with the mouse."""
+        one = f"document.querySelectorAll({json.dumps(selector)})[{place}]"
+        self.wait_until(f"!!{one}")
+        x, y = self.value(
+            f"(box => [box.x + box.width / 2, box.y + box.height / 2])({one}.getBoundingClientRect())"
+        )
+        words = {"x": x, "y": y, "button": "left", "clickCount": 1}
+        for kind in ("mousePressed", "mouseReleased"):
+            self._ask("Input.dispatchMouseEvent", type=kind, **words)
+
+    def picture(self, path: Path) -> None:
+        """Take a picture of what is seen."""
+        data = self._ask("Page.captureScreenshot")["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._socket.close()
+
+    def _ask(self, method: str, **words: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": words}))
+        while True:
+            answer = json.loads(self._socket.recv())
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+
+
+@contextlib.contextmanager
+def browsing(folder: Path) -> Iterator[Page]:
+    """Give a page of a browser that keeps its profile in this folder; both end with it."""
+    words = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        f"--window-size={_SIZE[0]},{_SIZE[1]}",
+        f"--user-data-dir={folder / 'profile'}",
+        "about:blank",
+    ]
+    with (folder / "chromium.log").open("wb") as log:
+        browser = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder, process_group=0)
+    try:
+        page = Page(_address(browser, folder / "profile" / "DevToolsActivePort"))
+        try:
+            yield page
+        finally:
+            page.close()
+    finally:
+        browser.terminate()
+        try:
+            browser.wait(30)
+        except subprocess.TimeoutExpired:
+            browser.kill()
+            browser.wait()
+
+
+def _address(browser: "subprocess.Popen[bytes]", told: Path) -> str:
+    deadline = time.monotonic() + GIVE_UP_S
+    while not told.exists() or not told.read_text().strip():
+        assert browser.poll() is None, "the browser has ended"
+        assert time.monotonic() < deadline, "the browser does not say where it listens"
+        time.sleep(_LOOK_EVERY_S)
+    port = told.read_text().split()[0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as answer:
+        pages = json.load(answer)
+    address: str = next(one["webSocketDebuggerUrl"] for one in pages if one["type"] == "page")
+    return address

@@ -1,0 +1,209 @@
+"""Cells on ranks, in a real Jupyter kernel: output, values, errors, interrupts, hangs and ends."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from patience import BUSY_S
+from ranks.launched import wait_until_nothing_lives
+from ranks.notebook_kernel import Kernel, running_kernel
+from torchmuster.runfolder import list_runs
+
+pytestmark = pytest.mark.ranks
+
+GROUP = "%%ranks\nimport time, torch, torch.distributed as dist\ndist.init_process_group('gloo')"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    with running_kernel(tmp_path) as one:
+        one.run_well("%load_ext torchmuster")
+        yield one
+
+
+@pytest.fixture
+def with_ranks(kernel: Kernel) -> Kernel:
+    kernel.run_well("%muster start --ranks 2 --device cpu")
+    return kernel
+
+
+def test_cells_run_on_ranks_and_what_is_alike_is_shown_once(
+    with_ranks: Kernel, tmp_path: Path
+) -> None:
+    kernel = with_ranks
+    assert "2 ranks" in kernel.run_well("%muster status")
+    text = kernel.run_well("%%ranks\nprint('hello')\nprint('I am', rank)\n[world_size]")
+    assert text.splitlines()[0] == "[all 2 ranks] hello"
+    assert sorted(text.splitlines()[1:3]) == ["[rank 0] I am 0", "[rank 1] I am 1"]
+    assert text.splitlines()[3:] == ["[all 2 ranks] [2]"]
+    # Names stay; a semicolon hides the value; what is not Python's writes arrives as well.
+    kernel.run_well("%%rank 1\nmine = rank + 41;")
+    assert kernel.run_well("%%rank 1\nmine") == "[rank 1] 42\n"
+    assert kernel.run_well("%%ranks\nimport os\nos.system('echo native');") == (
+        "[all 2 ranks] native\n"
+    )
+    _the_key_is_nowhere(kernel, tmp_path)
+    _errors_are_shortened_to_the_cell(kernel)
+    _words_that_are_wrong_are_told(kernel)
+    _variables_come_back(kernel)
+    kernel.run_well("%muster stop")
+    assert [one.name() for one in _children(kernel)] == []
+    assert kernel.run_well("%muster status") == "no ranks run; %muster start --ranks 2\n"
+    assert "%muster restart" in kernel.run("%%ranks\n1").error
+
+
+def _children(kernel: Kernel) -> list[psutil.Process]:
+    children = kernel.process.children(recursive=True)
+    return [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def _the_key_is_nowhere(kernel: Kernel, folder: Path) -> None:
+    program = "%%ranks\nimport os\n'TORCHMUSTER_NOTEBOOK_SECRET' in os.environ"
+    assert kernel.run_well(program) == "[all 2 ranks] False\n"
+    (run,) = list_runs(folder / "runs")
+    assert '"TORCHMUSTER_NOTEBOOK_SECRET": "[redacted]"' in run.job.read_text()
+    # Nothing listens any more once all ranks are there.
+    assert not [
+        one for one in _children(kernel)[0].net_connections() if one.status == psutil.CONN_LISTEN
+    ]
+
+
+def _errors_are_shortened_to_the_cell(kernel: Kernel) -> None:
+    error = kernel.run("%%ranks\ndef f():\n    return 1 / rank\nf()").error
+    assert error.startswith("[rank 0]\nTraceback")
+    assert error.endswith("ZeroDivisionError: division by zero")
+    assert "torchmuster" not in error
+    assert "    return 1 / rank" in error
+    assert 'File "cell-' in error
+    both = kernel.run("%%ranks\nraise SystemExit(3)").error
+    assert both.startswith("[all 2 ranks]\n")
+    assert both.count("SystemExit: 3") == 1
+    assert kernel.run("%%ranks\n1 +").error.endswith("SyntaxError: invalid syntax")
+
+
+def _words_that_are_wrong_are_told(kernel: Kernel) -> None:
+    assert "2 ranks run already" in kernel.run("%muster start").error
+    assert "there is no rank 5" in kernel.run("%%rank 5\n1").error
+    assert "%%rank 0  # for some of them" in kernel.run("%%ranks 0\n1").error
+    assert "'x' is not a rank" in kernel.run("%%rank x\n1").error
+    assert "invalid choice: 'strat'" in kernel.run("%muster strat").error
+
+
+def _variables_come_back(kernel: Kernel) -> None:
+    kernel.run_well("%%ranks\nimport torch\nx = (rank, {'w': torch.ones(2, dtype=torch.bfloat16)})")
+    kernel.run_well("%muster pull x")
+    assert kernel.run_well("print(x[1])") == (
+        "(1, {'w': tensor([1., 1.], dtype=torch.bfloat16)})\n"
+    )
+    kernel.run_well("%muster pull x --rank 0")
+    assert kernel.run_well("print(x[0])") == "0\n"
+    refused = kernel.run("%muster pull torch").error
+    assert "torch cannot be pulled: it is a builtins.module" in refused
+    assert "torch tensors and numpy arrays" in refused
+    unknown = kernel.run("%muster pull nothing --rank 1").error
+    assert "rank 1: there is no variable 'nothing'" in unknown
+
+
+def test_a_cell_of_python_is_interrupted_and_names_stay(with_ranks: Kernel) -> None:
+    kernel = with_ranks
+    kernel.run_well("%%ranks\nimport time\nkept = 7")
+    kernel.begin("%%ranks\nprint('there', flush=True)\nwhile True:\n    time.sleep(0.1)")
+    kernel.wait_for("there")
+    kernel.interrupt()
+    error = kernel.finish().error
+    assert error.startswith("[all 2 ranks]\nTraceback")
+    assert error.endswith("KeyboardInterrupt")
+    assert "rank_loop" not in error
+    assert kernel.run_well("%%ranks\nkept") == "[all 2 ranks] 7\n"
+
+
+def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -> None:
+    kernel = with_ranks
+    kernel.run_well(GROUP)
+    kernel.begin(
+        "%%ranks\nif rank == 1:\n    time.sleep(300)\nx = torch.ones(1)\ndist.all_reduce(x)"
+    )
+    places = kernel.wait_for("all_reduce at cell-", 20 + BUSY_S)
+    assert any(
+        "rank 0 waits in all_reduce at cell-4:4; rank 1 is in time.sleep at cell-4:2" in state
+        for state in places.states
+    ), places
+    kernel.wait_for("rank 1 on", 40 + BUSY_S)
+    kernel.wait_for("keeps the others waiting: in time.sleep", 5 + BUSY_S)
+    kernel.interrupt()
+    done = kernel.finish()
+    assert "rank 0 waits in all_reduce at cell-4:4, and did not come back" in done.error
+    assert "their variables are gone" in done.error
+    # The new ones are whole.
+    assert kernel.run_well(f"{GROUP}\nx = torch.ones(1)\ndist.all_reduce(x)\nx") == (
+        "[all 2 ranks] tensor([2.])\n"
+    )
+
+
+def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) -> None:
+    kernel = with_ranks
+    kernel.run_well(GROUP)
+    kernel.begin("%%ranks\nassert rank == 0, 'no data'\ndist.barrier()")
+    kernel.wait_for("AssertionError: no data", 10 + BUSY_S)
+    kernel.wait_for("rank 0 waits in barrier at cell-4:2; rank 1 has ended the cell", 15 + BUSY_S)
+    kernel.interrupt()
+    kernel.interrupt()  # asked twice: at once
+    error = kernel.finish().error
+    assert error.startswith(
+        "rank 1 failed, as shown above\ninterrupted, but rank 0 waits in barrier"
+    )
+    assert "their variables are gone" in error
+
+
+def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel) -> None:
+    kernel = with_ranks
+    error = kernel.run("%%ranks\nimport os, time\nif rank == 1: os._exit(9)\ntime.sleep(300)").error
+    assert "rank 1" in error
+    assert "9" in error
+    assert "%muster restart" in error
+    kernel.run_well("%muster restart")
+    assert kernel.run_well("%%ranks\n'here'") == "[all 2 ranks] 'here'\n"
+    # One that dies between two cells.
+    kernel.run_well(
+        "%%rank 0\nimport threading, os, signal\ndie = lambda: os.kill(os.getpid(), 9)\n"
+        "threading.Timer(0.5, die).start()"
+    )
+    wait_until_childless(kernel)
+    error = kernel.run("%%ranks\nrank").error
+    assert "rank 0" in error
+    assert "SIGKILL" in error
+
+
+def wait_until_childless(kernel: Kernel) -> None:
+    """Wait until a kernel has no children."""
+    psutil.wait_procs(_children(kernel), timeout=30 + BUSY_S)
+    assert _children(kernel) == []
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_is_left_of_a_kernel_that_is_killed(with_ranks: Kernel, busy: bool) -> None:
+    kernel = with_ranks
+    if busy:
+        kernel.begin("%%ranks\nimport time\nprint('there')\ntime.sleep(600)")
+        kernel.wait_for("there")
+    assert len(_children(kernel)) >= 4  # the launcher, the keeper, the agent, the ranks
+    kernel.kill()
+    assert wait_until_nothing_lives(kernel.mark, 15) < 15 + BUSY_S
+
+
+def test_ranks_that_cannot_be_had_are_refused_as_by_the_command(kernel: Kernel) -> None:
+    error = kernel.run("%muster start --device gpu --gpu-ids 77").error
+    assert "failure" in error
+    assert "77" in error
+    assert _children(kernel) == []
+
+
+def test_a_stranger_finds_no_door(with_ranks: Kernel, tmp_path: Path) -> None:
+    (run,) = list_runs(tmp_path / "runs")
+    port = int(run.job.read_text().split('127.0.0.1\\",')[1].split("]")[0])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+    assert with_ranks.run_well("%%ranks\nrank") == "[rank 0] 0\n[rank 1] 1\n"

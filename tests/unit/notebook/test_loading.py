@@ -1,0 +1,77 @@
+"""``%load_ext torchmuster``: light until it is used, and plain words where IPython is missing."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import torchmuster
+from torchmuster.errors import Impossible
+from torchmuster.notebook import command_line
+
+
+def test_without_ipython_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name == "IPython" else find(name, package),
+    )
+    with pytest.raises(Impossible) as refused:
+        torchmuster.load_ipython_extension(object())
+    assert refused.value.fix == "pip install 'torchmuster[notebook]'"
+
+
+def test_loading_it_imports_no_torch() -> None:
+    program = (
+        "import sys, torchmuster\n"
+        "class Shell:\n"
+        "    def register_magic_function(self, *words): print(words[1:])\n"
+        "torchmuster.load_ipython_extension(Shell())\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "('line', 'muster')\n('cell', 'ranks')\n('cell', 'rank')\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"), [("0", [0]), ("0,2-3", [0, 2, 3]), ("3 1", [1, 3]), ("1-1", [1])]
+)
+def test_ranks_are_chosen_by_their_numbers(line: str, ranks: list[int]) -> None:
+    assert command_line.chosen(line, 4) == ranks
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("", "%%rank needs a rank"),
+        ("x", "'x' is not a rank"),
+        ("-1", "'-1' is not a rank"),
+        ("4", "there is no rank 4"),
+    ],
+)
+def test_ranks_that_are_none_are_refused(line: str, what: str) -> None:
+    with pytest.raises(Impossible) as refused:
+        command_line.chosen(line, 4)
+    assert refused.value.what == what
+
+
+def test_what_start_asks_for() -> None:
+    words = "start --ranks 2 --device cpu --hosts a,b:4"
+    asked = command_line.asked_for(command_line.parser().parse_args(words.split()))
+    assert [str(host) for host in asked.spec.hosts] == ["a", "b:4"]
+    assert (asked.spec.ranks, asked.spec.device, asked.many) == (2, "cpu", True)
+    joined = command_line.asked_for(command_line.parser().parse_args(["start", "--nnodes", "3"]))
+    assert (joined.guests, joined.many) == (2, True)
+    assert not command_line.asked_for(command_line.parser().parse_args(["start"])).many
+
+
+@pytest.mark.parametrize("line", ["start --ranks 0", "start --hosts a --nnodes 2", "begin", ""])
+def test_words_that_are_wrong_are_told_with_what_is_right(line: str) -> None:
+    with pytest.raises(Impossible) as refused:
+        command_line.parser().parse_args(line.split())
+    assert refused.value.fix.startswith("usage: %muster")
