@@ -21,9 +21,7 @@ def what_changes(world: World) -> tuple[bool, bool]:
         before = {name: one.detach().clone() for name, one in base.named_parameters()}
         model = example["fine_tune"](world, base)
     after = {name: one.detach() for name, one in model.named_parameters()}
-    originals = [
-        (name, one) for name, one in after.items() if ".lora_" not in name
-    ]
+    originals = [(name, one) for name, one in after.items() if ".lora_" not in name]
     unchanged = len(originals) == len(before) and all(
         torch.equal(one, before[name.removeprefix("base_model.model.").replace(".base_layer", "")])
         for name, one in originals

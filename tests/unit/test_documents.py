@@ -3,13 +3,14 @@
 import re
 import runpy
 import subprocess
+from argparse import _SubParsersAction
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from plan_situations import ANSWERS
-from torchmuster.config import fields
+from torchmuster.cli.main import root_parser
 from torchmuster.known_errors.all_rules import all_rules
 from torchmuster.known_errors.explain import explain
 
@@ -113,8 +114,32 @@ def test_the_plans_that_are_quoted_are_those_that_are_made() -> None:
     assert set(quoted) <= answers
 
 
-def test_settings_that_the_how_tos_name_exist() -> None:
-    for page in ("large-model", "two-desktops", "from-lightning", "tutorial"):
-        text = (ROOT / f"docs/{page}.md").read_text()
-        for path in re.findall(r"--set ([a-z_.]+)=", text):
-            assert path in fields.leaves(), f"{page}: {path}"
+def commands_shown(document: Path) -> Iterator[list[str]]:
+    """Return the words of each ``muster …`` that a document shows, as far as they are the command's own."""
+    text = document.read_text(encoding="utf-8")
+    shown = re.findall(r"^(?:    |\$ )?(muster [^\n]+)$", text, re.MULTILINE)
+    shown += re.findall(r"`(muster [^`\n]+)`", text)
+    for line in shown:
+        words = re.split(r" [|>&#]|\|\||;|\\$", line)[0].split()
+        script = next(
+            (n for n, one in enumerate(words) if one.endswith(".py") or one == "--"), None
+        )
+        yield words[1:script]
+
+
+def test_every_flag_that_is_shown_is_one_of_the_command() -> None:
+    unknown = []
+    for document in documents():
+        if document.name == "CHANGELOG.md" or "tests" in document.parts:
+            continue
+        for words in commands_shown(document):
+            parser = root_parser()
+            for word in words:
+                more = [one for one in parser._actions if isinstance(one, _SubParsersAction)]
+                if more and word in more[0].choices:
+                    parser = more[0].choices[word]
+                elif word.startswith("--") and len(word) > 2:
+                    flag = word.rstrip(",.").partition("=")[0]
+                    if flag not in parser._option_string_actions:
+                        unknown.append(f"{document.name}: muster {' '.join(words)}: {flag}")
+    assert unknown == []
