@@ -122,7 +122,7 @@ def train(world: World, settings: Settings, updates: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, help="a settings file")
-    parser.add_argument("--updates", type=int, default=61)
+    parser.add_argument("--updates", type=int, default=31)
     options = parser.parse_args()
     settings = resolve(file=options.config, environment=os.environ).settings
     with join_world() as world:

@@ -59,7 +59,10 @@ def _is_in(file: Path, places: tuple[str, ...]) -> bool:
 
 def findings(file: Path) -> Iterator[Found]:
     """Find what a file makes of findings that are worth telling, by their names."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    if "Finding(" not in text:
+        return
+    tree = ast.parse(text)
     constants = {
         target.id: node.value
         for node in tree.body

@@ -73,14 +73,11 @@ def test_every_page_is_in_the_table_of_contents() -> None:
             assert re.search(rf"^{re.escape(page.stem)}$", index, re.MULTILINE), page.name
 
 
-def test_every_known_error_is_on_the_page_of_error_texts() -> None:
+def test_every_known_error_is_on_its_page_and_its_texts_lead_to_it() -> None:
+    """Whoever pastes a text of the page is told the cause under which it stands."""
     page = runpy.run_path(str(WRITTEN / "error_page.py"))["page"]()
     for rule in all_rules():
         assert f"### {rule.name}\n" in page
-
-
-def test_whoever_pastes_a_text_of_that_page_gets_the_cause_under_which_it_stands() -> None:
-    page = runpy.run_path(str(WRITTEN / "error_page.py"))["page"]()
     texts = 0
     for section in page.split("\n### ")[1:]:
         name, _, body = section.partition("\n")
@@ -128,12 +125,12 @@ def commands_shown(document: Path) -> Iterator[list[str]]:
 
 
 def test_every_flag_that_is_shown_is_one_of_the_command() -> None:
-    unknown = []
+    unknown, root = [], root_parser()
     for document in documents():
         if document.name == "CHANGELOG.md" or "tests" in document.parts:
             continue
         for words in commands_shown(document):
-            parser = root_parser()
+            parser = root
             for word in words:
                 more = [one for one in parser._actions if isinstance(one, _SubParsersAction)]
                 if more and word in more[0].choices:

@@ -23,7 +23,7 @@ distributed:
   num_gpus: 3
   strategy: ddp
 train:
-  learning_rate: 0.003
+  learning_rate: 0.002
   clip_norm: 0.5
 """
 
@@ -73,13 +73,16 @@ def test_the_language_model_learns_the_same_alone_sharded_and_with_trainer(
 def test_ppo_raises_its_reward_on_two_ranks_from_a_settings_file(
     torchrun: Torchrun, tmp_path: Path
 ) -> None:
-    """As examples/README.md states it: with seed 0 the mean reward of an answer rises by more than half."""
+    """As examples/README.md states it: with seed 0 the mean reward rises by more than 0.7."""
     (tmp_path / "config.yaml").write_text(SETTINGS)
-    ran = torchrun(str(EXAMPLES / "train_distributed_ppo.py"), "--config", "config.yaml")
+    ran = torchrun(
+        str(EXAMPLES / "train_distributed_ppo.py"),
+        *("--config", "config.yaml", "--updates", "21"),
+    )
     rewards = numbers(ran, "reward")
-    assert len(rewards) == 7, ran.out  # rank 0 alone speaks
+    assert len(rewards) == 3, ran.out  # rank 0 alone speaks
     assert rewards[0] < 0.15  # one digit of ten is right by chance
-    assert rewards[-1] - rewards[0] > 0.5
+    assert rewards[-1] - rewards[0] > 0.7
     assert "num_gpus is 3, but the ranks are 2: start 3 of them" in ran.out
     assert "digits, update 0:" in ran.out
 
