@@ -1,6 +1,7 @@
 """The page of error texts, written from the rules that explain them and from the texts they were tried on."""
 
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,8 @@ def _section(rule: Rule, texts: list[tuple[str, str]]) -> str:
         shown = "\n".join(line for line, _ in chosen)
         threads = ", ".join(_link(source) for _, source in chosen)
         lines += [f"```text\n{shown}\n```\n", f"Seen in {threads}.\n"]
+    elif words := list(itertools.islice(_words(rule), SHOWN)):
+        lines += ["```text\n" + "\n".join(words) + "\n```\n"]
     if rule.why:
         lines.append(f"Why: {_plain(rule.why)}.\n")
     lines.append(f"To make sure:\n\n```text\n{_filled(rule.confirm)}\n```\n")
@@ -95,6 +98,13 @@ def _different(texts: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield line, source
 
 
+def _words(rule: Rule) -> Iterator[str]:
+    """Return those patterns of a rule that a reader would recognise: they are words, and nothing else."""
+    for pattern in rule.patterns:
+        if not re.search(r"[\[\](){}|?*+^$\\]", re.sub(r"\\[^\w\s]", "", pattern)):
+            yield re.sub(r"\\([^\w\s])", r"\1", pattern)
+
+
 def _link(source: str) -> str:
     repository, _, number = source.partition("#")
     return f"[{source}](https://github.com/{repository}/issues/{number})"
@@ -108,7 +118,8 @@ def _filled(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return prose as Markdown shows it: nothing in it is markup."""
-    filled = _filled(text.replace("{host}", "that machine"))
+    filled = _filled(text.replace("{host}", "the machine"))
     for sign in "\\`*_<>[]$":
         filled = filled.replace(sign, "\\" + sign)
-    return " ".join(filled.split()).rstrip(".")
+    sentence = " ".join(filled.split()).rstrip(".")
+    return sentence[:1].upper() + sentence[1:]

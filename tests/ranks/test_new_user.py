@@ -135,6 +135,7 @@ def test_from_an_empty_folder_to_a_run_that_was_killed_and_went_on(
         code, printed = terminal.type(command)
         printed = as_documented(printed, home)
         said = f"$ {command}\n{printed}"
+        print(said)  # all that came before is shown where it fails
         assert code == 0 or "<!-- fails -->" in comment, f"{said}\nexit code {code}"
         if "output: varies" not in comment:
             missing = lines_not_printed(expected, printed)
@@ -161,3 +162,5 @@ def _lend_packages(environment: Path) -> None:
     here = sysconfig.get_path("purelib")
     assert not list(site_packages.glob("torch*")), "it was empty"
     (site_packages / "packages-of-the-tests.pth").write_text(f"{here}\n")
+    for old in site_packages.glob("setuptools*"):  # torch wants a newer one, and would fetch it
+        shutil.rmtree(old)
