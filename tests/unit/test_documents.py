@@ -17,7 +17,8 @@ from torchmuster.known_errors.explain import explain
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "docs" / "reference"
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-_CODE = re.compile(r"^(```+|    ).*?(?:^\1`*$|\n(?=\S))|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]+`")
 # Made when the pages are built.
 _BUILT = {
     "docs/generated/commands.md",
@@ -39,15 +40,16 @@ def documents() -> list[Path]:
 
 def anchors(document: Path) -> set[str]:
     """Return the names that headings can be linked by, as GitHub and MyST make them."""
-    text = _CODE.sub("", document.read_text(encoding="utf-8"))
-    heads = re.findall(r"^#+ +(.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
-    heads = [one for one in heads if one in text or "`" in one]
+    text = _FENCED.sub("", document.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     words = (re.sub(r"[^\w\- ]", "", re.sub(r"\[(.+?)\]\(.*?\)", r"\1", one)) for one in heads)
     return {one.strip().lower().replace(" ", "-") for one in words}
 
 
-def links(document: Path) -> Iterator[str]:
-    yield from _LINK.findall(_CODE.sub("", document.read_text(encoding="utf-8")))
+def links(document: Path) -> list[str]:
+    """Return where a document's links lead to, but for those in code."""
+    text = _FENCED.sub("", document.read_text(encoding="utf-8"))
+    return _LINK.findall(_CODE.sub("code", text))
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda one: str(one.relative_to(ROOT)))
