@@ -1,6 +1,7 @@
 """How the documentation is built; the reference pages are written from the code itself."""
 
 import argparse
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,10 @@ def _write_reference() -> None:
     rows += [f"| {code.value} | {text} |" for code, text in EXIT_CODE_MEANINGS.items()]
     (generated / "exit-codes.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
+    for name, written_by in (("errors", "error_page"), ("findings", "finding_page")):
+        page = runpy.run_path(str(HERE / "reference" / f"{written_by}.py"))["page"]()
+        (generated / f"{name}.md").write_text(page, encoding="utf-8")
+
 
 _write_reference()
 # A shell script that a command prints is full of quotes and # signs.
@@ -68,4 +73,5 @@ exclude_patterns = [
     "generated/exit-codes.md",
     "measured",
     "images",
+    "reference",
 ]

@@ -32,19 +32,26 @@ class Block(nn.Module):
 
 
 class LittleGpt(nn.Module):
-    """Says for each place of a text how likely each byte is as the next."""
+    """Says for each place of a text how likely each sign (a byte, unless told otherwise) is as the next."""
 
-    def __init__(self, *, length: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+    def __init__(
+        self, *, length: int, signs: int = BYTES, width: int = 64, layers: int = 2, heads: int = 4
+    ) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(BYTES, width)
+        self.signs = nn.Embedding(signs, width)
         self.places = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, signs))
+
+    def read(self, text: torch.Tensor) -> torch.Tensor:
+        """Return what each place has become after all blocks."""
+        places = torch.arange(text.shape[1], device=text.device)
+        read: torch.Tensor = self.blocks(self.signs(text) + self.places(places))
+        return read
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return logits of the shape (texts, places, bytes)."""
-        places = torch.arange(text.shape[1], device=text.device)
-        logits: torch.Tensor = self.last(self.blocks(self.bytes(text) + self.places(places)))
+        """Return logits of the shape (texts, places, signs)."""
+        logits: torch.Tensor = self.last(self.read(text))
         return logits
 
 

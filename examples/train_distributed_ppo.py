@@ -1,8 +1,11 @@
-"""Train a policy by PPO to balance poles: every rank plays games of its own, all learn one policy.
+"""Teach a small language model by PPO to put digits in order: each rank writes answers, all learn one model.
 
     python train_distributed_ppo.py
     torchrun --standalone --nproc-per-node 2 train_distributed_ppo.py --config config.yaml
     muster run --device cpu --ranks 2 train_distributed_ppo.py
+
+A task is "3141=", and its right answer "1134". Nobody shows the model an answer: it writes one, a program
+looks which digits are right, and that is its reward. So nothing is downloaded, and no reward can be argued with.
 
 Of a settings file it reads experiment_name, distributed.strategy, distributed.num_gpus,
 train.learning_rate, train.clip_norm and train.seed.
@@ -14,6 +17,7 @@ import os
 from pathlib import Path
 
 import torch
+from little_gpt import LittleGpt
 from torch import nn
 from torch.distributions import Categorical
 
@@ -26,108 +30,89 @@ from torchmuster.train.strategies.choose import build
 from torchmuster.train.update import Update
 from torchmuster.train.world import World, join_world
 
-GAMES, MOVES = 32, 64  # games of all ranks together, and moves between two updates
-PASSES, PARTS = 4, 4  # over what was played, and batches in each
-DISCOUNT, TRACE, CLIP = 0.99, 0.95, 0.2
+DIGITS, EQUALS = 4, 10  # digits of a task; the signs are 0 to 9 and "="
+ANSWERS = 512  # of all ranks together, between two updates
+PASSES, PARTS = 2, 4  # over the answers, and batches in each
+TRACE, CLIP = 0.95, 0.2
+
+Answered = tuple[torch.Tensor, ...]  # texts, chances of their signs, gains, returns
 
 
-class Poles:
-    """Many poles on carts at once; a push to the left or right each move, 1 point while it stands."""
-
-    def __init__(self, games: int, device: torch.device) -> None:
-        self.state = torch.empty(games, 4, device=device).uniform_(-0.05, 0.05)
-        self.moves = torch.zeros(games, device=device)
-
-    def push(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move all carts; return which games ended now, and how long those were."""
-        x, v, angle, spin = self.state.unbind(1)
-        push = (actions * 20.0 - 10.0 + 0.05 * spin**2 * angle.sin()) / 1.1
-        turn = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - angle.cos() ** 2 / 11))
-        speed_up = push - 0.05 * turn * angle.cos() / 1.1
-        self.state = torch.stack(
-            [x + 0.02 * v, v + 0.02 * speed_up, angle + 0.02 * spin, spin + 0.02 * turn], dim=1
-        )
-        self.moves += 1
-        fallen = (self.state[:, 2].abs() > math.pi / 15) | (self.state[:, 0].abs() > 2.4)
-        ended = fallen | (self.moves >= 500)
-        lengths = self.moves[ended]
-        fresh = torch.empty_like(self.state).uniform_(-0.05, 0.05)
-        self.state = torch.where(ended[:, None], fresh, self.state)
-        self.moves = torch.where(ended, 0.0, self.moves)
-        return ended, lengths
-
-
-class Policy(nn.Module):
-    """Says how good each action is, and how many points are still to come."""
+class Writer(LittleGpt):
+    """Says how likely each sign is as the next, and how much reward is still to come."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.act = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
-        self.value = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+        super().__init__(length=2 * DIGITS, signs=11, width=64, layers=2)
+        self.reward_to_come = nn.Linear(64, 1)
 
-    def forward(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the actions, and the value of each state."""
-        return self.act(state), self.value(state).sum(-1)
+    def forward(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Return the logits of the next sign at each place, and the value of each place."""
+        read = self.read(text)
+        return self.last(read), self.reward_to_come(read).squeeze(-1)
+
+
+def rewards_of(texts: torch.Tensor) -> torch.Tensor:
+    """Check the answers: each digit in its right place is worth its part of 1."""
+    right = texts[:, :DIGITS].sort(dim=1).values
+    return (texts[:, DIGITS + 1 :] == right).float() / DIGITS
 
 
 @torch.no_grad()
-def play(model: nn.Module, poles: Poles, world: World) -> tuple[tuple[torch.Tensor, ...], float]:
-    """Play on; return what was seen, done and gained, and how long the games were that ended."""
-    seen, lengths = [], [torch.zeros(0, device=world.device)]
-    for _ in range(MOVES):
-        state = poles.state
-        logits, value = model(state)
-        actions = Categorical(logits=logits)
-        action = actions.sample()
-        ended, length = poles.push(action)
-        lengths.append(length)
-        seen.append((state, action, actions.log_prob(action), value, ended))
-    states, acts, chances, values, ends = (torch.stack(one) for one in zip(*seen, strict=True))
-    gains, gain, later = torch.zeros_like(values), 0.0, model(poles.state)[1]
-    for move in reversed(range(MOVES)):
-        goes_on = 1.0 - ends[move].float()
-        gain = 1.0 + DISCOUNT * goes_on * (later + TRACE * gain) - values[move]
-        gains[move], later = gain, values[move]
-    done = torch.cat(lengths)
-    sums = [gains.sum(), gains.square().sum(), gains.numel(), done.sum(), done.numel()]
-    total, squares, count, moves, games = totals([float(one) for one in sums], world)
+def answer(model: nn.Module, tasks: int, world: World) -> tuple[Answered, float]:
+    """Draw tasks and let the model answer; return what there is to learn, and the mean reward of all ranks."""
+    digits = torch.randint(10, (tasks, DIGITS), device=world.device)
+    texts = torch.cat([digits, torch.full_like(digits[:, :1], EQUALS)], dim=1)
+    chances, values = [], []
+    for _ in range(DIGITS):
+        logits, value = model(texts)
+        signs = Categorical(logits=logits[:, -1])
+        sign = signs.sample()
+        texts = torch.cat([texts, sign[:, None]], dim=1)
+        chances.append(signs.log_prob(sign))
+        values.append(value[:, -1])
+    rewards = rewards_of(texts)
+    gains = torch.zeros_like(rewards)
+    gain = later = torch.zeros(tasks, device=world.device)
+    for place in reversed(range(DIGITS)):  # how much better it went than was expected (GAE)
+        gain = rewards[:, place] + later - values[place] + TRACE * gain
+        gains[:, place], later = gain, values[place]
+    sums = [gains.sum(), gains.square().sum(), gains.numel(), rewards.sum(), tasks]
+    total, squares, count, reward, answers = totals([float(one) for one in sums], world)
     mean = total / count  # over the gains of all ranks, so that the number of ranks changes nothing
     normal = (gains - mean) / math.sqrt(squares / count - mean**2 + 1e-8)
-    flat = (one.flatten(0, 1) for one in (states, acts, chances, normal, gains + values))
-    return tuple(flat), moves / max(games, 1.0)
+    returns = gains + torch.stack(values, dim=1)
+    return (texts, torch.stack(chances, dim=1), normal, returns), reward / answers
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return PPO's loss: better actions more often, but never far from those that were played."""
-    states, acts, chances, gains, returns = batch
-    logits, values = model(states)
-    actions = Categorical(logits=logits)
-    ratio = (actions.log_prob(acts) - chances).exp()
+def loss_of(model: nn.Module, batch: Answered) -> torch.Tensor:
+    """Return PPO's loss: better signs more often, but never far from how the answers were written."""
+    texts, chances, gains, returns = batch
+    logits, values = model(texts[:, :-1])
+    signs = Categorical(logits=logits[:, DIGITS:])
+    ratio = (signs.log_prob(texts[:, DIGITS + 1 :]) - chances).exp()
     better = torch.minimum(ratio * gains, ratio.clamp(1 - CLIP, 1 + CLIP) * gains)
-    wrong = (values - returns).square()
-    loss: torch.Tensor = (-better + 0.01 * wrong - 0.01 * actions.entropy()).mean()
+    wrong = (values[:, DIGITS:] - returns).square()
+    loss: torch.Tensor = (-better + 0.5 * wrong - 0.01 * signs.entropy()).mean()
     return loss
 
 
 def train(world: World, settings: Settings, updates: int) -> None:
-    """Play and learn in turn."""
-    torch.manual_seed(settings.train.seed)  # the first weights: DDP takes rank 0's
+    """Answer and learn in turn."""
+    torch.manual_seed(settings.train.seed)  # the first weights: the strategy takes rank 0's
     name = settings.distributed.strategy
     strategy = build("ddp" if name == "auto" else name, world)
-    model = strategy.prepare(Policy())
+    model = strategy.prepare(Writer())
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.train.learning_rate)
     update = Update(model, optimizer, strategy, world, clip_norm=settings.train.clip_norm)
-    seed_everything(settings.train.seed, world)  # from here on each rank plays other games
-    games = GAMES // world.world_size
-    poles = Poles(games, world.device)
+    seed_everything(settings.train.seed, world)  # from here on each rank draws other tasks
+    tasks = ANSWERS // world.world_size
     for number in range(updates):
-        played, length = play(model, poles, world)
-        if world.is_first and number % 5 == 0:
-            said = f"update {number}: games of {length:.1f} moves"
-            print(f"{settings.experiment_name}, {said}", flush=True)
+        answered, reward = answer(model, tasks, world)
+        if world.is_first and number % 10 == 0:
+            print(f"{settings.experiment_name}, update {number}: reward {reward:.3f}", flush=True)
         for _ in range(PASSES):
-            order = torch.randperm(games * MOVES, device=world.device)
-            batches = [tuple(one[chosen] for one in played) for chosen in order.chunk(PARTS)]
+            order = torch.randperm(tasks, device=world.device)
+            batches = [tuple(one[chosen] for one in answered) for chosen in order.chunk(PARTS)]
             for step in ForeignLoader(batches, world).epoch(number):
                 for micro in update.accumulate(step):
                     update.backward(loss_of(model, micro.batch))

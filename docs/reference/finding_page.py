@@ -1,0 +1,126 @@
+"""The page of findings, read from the places in the code that make them."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/torchmuster"
+# Who says it, and the folders or files in which it is made; the first that fits counts.
+WHO = {
+    "`muster doctor`, and `muster check` of each machine": ("verify/machine",),
+    "`muster check`": ("verify", "launch/compare.py", "launch/network"),
+    "`muster gpus`": ("devices", "cli/gpus.py"),
+    "`muster run` and `muster explain`": ("launch",),
+    "`muster train`": ("train", "worker"),
+    "`muster plan`": ("plan",),
+    "`muster bench` and `muster profile`": ("measure",),
+}
+
+HEAD = """\
+# Findings, and their fixes
+
+Everything that `muster` looks at ends in findings: a name, how bad it is, what is true, why, and what to do. Names are stable;
+`--json` has them. Only a failure makes a command fail ([exit codes](../exit-codes.md)). In this table `…` stands for what
+is only known when it is found: a machine, a number, a path; where the fix depends on more, it is told with the finding.
+
+What error texts of torch, NCCL, ssh and others mean is on [a page of its own](errors.md).
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A finding as the code words it."""
+
+    name: str
+    status: str
+    what: str
+    fix: str
+
+
+def page() -> str:
+    """Return the page."""
+    parts, left = [HEAD], sorted(SOURCE.rglob("*.py"))
+    for who, places in WHO.items():
+        files = [one for one in left if _is_in(one, places)]
+        left = [one for one in left if one not in files]
+        rows = {one.name: one for file in reversed(files) for one in reversed(list(findings(file)))}
+        if rows:
+            parts.append(f"## {who}\n\n| name | | what | fix |\n|---|---|---|---|")
+            parts += [_row(rows[name]) for name in sorted(rows)]
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _is_in(file: Path, places: tuple[str, ...]) -> bool:
+    path = str(file.relative_to(SOURCE))
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def findings(file: Path) -> Iterator[Found]:
+    """Find what a file makes of findings that are worth telling, by their names."""
+    text = file.read_text(encoding="utf-8")
+    if "Finding(" not in text:
+        return
+    tree = ast.parse(text)
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            words = {one.arg: one.value for one in node.keywords if one.arg}
+            status = getattr(words.get("status"), "attr", "")
+            if status in ("FAILURE", "WARNING", "NOTE"):
+                texts = [_text(words.get(part), constants) for part in ("what", "fix")]
+                for name in _names(words.get("name")):
+                    yield Found(name, status.lower(), *texts)
+
+
+def _names(node: ast.expr | None) -> Iterator[str]:
+    if isinstance(node, ast.IfExp):  # one of two, as it is found
+        yield from _names(node.body)
+        yield from _names(node.orelse)
+    elif isinstance(node, ast.Constant | ast.JoinedStr):
+        yield _text(node, {})
+
+
+def _text(node: ast.expr | None, constants: dict[str, ast.expr]) -> str:
+    """Return what a text says, with … for what is computed."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(one, constants) for one in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, constants) + _text(node.right, constants)
+    if isinstance(node, ast.IfExp):
+        return _text(node.body, constants)
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _text(constants[node.id], {})
+    if isinstance(node, ast.FormattedValue):
+        inner = node.value
+        known = isinstance(inner, ast.Name) and inner.id in constants
+        return _text(inner, constants) if known else "…"
+    return "" if node is None else "…"
+
+
+def _row(found: Found) -> str:
+    what, fix = found.what.strip(), found.fix.strip()
+    shown = "<br>".join(_code(line) for line in fix.splitlines() if line.strip(" …"))
+    return f"| `{found.name}` | {found.status} | {_prose(what)} | {shown or 'told with it'} |"
+
+
+def _code(line: str) -> str:
+    fence = "``" if "`" in line else "`"
+    return f"{fence}{line.strip()}{fence}".replace("|", "\\|")
+
+
+def _prose(text: str) -> str:
+    if not text.strip("… "):
+        return "told with it"
+    for sign in "\\`*_<>[]|$":
+        text = text.replace(sign, "\\" + sign)
+    return " ".join(text.split()).replace("……", "…") or "told with it"

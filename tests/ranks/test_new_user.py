@@ -1,0 +1,166 @@
+"""What README and tutorial tell a new user to type, typed as it is printed, into one terminal.
+
+It begins with an empty folder and an empty virtual environment, on a machine without a GPU. Three things differ from
+a new user's afternoon, to keep it short and away from the network: the repository is copied instead of cloned; torch and
+the other packages are not downloaded but found in the environment of these tests, by a path that is written into the
+new one right after it was made; so ``pip install`` builds and installs torchmuster alone.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from document_examples import BLOCK, as_documented, lines_not_printed, steps, surroundings
+from patience import GIVE_UP_S
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE_ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate"
+CLONED = "git clone <this repository> torchmuster"
+# Every one of them has to be among what is typed; with its flags in any order.
+PROMISED = (
+    "pip install",
+    "muster gpus",
+    "muster doctor",
+    "muster check",
+    "muster plan",
+    "muster train --config",
+    "kill -9",
+    "muster train --resume",
+    "muster watch",
+    "muster explain",
+)
+
+
+class Terminal:
+    """A shell that is typed into, one command after the other."""
+
+    _END = "end-of-the-command"
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._shell = subprocess.Popen(
+            ["bash"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def type(self, command: str) -> tuple[int, str]:
+        """Run a command to its end; return its exit code and what came onto the screen meanwhile."""
+        shell = self._shell
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        # In braces, so that the shell's own input is not read by the command.
+        shell.stdin.write(f"{{\n{command}\n}} < /dev/null\nprintf '\\n%s %s\\n' {self._END} $?\n")
+        shell.stdin.flush()
+        printed: list[str] = []
+        enough = threading.Timer(GIVE_UP_S, self.close)
+        enough.start()
+        try:
+            for line in shell.stdout:
+                if line.startswith(self._END):
+                    return int(line.split()[1]), "".join(printed).rstrip("\n")
+                printed.append(line)
+        finally:
+            enough.cancel()
+        raise AssertionError(f"$ {command}\ndid not end in {GIVE_UP_S:.0f} s:\n{''.join(printed)}")
+
+    def close(self) -> None:
+        """End the shell and what it started."""
+        if self._shell.poll() is None:
+            os.killpg(self._shell.pid, signal.SIGKILL)
+        for pipe in (self._shell.stdin, self._shell.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._shell.wait()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """Open a terminal of somebody who has Python and nothing else."""
+    home = tmp_path / "home"
+    home.mkdir()
+    inherited = surroundings(home, "no_gpus")
+    python = Path(sys._base_executable).parent  # type: ignore[attr-defined]
+    environment = {
+        **{k: v for k, v in inherited.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))},
+        "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin",
+        # The new environment finds all packages by its path, also what builds a wheel: nothing is fetched.
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip takes this for "no isolation"
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    one = Terminal(home, environment)
+    yield one
+    one.close()
+
+
+def typed() -> Iterator[tuple[str, str, str]]:
+    """Yield each command with what is printed and the comment before its block: README, then the tutorial."""
+    for document in ("README.md", "docs/tutorial.md"):
+        for block in BLOCK.finditer((ROOT / document).read_text(encoding="utf-8")):
+            for command, expected in steps(block["body"]):
+                yield command, expected, block["comment"]
+
+
+def test_all_that_was_promised_is_typed() -> None:
+    commands = [re.sub(r"\s+", " ", command) for command, _, _ in typed()]
+    for words in PROMISED:
+        assert any(command.startswith(words) for command in commands), words
+    assert commands[:2] == [CLONED, MADE_ENVIRONMENT]
+
+
+def test_from_an_empty_folder_to_a_run_that_was_killed_and_went_on(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    for command, expected, comment in typed():
+        if command == CLONED:
+            _copy_repository(home / "torchmuster")
+            continue
+        code, printed = terminal.type(command)
+        printed = as_documented(printed, home)
+        said = f"$ {command}\n{printed}"
+        print(said)  # all that came before is shown where it fails
+        assert code == 0 or "<!-- fails -->" in comment, f"{said}\nexit code {code}"
+        if "output: varies" not in comment:
+            missing = lines_not_printed(expected, printed)
+            assert not missing, f"{said}\nwithout: {missing}"
+        if command == MADE_ENVIRONMENT:
+            _lend_packages(home / ".venv")
+    assert (home / ".venv/bin/muster").exists()
+
+
+def _copy_repository(to: Path) -> None:
+    """Copy what a clone would have, as it is now."""
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            to.mkdir(exist_ok=True)
+            shutil.copy(source, to / name)
+
+
+def _lend_packages(environment: Path) -> None:
+    """Let a new virtual environment find the packages of this one, after its own."""
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    here = sysconfig.get_path("purelib")
+    assert not list(site_packages.glob("torch*")), "it was empty"
+    (site_packages / "packages-of-the-tests.pth").write_text(f"{here}\n")
+    for old in site_packages.glob("setuptools*"):  # torch wants a newer one, and would fetch it
+        shutil.rmtree(old)
