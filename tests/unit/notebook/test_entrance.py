@@ -96,7 +96,11 @@ def test_a_wrong_key_is_refused() -> None:
     assert one.entrance.refused == ["127.0.0.1: it does not have this notebook's key"]
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(68), os.urandom(9999)])
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(68), os.urandom(9999)],
+    ids=["nothing", "a browser", "as long as a proof", "much"],
+)
 def test_who_has_no_key_is_refused_and_told_nothing(said: bytes) -> None:
     with door() as one, knock(one) as end:
         challenge = end.recv(32)
