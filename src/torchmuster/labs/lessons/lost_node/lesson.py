@@ -95,6 +95,6 @@ LESSON = Lesson(
         "One of 1000 machines fails every day, on average once in 3 years each. What changes?",
     ),
     on_gpus="Random numbers of the device belong to the state too (torch.cuda.get_rng_state_all). A lost node shows as a "
-    "collective that never ends; NCCL's watchdog takes minutes, the launcher's heartbeat seconds. muster run --restarts "
+    "collective that never ends; NCCL's watchdog takes minutes, the launcher's heartbeat seconds. muster run --max-restarts "
     "starts the ranks again on the machines that are left, and muster train --resume goes on with the same losses.",
 )
