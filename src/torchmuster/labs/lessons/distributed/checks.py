@@ -124,6 +124,7 @@ def checkpoint(bench: Bench) -> None:
     except FileNotFoundError as error:
         mistake("no-first-start", f"{type(error).__name__}: {error}".partition("\n")[0])
     compare(first, 0, "resume without a file")
+    dist.barrier()  # or the first one has saved before the other has looked
     bench.code.save(str(path), model, optimizer, 7)
     kept = model.module.weight.detach().clone()
     with torch.no_grad():
