@@ -8,7 +8,7 @@ FSDP2 on 2 ranks), which are not judged, as ``muster plan --calibrate`` does it.
 too. A step's time is that of the slowest rank, and the best of all steps of all rounds; the ways take turns, and those
 whose two best rounds differ by more than 10 % are run a third time. What was
 measured and traced is kept in a folder, so that a run that was broken off goes on; with more --rounds it adds to what
-is there. Nothing else may run beside it; two cores take ten to twelve minutes by estimate.
+is there. Nothing else may run beside it; a round takes twenty minutes on two cores.
 """
 
 import argparse

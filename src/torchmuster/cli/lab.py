@@ -160,7 +160,7 @@ def _check(options: argparse.Namespace) -> int:
         names = (lesson.exercise(options.only).name,)
     of = at.fingerprint()
     paper = grading.Paper(file=str(at.file.resolve()), exercises=names)
-    (verdicts,) = grading.grade(lesson, [paper])
+    (verdicts,) = grading.grade(lesson, [paper], say=output.say)
     got = grading.points(lesson, verdicts)
     if options.only is None:
         at.keep(desk.Grade(of=of, points=got, verdicts=verdicts))
@@ -177,7 +177,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     at = desk.find(options.name, options.labs)
-    answer = measuring.measure(at)
+    answer = measuring.measure(at, output.say)
     write_atomically(at.report, report.page(at, answer))
     print(f"report: {at.report}")
     open_questions = sum(not one for one in at.answers())

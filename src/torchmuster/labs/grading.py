@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from torchmuster.labs.lesson import ANYWHERE, Exercise, Lesson
 
 # How long an exercise may take; the longest solution needs a twentieth of it.
 DEADLINE_S = 30.0
+_SAY_EVERY_S = 8.0  # nobody should wonder for longer whether anything happens
 _EXAMINER = "torchmuster.labs.probes.examiner"
 
 
@@ -45,7 +47,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grade(
-    lesson: Lesson, papers: Sequence[Paper], *, deadline_s: float = DEADLINE_S
+    lesson: Lesson,
+    papers: Sequence[Paper],
+    *,
+    deadline_s: float = DEADLINE_S,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[tuple[Verdict, ...]]:
     """Return a verdict on each exercise of each paper. All papers share one examiner."""
     request = Request(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
@@ -56,6 +62,7 @@ def grade(
         msgspec.json.encode(request),
         within_s=60 + 2 * deadline_s * exercises,
         gpus=False,
+        say=say,
     )
     return msgspec.json.decode(answer, type=list[tuple[Verdict, ...]])
 
@@ -88,7 +95,9 @@ def _headline(exercise: Exercise, got: int) -> str:
     return f"{exercise.name} ({got} of {exercise.points} points)"
 
 
-def ask(program: str, request: bytes, *, within_s: float, gpus: bool) -> bytes:
+def ask(
+    program: str, request: bytes, *, within_s: float, gpus: bool, say: Callable[[str], None]
+) -> bytes:
     """Run a program of ours that reads a request and leaves an answer, in a process of its own."""
     environment = dict(os.environ)
     if not gpus:
@@ -96,26 +105,40 @@ def ask(program: str, request: bytes, *, within_s: float, gpus: bool) -> bytes:
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as name:
         asked, answered = Path(name) / "request.json", Path(name) / "answer.json"
         asked.write_bytes(request)
+        process = subprocess.Popen(
+            [sys.executable, "-m", program, str(asked), str(answered)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", program, str(asked), str(answered)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=within_s,
-            )
-        except subprocess.TimeoutExpired:
+            told = _wait(process, within_s, say)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        if process.returncode or not answered.exists():
             raise MusterError(
                 "the lab could not be run",
-                why=f"no answer within {within_s:g} s",
-                fix="try again when the machine has less to do",
-            ) from None
-        if done.returncode or not answered.exists():
-            raise MusterError(
-                "the lab could not be run",
-                why="\n".join(done.stderr.splitlines()[-4:]),
+                why="\n".join(told.splitlines()[-4:]),
                 fix="muster doctor",
             )
         return answered.read_bytes()
+
+
+def _wait(process: "subprocess.Popen[str]", within_s: float, say: Callable[[str], None]) -> str:
+    """Return what it wrote to its standard error, once it has ended."""
+    began = time.monotonic()
+    while (took_s := time.monotonic() - began) < within_s:
+        try:
+            return process.communicate(timeout=min(_SAY_EVERY_S, within_s - took_s))[1]
+        except subprocess.TimeoutExpired:
+            took_s = time.monotonic() - began
+            say(f"your code has run for {took_s:.0f} s; what hangs is ended, and named")
+    raise MusterError(
+        "the lab could not be run",
+        why=f"no answer within {within_s:g} s",
+        fix="try again when the machine has less to do",
+    )

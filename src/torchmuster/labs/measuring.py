@@ -1,5 +1,6 @@
 """A learner's code, measured: asked of a process of its own, which has torch."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,11 +32,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     seen: str = ""
 
 
-def measure(desk: Desk) -> Answer:
+def measure(desk: Desk, say: Callable[[str], None] = lambda _: None) -> Answer:
     """Run a lab's measurements with the learner's code."""
     request = Request(lab=desk.lesson.name, file=str(Path(desk.file).resolve()))
     told = grading.ask(
-        _MEASURER, msgspec.json.encode(request), within_s=60 + 2 * DEADLINE_S, gpus=True
+        _MEASURER, msgspec.json.encode(request), within_s=60 + 2 * DEADLINE_S, gpus=True, say=say
     )
     answer = msgspec.json.decode(told, type=Answer)
     if answer.mistake:

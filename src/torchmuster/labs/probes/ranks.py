@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from torchmuster.labs.probes.bench import Bench, Recognised
 from torchmuster.runfolder import write_atomically
@@ -89,7 +89,7 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     )
 
 
-def _store(meeting: socket.socket) -> TCPStore:
+def _store(meeting: socket.socket) -> Store:
     return TCPStore(
         "127.0.0.1",
         meeting.getsockname()[1],

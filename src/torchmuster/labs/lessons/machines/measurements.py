@@ -4,7 +4,7 @@ import os
 import socket
 import time
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench

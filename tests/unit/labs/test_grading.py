@@ -1,0 +1,44 @@
+"""A learner's code that takes long is not waited for in silence, nor for ever."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchmuster.errors import MusterError
+from torchmuster.labs import grading
+
+# Answers once it was said that it takes long; whether that was said is a file.
+SLOW = """\
+import pathlib, sys, time
+while not pathlib.Path("said").exists():
+    time.sleep(0.01)
+pathlib.Path(sys.argv[2]).write_text("answer")
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "slow_program.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(grading, "_SAY_EVERY_S", 0.05)
+    return tmp_path
+
+
+def test_it_is_said_that_code_still_runs(slow: Path) -> None:
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        (slow / "said").touch()
+
+    answer = grading.ask("slow_program", b"{}", within_s=60, gpus=False, say=say)
+    assert answer == b"answer"
+    assert re.fullmatch(r"your code has run for \d+ s; what hangs is ended, and named", told[0])
+
+
+def test_what_never_answers_is_ended(slow: Path) -> None:
+    with pytest.raises(MusterError, match="could not be run") as raised:
+        grading.ask("slow_program", b"{}", within_s=0.2, gpus=False, say=lambda _: None)
+    assert raised.value.why == "no answer within 0.2 s"
