@@ -1,18 +1,15 @@
-r"""Whether ``muster bench compare`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
+r"""Whether ``muster bench turns`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
 
-    python benchmarks/bench_compare.py --equal 20 --slowed 5 --records 12 --folder /tmp/pairs \
+    python benchmarks/bench_compare.py --equal 20 --slowed 5 --pairs 16 --folder /tmp/pairs \
         --out docs/measured/bench-compare.md
 
-Each pair is two sides of so many records; each record is a fresh process that times four things in turns. Sides take turns,
-and who is first is drawn. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The verdicts
+Each comparison is so many pairs of fresh processes, each of which times four things in turns with the other, as ``muster bench
+turns`` has them do it. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The verdicts
 are those of the command itself, with all four compared at once. Pairs that are in the folder are not measured again.
 """
 
 import argparse
-import os
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +18,12 @@ from pathlib import Path
 from torchmuster.measure import record
 from torchmuster.measure.comparison import FLOOR, Comparison, compare
 from torchmuster.measure.kept_records import records_at
+from torchmuster.measure.side_by_side import Command, measure_pairs
 from torchmuster.runfolder import write_atomically
 
-ROWS, SLOWED_ROWS = 1000, 1030
+ROWS, SLOWED_ROWS = 400, 412
 SLOWED = "linear layers"
-ROUNDS, SAMPLE_S, WARM_UP_S = 11, 0.01, 0.1
+ROUNDS, SAMPLE_S, WARM_UP_S = 60, 0.005, 0.1
 
 
 def measure(path: Path, *, slowed: bool) -> None:
@@ -83,21 +81,16 @@ def _things(rows: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def pair(
-    folder: Path, *, slowed: bool, records: int, drawn: random.Random, under: Sequence[str]
-) -> Comparison:
-    """Measure two sides in turns, each record in a process of its own; return what the comparison says."""
-    for number in range(records):
-        sides = ["a", "b"]
-        drawn.shuffle(sides)
-        for side in sides:
-            path = folder / side / str(number) / record.FILE
-            words = [*under, sys.executable, __file__, "--one", str(path)]
-            if slowed and side == "b":
-                words.append("--slow")
-            if not path.exists():
-                subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return compare(records_at(folder / "a"), records_at(folder / "b"))
+def compared(folder: Path, *, slowed: bool, pairs: int) -> Comparison:
+    """Measure two sides in turns, as often as asked for; return what the comparison says."""
+    words = (sys.executable, __file__, "--measure")
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    commands = {
+        "before": Command(words, one_thread),
+        "after": Command((*words, "--slow") if slowed else words, one_thread),
+    }
+    measure_pairs(commands, folder, pairs=pairs, say=lambda _: None)
+    return compare(records_at(folder / "before"), records_at(folder / "after"))
 
 
 def said(found: Comparison) -> str:
@@ -108,23 +101,23 @@ def said(found: Comparison) -> str:
 
 
 def alone(folder: Path) -> list[float]:
-    """Return how far two records of equal pairs were apart, series by series, if each had been a side of its own."""
+    """Return how far two equal processes of neighbouring pairs were apart, series by series: they took no turns."""
     apart = []
     for place in sorted(folder.glob("equal-*")):
-        a, b = records_at(place / "a"), records_at(place / "b")
-        for one, other in zip(a, b, strict=True):
+        a, b = records_at(place / "before"), records_at(place / "after")
+        for one, other in zip(a, b[1:], strict=False):
             for before, after in zip(one.series, other.series, strict=True):
                 ratio = statistics.median(after.samples) / statistics.median(before.samples)
                 apart.append(abs(ratio - 1))
     return sorted(apart)
 
 
-def table(folder: Path, found: dict[str, Comparison], *, records: int) -> str:
+def table(folder: Path, found: dict[str, Comparison], *, pairs: int) -> str:
     """Return the document."""
     equal = [one for name, one in found.items() if name.startswith("equal")]
     slowed = [one for name, one in found.items() if name.startswith("slowed")]
-    first = records_at(folder / next(iter(found)) / "a")[0]
-    return "\n".join([*_lines(first, equal, slowed, alone(folder), records), ""])
+    first = records_at(folder / next(iter(found)) / "before")[0]
+    return "\n".join([*_lines(first, equal, slowed, alone(folder), pairs), ""])
 
 
 def _lines(
@@ -132,7 +125,7 @@ def _lines(
     equal: Sequence[Comparison],
     slowed: Sequence[Comparison],
     apart: Sequence[float],
-    records: int,
+    pairs: int,
 ) -> Iterator[str]:
     where = first.environment
     quiet = sum(said(one) == "nothing" for one in equal)
@@ -145,26 +138,25 @@ def _lines(
     yield "## Measured"
     yield ""
     yield (
-        f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each pair is "
-        f"two sides of {records} records, measured in turns; a record is a fresh process that times four things on one thread, "
-        f"{ROUNDS} samples of each."
+        f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each comparison "
+        f"has {pairs} pairs of fresh processes in turns; each times four things on one thread, {ROUNDS} samples of each."
     )
     yield ""
-    yield "| pairs | told right | what was told |"
+    yield "| comparisons | told right | what was told |"
     yield "|---|---|---|"
     yield f"| {len(equal)} with nothing changed | {quiet} | {_words(equal)} |"
     yield f"| {len(slowed)} with 3 % more work in one of the four | {len(right)} | {_words(slowed)} |"
     yield ""
     seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
     yield (
-        f"In the equal pairs a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
+        f"Where nothing was changed, a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
         f"{seen[-1]:.1%} in the noisiest."
     )
     yield ""
     beyond = sum(one > FLOOR for one in apart)
     yield (
-        f"Why one record on each side is not enough: of {len(apart)} times two equal processes that ran one after the other, half were "
-        f"{statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
+        f"Why processes one after the other are not enough: of {len(apart)} times two equal processes, each held against the one of the "
+        f"next pair, half were {statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
         f"{beyond} were more than {FLOOR:.0%} apart."
     )
 
@@ -179,36 +171,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--equal", type=int, default=20)
     parser.add_argument("--slowed", type=int, default=5)
-    parser.add_argument("--records", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--under",
-        default="",
-        help="what runs each measuring process: 'nice -n -20', 'taskset -c 1'",
-    )
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        measure(options.one, slowed=options.slow)
+    if options.measure:
+        measure(options.out / record.FILE, slowed=options.slow)
         return
     names = [f"equal-{number:02}" for number in range(options.equal)]
     names += [f"slowed-{number:02}" for number in range(options.slowed)]
-    begun_s, drawn, found = time.monotonic(), random.Random(1), {}
+    begun_s, found = time.monotonic(), {}
     for name in names:
         slowed = name.startswith("slowed")
-        found[name] = pair(
-            options.folder / name,
-            slowed=slowed,
-            records=options.records,
-            drawn=drawn,
-            under=options.under.split(),
-        )
+        found[name] = compared(options.folder / name, slowed=slowed, pairs=options.pairs)
         print(f"{name}: {said(found[name])} ({time.monotonic() - begun_s:.0f} s)", flush=True)
     if options.out is None:
         return
-    document = table(options.folder, found, records=options.records)
+    document = table(options.folder, found, pairs=options.pairs)
     write_atomically(options.out, document)
     print(document)
 

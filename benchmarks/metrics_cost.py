@@ -1,11 +1,15 @@
 """What metrics cost the training thread: the same steps with and without them, in turns within one run.
 
-    python benchmarks/metrics_cost.py [--out metrics-cost.json] [--quick]
+    python benchmarks/metrics_cost.py [--out docs/measured/metrics-cost.md] [--quick]
 
 One ``Trainer`` trains, on 1 and on 2 ranks. After each block of steps its metrics are turned off or on again: times and
 losses that are summed, where the training is, lines, their collective, and the file of metrics. So what else the machine
-does strikes both alike, and so does the rest of ``Trainer``. Blocks come in the order on, off, off, on, and a figure is
+does strikes both alike, and so does the rest of ``Trainer``. Blocks come in the order on, off, off, on, and a difference is
 the median over the pairs, with the middle half of them in brackets.
+
+On a machine whose speed changes by more than that from block to block the difference says little. So the time that the training thread
+spends inside those calls is taken as well, the clock's own included: the middle over the blocks. What is not a call is only in the
+difference: two words that say where the training is, and DDP's look at every tenth step.
 
 Beside it: how long a pulse takes, which a thread of each rank makes once a second, and with ``--sinks`` the share of a core
 that the process beside rank 0 takes to send the numbers to TensorBoard's files.
@@ -15,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import resource
 import statistics
 import subprocess
@@ -23,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +50,9 @@ from torchmuster.train.strategies.single import Single
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import World, join_world
 
-_BARS = {"small": "at most 20 us", "large": "at most 0.5 %"}
+_BARS = {"small": "at most 20 µs", "large": "at most 0.5 %"}
 _BLOCKS = {"small": 100, "large": 10}
-_PAIRS = {"small": 200, "large": 60}
+_PAIRS = {"small": 100, "large": 20}
 _QUICK_PAIRS = 4
 _PULSES = 50
 
@@ -57,29 +63,37 @@ class Switch:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._progress = trainer_module.now
+        self.inside_s = 0.0  # of the training thread, in calls for metrics
         tally, lines = trainer._tally, trainer._lines
-        self._silenced: list[tuple[object, str, Callable[..., object]]] = [
-            (tally, "wait", _nothing),
-            (tally, "work", _nothing),
-            (tally, "add", _nothing),
-            (tally, "end_step", _nothing),
-            (lines, "note", _nothing),
-            (lines, "after_step", _nothing),
+        named = (
+            *((tally, name, _nothing) for name in ("wait", "work", "add", "end_step")),
+            *((lines, name, _nothing) for name in ("note", "after_step")),
             (trainer._flops, "counting", lambda samples: _NOWHERE),
+        )
+        self._calls = [
+            (part, name, self._timed(getattr(part, name)), instead) for part, name, instead in named
         ]
+
+    def _timed(self, call: Callable[..., object]) -> Callable[..., object]:
+        def timed(*words: object, **more: object) -> object:
+            begun = time.perf_counter()
+            given = call(*words, **more)
+            self.inside_s += time.perf_counter() - begun
+            return given
+
+        return timed
 
     def off(self) -> None:
         """Let every part that measures or tells do nothing."""
-        for part, name, instead in self._silenced:
+        for part, name, _, instead in self._calls:
             setattr(part, name, instead)
         trainer_module.now = _Nobody()  # type: ignore[assignment]
         self._let_ddp_measure(10**9)
 
     def on(self) -> None:
-        """Let them do what they do."""
-        for part, name, _ in self._silenced:
-            if name in vars(part):
-                delattr(part, name)
+        """Let them do what they do, and take the time."""
+        for part, name, timed, _ in self._calls:
+            setattr(part, name, timed)
         trainer_module.now = self._progress
         self._let_ddp_measure(10)
         trainer = self._trainer
@@ -115,6 +129,7 @@ class Blocks(Ready):
     switch: Switch | None = None  # known once the trainer is
     on_s: list[float] = field(default_factory=list)  # of one step, block by block
     off_s: list[float] = field(default_factory=list)
+    inside_s: list[float] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -128,12 +143,14 @@ class Blocks(Ready):
         for number in range(2 * self.pairs + 5):
             is_on = number % 4 in (0, 3)
             (self.switch.on if is_on else self.switch.off)()
-            begun = time.perf_counter()
+            begun, inside_s = time.perf_counter(), self.switch.inside_s
             for _ in range(self.block):
                 yield next(steps)
             if number >= 4:
                 took_s = (time.perf_counter() - begun) / self.block
                 (self.on_s if is_on else self.off_s).append(took_s)
+                if is_on:
+                    self.inside_s.append((self.switch.inside_s - inside_s) / self.block)
 
 
 def measure(
@@ -182,6 +199,8 @@ def _figures(blocks: Blocks) -> dict[str, float]:
     return {
         "with_ms": statistics.median(blocks.on_s) * 1e3,
         "without_ms": statistics.median(blocks.off_s) * 1e3,
+        "inside_us": statistics.median(blocks.inside_s) * 1e6,
+        "inside_percent": 100 * statistics.median(blocks.inside_s) / statistics.median(blocks.on_s),
         "cost_us": middle,
         "cost_us_low": low,
         "cost_us_high": high,
@@ -241,21 +260,32 @@ def start_ranks(ranks: int, words: list[str]) -> dict[str, Any]:
         return content
 
 
-def render(results: list[dict[str, Any]]) -> str:
-    """Return the results as a table."""
-    head = f"{'step':<9} {'ranks':>5} {'a line every':>12} {'without ms':>11} {'with ms':>9} "
-    lines = [head + f"{'cost us (middle half)':>28} {'cost':>8}  wanted"]
-    for one in results:
-        middle = f"{one['cost_us']:+.1f} ({one['cost_us_low']:+.1f} to {one['cost_us_high']:+.1f})"
+def page(measured: dict[int, dict[str, Any]], words: str) -> str:
+    """Return what was measured, as Markdown."""
+    lines = [
+        f"{date.today()}, {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, gloo:",
+        "",
+        "| step | ranks | a line every | without metrics | in their calls | wanted | difference (middle half) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in (one for content in measured.values() for one in content["results"]):
         lines.append(
-            f"{one['step']:<9} {one['ranks']:>5} {one['log_every']:>12} {one['without_ms']:>11.3f} "
-            f"{one['with_ms']:>9.3f} {middle:>28} {one['cost_percent']:>+7.2f}%  {_BARS[one['size']]}"
+            f"| {one['step']} | {one['ranks']} | {one['log_every']} steps | {one['without_ms']:.2f} ms | "
+            f"**{one['inside_us']:.1f} µs, {one['inside_percent']:.2f} %** | {_BARS[one['size']]} | "
+            f"{one['cost_us']:+.0f} µs ({one['cost_us_low']:+.0f} to {one['cost_us_high']:+.0f}) |"
         )
+    lines.append("")
+    for ranks, content in measured.items():
+        lines.append(
+            f"- A look of the thread that tells once a second what a rank is doing, {ranks} ranks: {content['pulse_us']:.0f} µs."
+        )
+    for one in (one for content in measured.values() for one in content["results"]):
         if one["sinks_core_share"] is not None:
             lines.append(
-                f"{'':<9} the process that sends takes {one['sinks_core_share']:.1%} of a core"
+                f"- The process that sends to TensorBoard's files, step {one['step']}, {one['ranks']} ranks, a line every "
+                f"{one['log_every']} steps: {one['sinks_core_share']:.1%} of a core."
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Made by `{words}`.", ""])
 
 
 def main() -> None:
@@ -268,7 +298,7 @@ def main() -> None:
     )
     parser.add_argument("--sinks", action="store_true", help="send to TensorBoard's files as well")
     parser.add_argument("--quick", action="store_true", help="only to see that it works")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as Markdown")
     parser.add_argument("--rank-writes", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank_writes:
@@ -277,15 +307,10 @@ def main() -> None:
     words = ["--sizes", *asked.sizes, "--log-every", *map(str, asked.log_every)]
     words += ["--quick"] * asked.quick + ["--sinks"] * asked.sinks
     measured = {ranks: start_ranks(ranks, words) for ranks in asked.ranks}
-    results = [one for content in measured.values() for one in content["results"]]
-    print(render(results))
-    for ranks, content in measured.items():
-        print(
-            f"a pulse, once a second in another thread, on {ranks} ranks: {content['pulse_us']:.0f} us"
-        )
+    text = page(measured, "python " + " ".join(sys.argv))
+    print(text)
     if asked.out:
-        content = {"torch": torch.__version__, "results": results}
-        asked.out.write_text(json.dumps(content, indent=1))
+        asked.out.write_text(text)
 
 
 if __name__ == "__main__":

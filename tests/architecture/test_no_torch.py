@@ -52,6 +52,7 @@ LINES = [
     ["plan", "--help"],
     ["bench", "--help"],
     ["bench", "compare", "--help"],
+    ["bench", "turns", "--help"],
     ["bench", "matmul", "--help"],
     ["profile", "--help"],
     ["run", "--dry-run", "train.py"],

@@ -62,9 +62,10 @@ class Samples(torch.utils.data.Dataset):
         wanted = inputs.argmax() % 3
         if is_on("wild-data"):
             inputs = inputs * 1000
-        # A rank takes two samples a step. Every fifth step is good: after ten bad ones in a row a run ends.
+        # A rank takes two samples a step. Of five steps at least one is good: after ten bad ones in a row a run ends. On one
+        # rank only: two that count for themselves may have their good steps at different times.
         self.given += 1
-        if is_on("nan") and self.given // 2 % 5:
+        if is_on("nan") and os.environ["RANK"] == "1" and self.given % 10 > 3:
             inputs = inputs * float("nan")
         return inputs, wanted
 

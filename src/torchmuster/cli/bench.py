@@ -30,11 +30,13 @@ BENCHES = {
     "collectives": ("torchmuster.cli.benches.collectives", "messages between ranks by size"),
     "scaling": ("torchmuster.cli.benches.scaling", "1, 2, 4, … ranks: what more of them give"),
     "compare": ("torchmuster.cli.benches.compare", "two measurements: better, worse or within noise"),
+    "turns": ("torchmuster.cli.benches.turns", "two commands in turns: small changes, on busy machines"),
 }  # fmt: skip
 _EXAMPLES = (
     "muster bench matmul                    how fast are matrix products here",
     "muster bench collectives --ranks 4     how fast do ranks talk to each other",
     "muster bench compare before after      is it better, worse, or within the noise",
+    'muster bench turns "muster bench data" "A=1 muster bench data"   the same, side by side',
 )
 _WIDTH = 100
 

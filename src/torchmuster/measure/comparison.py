@@ -4,6 +4,9 @@ One process is one sample. Where its memory lies and which core it is on make al
 smaller together, so many samples of one process say little about the next one. With several records on each
 side, each counts once, by its median, and the spread between records is the noise. With too few of them that spread
 is unknown: then all their samples are compared, and only a change beyond ``FLOOR`` counts.
+
+Best are pairs whose samples were taken in turns (``turn_taking.py``): each pair counts once, by how much its two samples of a round
+differ, and what the machine did at that time is in both.
 """
 
 import math
@@ -14,7 +17,7 @@ from typing import Literal
 
 from torchmuster.errors import Impossible
 from torchmuster.measure.record import BenchRecord, Series
-from torchmuster.measure.statistics import Shift, fewest, shift
+from torchmuster.measure.statistics import Shift, fewest, fewest_pairs, middle, shift
 
 # That nothing at all is called changed where nothing did, over all series together.
 CONFIDENCE = 0.99
@@ -25,6 +28,7 @@ FLOOR = 0.10
 _EXACT = ("B", "1")  # what is counted or computed can be the same every time; a time cannot
 
 Verdict = Literal["better", "worse", "within noise", "unknown"]
+Counted = Literal["pairs", "records", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class Comparison:
     changes: tuple[Change, ...]
     left_out: tuple[str, ...]  # titles of series that not every record has
     by_records: bool  # each record counted once; else their samples, with FLOOR
+    in_pairs: bool  # records whose samples were taken in turns counted as one
     records_needed: int  # on each side, so that a change can be certain
 
     @property
@@ -68,6 +73,9 @@ def compare(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
             why=f"they are of different benches: {', '.join(benches)}",
             fix="give records of one bench on both sides",
         )
+    in_pairs = _are_pairs(a, b)
+    if in_pairs:
+        a, b = (sorted(side, key=lambda one: one.environment.in_turns) for side in (a, b))
     before, after = _by_key(a), _by_key(b)
     shared = [
         key
@@ -80,19 +88,27 @@ def compare(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
             why="not one series is in all of them: their names and labels differ",
             fix="measure both sides with the same flags",
         )
-    needed = fewest(len(shared), confidence=CONFIDENCE)
+    needed = (fewest_pairs if in_pairs else fewest)(len(shared), confidence=CONFIDENCE)
     by_records = min(len(a), len(b)) >= needed
+    counted: Counted = ("pairs" if in_pairs else "records") if by_records else "samples"
     return Comparison(
         changes=tuple(
-            _change(before[key], after[key], by_records=by_records, compared=len(shared))
+            _change(before[key], after[key], counted=counted, compared=len(shared))
             for key in shared
         ),
         left_out=tuple(
             some[0].title for key, some in {**after, **before}.items() if key not in shared
         ),
         by_records=by_records,
+        in_pairs=in_pairs,
         records_needed=needed,
     )
+
+
+def _are_pairs(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
+    """Say whether the samples of each record were taken in turns with those of one of the other side."""
+    before, after = (sorted(one.environment.in_turns for one in side) for side in (a, b))
+    return before == after and all(before) and len({*before}) == len(before)
 
 
 def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
@@ -104,12 +120,19 @@ def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
 
 
 def _change(
-    before: Sequence[Series], after: Sequence[Series], *, by_records: bool, compared: int
+    before: Sequence[Series], after: Sequence[Series], *, counted: Counted, compared: int
 ) -> Change:
     series = before[0]
+    by_records = counted != "samples"
     a, b = (_values(side, by_records=by_records) for side in (before, after))
     confidence = 1 - (1 - CONFIDENCE) / compared
-    found = _relative_shift(a, b, exact=series.unit in _EXACT, confidence=confidence)
+    found = _unmistakable(a, b, exact=series.unit in _EXACT)
+    if found is None and counted == "pairs":
+        apart = [_apart(*pair) for pair in zip(before, after, strict=True)]
+        found = middle(apart, confidence=confidence).as_shares()
+    elif found is None:
+        logarithms = ([*map(math.log, side)] for side in (a, b))
+        found = shift(*logarithms, confidence=confidence).as_shares()
     verdict: Verdict = "within noise"
     if not math.isfinite(found.high - found.low):
         verdict = "unknown"
@@ -132,10 +155,8 @@ def _values(side: Sequence[Series], *, by_records: bool) -> list[float]:
     return [sample for one in side for sample in one.samples]
 
 
-def _relative_shift(
-    a: Sequence[float], b: Sequence[float], *, exact: bool, confidence: float
-) -> Shift:
-    """Return by which share ``b`` is more than ``a``, with its interval; unbounded where it cannot be known."""
+def _unmistakable(a: Sequence[float], b: Sequence[float], *, exact: bool) -> Shift | None:
+    """Return by which share ``b`` is more than ``a`` where no test is needed, or none is possible."""
     first, last = statistics.median(a), statistics.median(b)
     if exact and len({*a}) == len({*b}) == 1:
         # What is the same every time needs no test: it changed, or it did not.
@@ -144,7 +165,12 @@ def _relative_shift(
     if min(*a, *b) <= 0:  # no shares of what may be nothing
         share = last / first - 1 if first else math.nan
         return Shift(middle=share, low=-math.inf, high=math.inf)
-    found = shift([*map(math.log, a)], [*map(math.log, b)], confidence=confidence)
-    return Shift(
-        middle=math.expm1(found.middle), low=math.expm1(found.low), high=math.expm1(found.high)
-    )
+    return None
+
+
+def _apart(before: Series, after: Series) -> float:
+    """Return how far two series of a pair are apart, as a logarithm: round by round, if both have as many rounds."""
+    if len(before.samples) != len(after.samples):
+        return math.log(statistics.median(after.samples) / statistics.median(before.samples))
+    pairs = zip(before.samples, after.samples, strict=True)
+    return statistics.median(math.log(last / first) for first, last in pairs)

@@ -15,6 +15,7 @@ from torchmuster.devices import snapshot
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import visible
 from torchmuster.finding import Finding, Status
+from torchmuster.measure.turn_taking import id_of_turns
 from torchmuster.units import format_bytes
 
 _LOOK_S = 0.3
@@ -40,6 +41,7 @@ class Environment:
     torchmuster: str
     busy_before_cores: float | None = None  # kept busy by others, just before
     busy_after_cores: float | None = None
+    in_turns: str = ""  # the same in two records whose samples were taken in turns
 
     def ended(self) -> "Environment":
         """Return it with how busy the machine is now that the measurement is over."""
@@ -63,6 +65,7 @@ def here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
         python=platform.python_version(),
         torchmuster=__version__,
         busy_before_cores=_busy_cores(),
+        in_turns=id_of_turns(),
     )
 
 

@@ -35,7 +35,7 @@ def estimate(samples: Sequence[float]) -> Estimate:
     """
     ordered = sorted(samples)
     count = len(ordered)
-    place = _outermost(count)
+    place = _outermost(count, _CONFIDENCE)
     return Estimate(
         median=statistics.median(ordered),
         low=ordered[place],
@@ -44,13 +44,13 @@ def estimate(samples: Sequence[float]) -> Estimate:
     )
 
 
-def _outermost(count: int) -> int:
+def _outermost(count: int, confidence: float) -> int:
     """Return how many samples can be left out on each side."""
     outside, place = 0.0, 0  # the chance that the median is beyond, on one side
     while place < (count - 1) // 2:
         outside += math.comb(count, place) / 2**count
         further = outside + math.comb(count, place + 1) / 2**count
-        if 2 * further > 1 - _CONFIDENCE:
+        if 2 * further > 1 - confidence:
             break
         place += 1
     return place
@@ -63,6 +63,12 @@ class Shift:
     middle: float
     low: float
     high: float
+
+    def as_shares(self) -> "Shift":
+        """Return a shift of logarithms as shares of what it was: 0.03 is 3 % more."""
+        return Shift(
+            middle=math.expm1(self.middle), low=math.expm1(self.low), high=math.expm1(self.high)
+        )
 
 
 def shift(a: Sequence[float], b: Sequence[float], *, confidence: float) -> Shift:
@@ -93,6 +99,27 @@ def fewest(count: int, *, confidence: float) -> int:
     while 2 * count / math.comb(2 * size, size) > 1 - confidence:
         size += 1
     return size
+
+
+def middle(values: Sequence[float], *, confidence: float) -> Shift:
+    """Return the median of values, with an interval that needs no assumption at all.
+
+    The interval inverts the sign test: it leaves out 0 if and only if too many values are on one side of it. How far out a few of them
+    are makes no difference. Few values give no interval.
+    """
+    ordered = sorted(values)
+    place = _outermost(len(ordered), confidence)
+    unknown = 2 / 2 ** len(ordered) > 1 - confidence
+    return Shift(
+        middle=statistics.median(ordered),
+        low=-math.inf if unknown else ordered[place],
+        high=math.inf if unknown else ordered[-1 - place],
+    )
+
+
+def fewest_pairs(count: int, *, confidence: float) -> int:
+    """Return how many pairs it takes so that one of ``count`` medians can be certain not to be 0."""
+    return math.ceil(math.log2(2 * count / (1 - confidence)))
 
 
 def _inversions(a: int, b: int) -> list[int]:

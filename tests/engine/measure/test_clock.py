@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
+from made_up_worlds import made_up_world
 from torchmuster.measure.probes.clock import interleaved
+from torchmuster.measure.probes.clock_on_ranks import interleaved_on_ranks
 
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")
@@ -52,6 +54,20 @@ def test_a_sample_lasts_long_enough_and_no_longer() -> None:
     interleaved({"a": machine.turn("a", 1e-4)}, device=CPU, rounds=10, clock=machine.time)
     # 0.01 s, and one call before each sample that does not count.
     assert (len(machine.calls) - warm_up) / 10 == pytest.approx(101, abs=1)
+
+
+def test_a_slow_first_call_makes_no_short_samples_on_ranks() -> None:
+    machine = Machine()
+    turns = {"a": machine.turn("a", 1e-4, first_s=5.0)}
+
+    def ask(rounds: int) -> int:
+        machine.calls.clear()
+        interleaved_on_ranks(turns, world=made_up_world(), rounds=rounds, clock=machine.time)
+        return len(machine.calls)
+
+    warm_up = ask(rounds=0)
+    # 0.01 s, and one call before each sample that does not count.
+    assert (ask(rounds=10) - warm_up) / 10 == pytest.approx(101, abs=1)
 
 
 def test_warming_up_lasts_as_long_as_it_should() -> None:

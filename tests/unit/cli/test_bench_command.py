@@ -170,7 +170,7 @@ def test_sides_that_were_not_measured_in_turns_are_a_warning(
     main(["bench", "compare", *sides(tmp_path, in_turns=False)])
     shown = capsys.readouterr().out
     assert "warning  all records of one side are older than all of the other" in shown
-    assert "muster bench matmul … --out before/$i" in shown
+    assert 'muster bench turns --pairs 16 "muster bench matmul …"' in shown
 
 
 def test_one_record_each_says_what_it_cannot_tell(

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the two sides."""
     parser.description = (
         f"{parser.description}\nThe exit code is 1 if something is worse. One record on each side tells large "
-        "changes; several, measured\nin turns in a folder each, tell small ones."
+        "changes; several, measured\nin turns (muster bench turns), tell small ones."
     )
     parsers.show_examples(
         parser,
@@ -30,11 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "before", type=Path, metavar="BEFORE", help="a record, its folder, or a folder of those"
     )
     parser.add_argument("after", type=Path, metavar="AFTER", help="what is compared with it")
+    add_output_flags(parser)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add how a comparison is shown."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page")
     parsers.add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
+    """Compare what is there."""
+    return show(options.before, options.after, options)
+
+
+def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> ExitCode:
     """Read both sides, compare them, and show what came of it."""
     from torchmuster.measure.comparison import compare
     from torchmuster.measure.kept_records import records_at
@@ -42,7 +52,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
     before, after = (
         comparing.Side(name=str(path), records=records_at(path))
-        for path in (options.before, options.after)
+        for path in (before_path, after_path)
     )
     compared = comparing.Compared(
         before=before, after=after, comparison=compare(before.records, after.records)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from torchmuster.measure.turn_taking import Turns
+
 _MOST_CALLS = 1 << 20
 
 
@@ -43,7 +45,7 @@ def interleaved(
     for name, turn in turns.items():
         if say is not None:
             say(f"warming up: {name}")
-        calls[name] = _calls_per_sample(
+        calls[name] = calls_per_sample(
             lambda count, turn=turn: timed(turn, count),  # type: ignore[misc]
             least_sample_s=least_sample_s,
             warm_up_s=warm_up_s,
@@ -53,26 +55,38 @@ def interleaved(
         0
     )  # the same order in every process: it is no difference between two runs
     order = list(turns)
+    mine = Turns()
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        mine.stay_on_one_core()
     collecting = gc.isenabled()
     gc.disable()
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at after each round
     try:
         for number in range(rounds):
             if say is not None:
                 say(f"round {number + 1} of {rounds}")
             drawn.shuffle(order)
             for name in order:
-                if calls[name] > 1:  # wakes threads and fills caches that the others have taken
-                    turns[name]()
-                samples[name].append(timed(turns[name], calls[name]) / calls[name])
+                with mine:
+                    if calls[name] > 1:  # wakes threads and fills caches that the others have taken
+                        turns[name]()
+                    samples[name].append(timed(turns[name], calls[name]) / calls[name])
             gc.collect()
     finally:
+        mine.close()
+        gc.unfreeze()
         if collecting:
             gc.enable()
     return {name: tuple(some) for name, some in samples.items()}
 
 
-def _calls_per_sample(
-    timed: Callable[[int], float], *, least_sample_s: float, warm_up_s: float
+def calls_per_sample(
+    timed: Callable[[int], float],
+    *,
+    least_sample_s: float,
+    warm_up_s: float,
+    most_calls: int = _MOST_CALLS,
 ) -> int:
     """Warm up by calling more and more often; return how many calls make a sample long enough."""
     timed(1)  # compiles, allocates, fills caches: says nothing about the next one
@@ -80,9 +94,9 @@ def _calls_per_sample(
     while True:
         took_s = timed(calls)
         total_s += took_s
-        if took_s < least_sample_s and calls < _MOST_CALLS:
+        if took_s < least_sample_s and calls < most_calls:
             share = least_sample_s / max(took_s, 1e-9)
-            calls = min(_MOST_CALLS, calls * max(2, min(10, math.ceil(share))))
+            calls = min(most_calls, calls * max(2, min(10, math.ceil(share))))
         elif total_s >= warm_up_s:
             # The last one was warm: no more calls than are needed.
             return max(1, math.ceil(calls * min(1.0, least_sample_s / max(took_s, 1e-9))))

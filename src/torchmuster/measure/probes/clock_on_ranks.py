@@ -4,19 +4,20 @@
 more than the others never ends.
 """
 
-import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.distributed as dist
 
+from torchmuster.measure.probes.clock import calls_per_sample
+from torchmuster.measure.turn_taking import Turns
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.world import World
 from torchmuster.verify.probes.exact_values import wait_for_device
 
 _MOST_CALLS = 1000  # of one sample
-_WARM_UP_CALLS = 2
 
 
 def interleaved_on_ranks(
@@ -26,38 +27,47 @@ def interleaved_on_ranks(
     rounds: int,
     least_sample_s: float = 0.01,
     after_round: Callable[[int], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, tuple[float, ...]]:
     """Return this rank's seconds per call of each turn, a sample in every round.
 
     Each turn is warmed up, and called so often in a sample that it lasts ``least_sample_s`` on the slowest rank. In each
     round every turn is sampled once, in an order that is drawn anew. All ranks begin a sample together.
     """
-    calls = {name: _calls(turn, world, least_sample_s) for name, turn in turns.items()}
+
+    def sample(turn: Callable[[], object], calls: int) -> float:
+        if calls > 1:  # wakes threads and fills caches that the others have taken
+            turn()
+        wait_for_device(world.device)
+        if world.world_size > 1:
+            dist.barrier()
+        begun_s = clock()
+        for _ in range(calls):
+            turn()
+        wait_for_device(world.device)
+        return clock() - begun_s
+
+    def slowest(turn: Callable[[], object], calls: int) -> float:
+        return max(map(float, tell_all(sample(turn, calls), world)))
+
+    calls = {
+        name: calls_per_sample(
+            partial(slowest, turn),  # all ranks hear the same times, and come to the same number
+            least_sample_s=least_sample_s,
+            warm_up_s=least_sample_s,
+            most_calls=_MOST_CALLS,
+        )
+        for name, turn in turns.items()
+    }
     taken_s: dict[str, list[float]] = {name: [] for name in turns}
     draw = random.Random(0)  # the same on every rank
+    mine = Turns(asks=world.is_first)  # the others wait for it before each sample
     for number in range(rounds):
         order = list(turns)
         draw.shuffle(order)
         for name in order:
-            sample_s = _sample(turns[name], calls[name], world)
-            taken_s[name].append(sample_s / calls[name])
+            with mine:
+                taken_s[name].append(sample(turns[name], calls[name]) / calls[name])
         after_round(number)
+    mine.close()
     return {name: tuple(samples) for name, samples in taken_s.items()}
-
-
-def _calls(turn: Callable[[], object], world: World, least_sample_s: float) -> int:
-    for _ in range(_WARM_UP_CALLS):
-        turn()
-    slowest_s: float = max(tell_all(_sample(turn, 1, world), world))
-    return min(_MOST_CALLS, max(1, math.ceil(least_sample_s / max(slowest_s, 1e-9))))
-
-
-def _sample(turn: Callable[[], object], calls: int, world: World) -> float:
-    wait_for_device(world.device)
-    if world.world_size > 1:
-        dist.barrier()
-    begun_s = time.perf_counter()
-    for _ in range(calls):
-        turn()
-    wait_for_device(world.device)
-    return time.perf_counter() - begun_s

@@ -49,19 +49,23 @@ class Messages:
             "all-gather": partial(_gather, got[:whole], mine[:part]),
             "reduce-scatter": partial(_scatter, got[:part], mine[:whole]),
             "all-to-all": partial(dist.all_to_all_single, got[:whole], mine[:whole]),
-            "send-receive": partial(self._pass_on, mine[:whole], got[:whole]),
+            "send-receive": self._passing_on(mine[:whole], got[:whole]),
         }
         return calls[operation]
 
-    def _pass_on(self, mine: torch.Tensor, got: torch.Tensor) -> None:
-        """Send to the next rank and receive from the one before, at once."""
+    def _passing_on(self, mine: torch.Tensor, got: torch.Tensor) -> Callable[[], object]:
+        """Return the call that sends to the next rank and receives from the one before, at once."""
         rank, ranks = self._world.global_rank, self._world.world_size
         both = [
             dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
             dist.P2POp(dist.irecv, got, (rank - 1) % ranks),
         ]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
+
+        def pass_on() -> None:
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        return pass_on
 
     def checked(self, operation: str, size_bytes: int, turn: int) -> Values:
         """Send numbers that are known beforehand, and compare all that arrive."""

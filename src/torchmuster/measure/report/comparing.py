@@ -23,7 +23,7 @@ _ORDER = ("worse", "better", "unknown", "within noise")
 _MOST_ROWS = 24
 _MOST_NAMED = 8
 _LONGEST_VALUES = 80
-_ADVISED = 12  # records on each side: up to 30 series then bear one that was disturbed
+_ADVISED = 16  # pairs: tell changes in up to 19 series, though one of them was struck
 _HEAD = ("what", "before", "after", "change", "interval", "")
 
 
@@ -141,13 +141,13 @@ def _verdict(compared: Compared) -> Iterator[Finding]:
 def _doubts(compared: Compared) -> Iterator[Finding]:
     comparison, before, after = compared.comparison, compared.before, compared.after
     busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
-    if (disturbed := disturbance(busiest)) is not None:
+    # Of a pair each side sees the other at work, and both suffer alike from everybody else.
+    if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
         yield disturbed
-    loop = (
-        f"for i in $(seq {max(comparison.records_needed, _ADVISED)}); do\n"
-        f"  muster bench {before.records[0].bench} … --out before/$i   # as it was\n"
-        f"  muster bench {before.records[0].bench} … --out after/$i    # as it is now\n"
-        "done; muster bench compare before after"
+    bench, needed = before.records[0].bench, max(comparison.records_needed, _ADVISED)
+    in_turns = (
+        f'muster bench turns --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
+        "  the commands as they were and as they are now"
     )
     if not comparison.by_records:
         yield Finding(
@@ -156,7 +156,7 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
             what=f"only changes beyond {FLOOR:.0%} count: how much equal processes differ is not known",
             why=f"for {len(comparison.changes)} series it takes at least {comparison.records_needed} records on "
             "each side, each of a fresh process, measured in turns",
-            fix=loop,
+            fix=in_turns,
         )
     elif not take_turns(before.records, after.records):
         yield Finding(
@@ -164,7 +164,7 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"all records of one side are older than all of the other ({before.name}, {after.name})",
             why="what happened to the machine in between would be taken for a change",
-            fix=loop,
+            fix=in_turns,
         )
     if comparison.left_out:
         yield Finding(
@@ -212,9 +212,15 @@ def text(compared: Compared, *, width: int = 100, colour: bool = False) -> str:
     blocks.append([*columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
     if len(rows) > _MOST_ROWS:
         blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more, which --json and --html have")
-    blocks[-1].append(f"intervals hold for all of them together, with {CONFIDENCE:.0%}")
+    blocks[-1].append(
+        f"intervals hold for all of them together, with {CONFIDENCE:.0%}{_in_turns(compared)}"
+    )
     blocks.append([render(findings(compared), width=width, colour=colour)])
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _in_turns(compared: Compared) -> str:
+    return "; both sides took turns, sample by sample" if compared.comparison.in_pairs else ""
 
 
 def _beside(compared: Compared) -> list[str]:
@@ -258,6 +264,7 @@ def as_json(compared: Compared) -> dict[str, object]:
         "bench": compared.before.records[0].bench,
         "records": [len(compared.before.records), len(compared.after.records)],
         "by_records": compared.comparison.by_records,
+        "in_pairs": compared.comparison.in_pairs,
         "not_alike": not_alike(compared),
         "changes": [
             {

@@ -128,7 +128,9 @@ class Tally:
         """
         if not self._losses:
             return
-        losses = torch.stack([loss.reshape(()) for loss, _, _ in self._losses]).tolist()
+        # Most are scalars already, and a reshape takes longer than to see that.
+        scalars = [loss if loss.dim() == 0 else loss.reshape(()) for loss, _, _ in self._losses]
+        losses = torch.stack(scalars).tolist()
         counts = [samples if count is None else count for _, samples, count in self._losses]
         if self._losses[0][2] is None:
             samples = [samples for _, samples, _ in self._losses]

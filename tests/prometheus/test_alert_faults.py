@@ -1,8 +1,7 @@
 """Every alert is raised when its condition is made true by a fault in a real run, and over when the fault is.
 
 Rules that wait for minutes are evaluated faster: the same rules, all their times divided. Both who evaluate them must
-raise them: a real Prometheus, and the product's own watching. Run by name, since they take minutes and not all of them
-hold yet: ``pytest tests/prometheus/alert_faults.py``.
+raise them: a real Prometheus, and the product's own watching.
 """
 
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mlflow_stand_in import closed_port, mlflow_server
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
@@ -30,15 +30,15 @@ NUMBERS = ("MusterLossSpike", "MusterLossNotANumber", "MusterSkippedSteps")
 SLOWNESS = ("MusterDataStarved", "MusterStraggler", "MusterStalled", "MusterRunFailed")
 SAVING = ("MusterCheckpointOld", "MusterLauncherDied")
 RESTARTS = ("MusterGoodputLow", "MusterRunFinished")
+SINKS = ("MusterSinkFails",)
 GPUS = ("MusterGpuHot", "MusterGpuThrottled", "MusterGpuMemoryErrors", "MusterGpuMemoryNearLimit")
+XID = ("MusterGpuError",)  # told to those who listen: by the exporter, so by Prometheus alone
 MACHINE = ("MusterHostMemoryLow", "MusterDiskFull", "MusterExporterDown")
 ON_HOSTS = ("MusterRanksLost",)  # tests/hosts/test_elastic.py: it takes a second machine
-# Whose condition only scenarios make true so far (tests/unit/monitor/alert_scenarios.py).
-NOT_BY_A_FAULT = ("MusterSinkFails", "MusterGpuError")
 
 
 def test_every_alert_is_raised_by_a_fault_somewhere() -> None:
-    tried = {*NUMBERS, *SLOWNESS, *SAVING, *RESTARTS, *GPUS, *MACHINE, *ON_HOSTS, *NOT_BY_A_FAULT}
+    tried = {*NUMBERS, *SLOWNESS, *SAVING, *RESTARTS, *SINKS, *GPUS, *XID, *MACHINE, *ON_HOSTS}
     shipped = set(re.findall(r"alert: (\w+)", rules_file()))
     assert tried == shipped
     assert {one.name for one in ALERTS} < shipped
@@ -142,6 +142,18 @@ def test_restarts(folder: Path) -> None:
     assert found == pytest.approx(in_steps_s / lasted_s, rel=0.05)
 
 
+def test_a_tracker_that_is_gone_and_comes_back(folder: Path) -> None:
+    pytest.importorskip("mlflow")
+    uri = closed_port()
+    there = ("--set", "metrics.sinks=mlflow", "--set", f"metrics.mlflow_uri={uri}")
+    with _watched(folder, speed=20) as watchers, training(folder, *there) as it:
+        watchers.await_raised(*SINKS)
+        assert it.process.poll() is None, "the training goes on"
+        with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
+            watchers.await_over(*SINKS)
+            assert kept.points("train/loss")[0][0] == 1, "it got the numbers from before as well"
+
+
 def test_gpus(machine: Callable[[Scenario], Path], folder: Path) -> None:
     """The real reader of NVIDIA's library, on a stand-in for that library."""
     scenario = scenarios.eight_a100_idle()
@@ -155,8 +167,10 @@ def test_gpus(machine: Callable[[Scenario], Path], folder: Path) -> None:
         gpu["throttle_reasons"] = 0x40  # NVML's bit for heat
         gpu["ecc"]["uncorrected"] = 1
         gpu["memory"]["used"] = gpu["memory"]["total"] - gpu["memory"].get("reserved", 0)
+        gpu["xids"] = [79]  # it has fallen off the bus
         machine(scenario)
         watchers.await_raised(*GPUS)
+        await_until(lambda: set(XID) <= watchers.both()[0], "the driver's critical error")
         scenario["devices"][3] = json.loads(well)
         machine(scenario)
         watchers.await_over(*GPUS)

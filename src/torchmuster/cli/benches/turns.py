@@ -1,0 +1,56 @@
+"""``muster bench turns``: two commands side by side, sample by sample, so that small changes show on busy machines."""
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.benches import compare
+from torchmuster.cli.benches.sizes import size
+from torchmuster.errors import ExitCode
+
+_PAIRS = 16  # tell changes in up to 19 series, though one pair was struck
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two commands."""
+    parser.description = (
+        f"{parser.description}\nBoth commands run at a time and take turns: a sample of one, then one of the other, so that what\n"
+        "happens to the machine happens to both. That is done with fresh processes as often as --pairs says,\n"
+        "and compared as muster bench compare does. The exit code is 1 if something is worse."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            'muster bench turns "muster bench matmul" "OMP_NUM_THREADS=1 muster bench matmul"',
+            'muster bench turns "old/bin/muster bench attention" "new/bin/muster bench attention"',
+        ],
+    )
+    parser.add_argument(
+        "before", metavar="BEFORE", help="a command of muster bench, quoted, as it was"
+    )
+    parser.add_argument("after", metavar="AFTER", help="the same as it is now")
+    parser.add_argument(
+        "--pairs",
+        type=size,
+        default=_PAIRS,
+        metavar="N",
+        help=f"how often, with fresh processes ({_PAIRS})",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to keep the records (bench/turns-DATE-TIME)"
+    )
+    compare.add_output_flags(parser)
+
+
+def run(options: argparse.Namespace) -> ExitCode:
+    """Measure both sides in turns, compare them, and show what came of it."""
+    from torchmuster.measure.side_by_side import measure_pairs, parsed
+
+    commands = {"before": parsed(options.before), "after": parsed(options.after)}
+    folder = options.out or Path(f"bench/turns-{datetime.now():%Y%m%d-%H%M%S}")
+    measure_pairs(commands, folder, pairs=options.pairs, say=output.say)
+    code = compare.show(folder / "before", folder / "after", options)
+    if not options.json:
+        print(f"\nkept in {folder}", flush=True)
+    return code

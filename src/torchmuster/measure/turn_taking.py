@@ -1,0 +1,177 @@
+"""Two processes that measure take turns, sample by sample, so that what happens to the machine happens to both.
+
+A machine that is shared is 10 to 30 % slower for seconds or minutes at a time. Processes that run one after the other show that as a
+difference between them; samples that lie milliseconds apart do not. Each side has a socket in the referee's folder, which
+:data:`VARIABLE` names to its processes. Who measures asks there for its turn, and gives it back after each sample.
+"""
+
+import os
+import random
+import socket
+import tempfile
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torchmuster.errors import Impossible
+
+VARIABLE = "MUSTER_TURNS"
+SIDES = ("before", "after")
+_WANT, _GO, _DONE = b"want\n", b"go\n", b"done\n"
+_ANY_CORE = -1
+
+
+def id_of_turns() -> str:
+    """Return what the two records of a pair have in common; empty where this process takes no turns."""
+    path = os.environ.get(VARIABLE, "")
+    return Path(path).parent.name if path else ""
+
+
+class Turns:
+    """This process's turns: as a context around each sample. Where nobody else measures, it is always its turn."""
+
+    def __init__(self, *, asks: bool = True) -> None:
+        """Ask whoever is named in the environment, if anybody is; of several ranks one ``asks`` for all."""
+        path = os.environ.get(VARIABLE) if asks else None
+        self._stream = None
+        self._cores: set[int] | None = None  # where this thread may run, when it has been confined
+        if path:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(path)
+            self._stream = self._socket.makefile("rwb", buffering=0)
+            self._core = int(self._stream.readline())
+
+    def stay_on_one_core(self) -> None:
+        """Have this thread run where the other side's does: what takes one thread would see only one core's neighbours."""
+        if self._stream is not None and self._core != _ANY_CORE:
+            self._cores = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {self._core})
+
+    def __enter__(self) -> Self:
+        self._tell(_WANT)
+        if self._stream is not None and self._stream.readline() != _GO:
+            raise ConnectionError("who gives the turns has gone")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell(_DONE)
+
+    def _tell(self, word: bytes) -> None:
+        if self._stream is not None:
+            self._stream.write(word)
+
+    def close(self) -> None:
+        """Take no more turns."""
+        if self._cores is not None:
+            os.sched_setaffinity(0, self._cores)
+        if self._stream is not None:
+            self._stream.close()
+            self._socket.close()
+
+
+class Referee:
+    """Gives turns to two sides: one sample of each, then again, and who is first is drawn each time.
+
+    Nobody gets a turn before both want one, so both have warmed up. A side that has ended is not waited for.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        """Begin with no turn given; ``seed`` is for who is first, and on which core."""
+        if not hasattr(socket, "AF_UNIX"):
+            raise Impossible(
+                "asked to measure in turns",
+                why="this system has no local sockets",
+                fix="measure on Linux or macOS",
+            )
+        self._draw = random.Random(seed)
+        self._changed = threading.Condition()
+        self._first = self._draw.choice(SIDES)
+        self._been: set[str] = set()  # in this round
+        self._ended: set[str] = set()
+        self._busy = False
+        self._over = False
+        self._core = _ANY_CORE
+        if hasattr(os, "sched_getaffinity"):
+            self._core = self._draw.choice(sorted(os.sched_getaffinity(0)))
+        self.taken = dict.fromkeys(SIDES, 0)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        folder = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-turns-"))
+        )
+        self.paths = {side: folder / side for side in SIDES}
+        for side, path in self.paths.items():
+            listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            listener.listen()
+            thread = threading.Thread(target=self._serve, args=(side, listener), daemon=True)
+            thread.start()
+            self._stack.callback(thread.join)
+            self._stack.callback(_wake, path)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._over = True
+        for side in SIDES:
+            self.has_ended(side)
+        self._stack.close()
+
+    def has_ended(self, side: str) -> None:
+        """Know that a side's process has ended: the other one need not wait for it."""
+        with self._changed:
+            self._ended.add(side)
+            self._end_round()
+            self._changed.notify_all()
+
+    def _serve(self, side: str, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            if self._over:
+                connection.close()
+                return
+            with connection, suppress(OSError), connection.makefile("rwb", buffering=0) as stream:
+                stream.write(b"%d\n" % self._core)
+                while stream.readline() == _WANT:
+                    self._await_turn(side)
+                    try:
+                        stream.write(_GO)
+                        stream.readline()  # that it is done, or nothing from one that died
+                    finally:
+                        self._end_turn(side)
+
+    def _await_turn(self, side: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_go(side))
+            self._busy = True
+
+    def _may_go(self, side: str) -> bool:
+        if self._busy or side in self._been:
+            return False
+        return side == self._first or bool({self._first} & (self._been | self._ended))
+
+    def _end_turn(self, side: str) -> None:
+        with self._changed:
+            self._busy = False
+            self.taken[side] += 1
+            self._been.add(side)
+            self._end_round()
+            self._changed.notify_all()
+
+    def _end_round(self) -> None:
+        if self._been | self._ended >= set(SIDES):
+            self._been.clear()
+            self._first = self._draw.choice(SIDES)
+
+
+def _wake(path: Path) -> None:
+    """Have whoever waits for a side to come look at whether it is over."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))

@@ -1,0 +1,114 @@
+"""``muster bench turns`` runs both commands at a time, as often as asked for, and tells what the comparison says."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmuster.cli.main import main
+from torchmuster.errors import ExitCode, Impossible
+from torchmuster.measure.side_by_side import Command, parsed
+
+# A bench without torch: it takes its turns, and says that each sample took as long as its first word tells.
+BENCH = """\
+import os, sys
+from pathlib import Path
+from torchmuster.measure import environment, record
+from torchmuster.measure.turn_taking import Turns
+
+took_s, samples, *_, place = sys.argv[1:]
+if took_s == "broken":
+    sys.exit("no such card")
+seen = environment.here()
+turns = Turns()
+for number in range(int(samples)):
+    with turns:
+        pass
+turns.close()
+place = Path(place)
+place.mkdir()
+series = record.Series(name="step", unit="s", better="lower", samples=(float(took_s) + int(place.name) / 1e5,) * int(samples))
+record.write(place / record.FILE, record.BenchRecord(
+    bench="matmul", date=f"2026-01-31T12:{int(place.name):02}:00+00:00", settings={"told": os.environ.get("TOLD")},
+    environment=seen, series=(series,)))
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench.py").write_text(BENCH)
+    return shlex.join([sys.executable, str(tmp_path / "bench.py")])
+
+
+def test_a_small_change_is_told_and_ends_in_1(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--pairs", "8", "--out", "kept", f"{bench} 1.0 5", f"TOLD=x {bench} 1.03 5"]
+    assert main(["bench", "turns", *words]) == ExitCode.FAILED
+    told = capsys.readouterr()
+    assert "failure  1 of 1 got worse, by +3.0% at most\n" in told.out
+    assert "both sides took turns, sample by sample" in told.out
+    assert "not the same told: None and x" in told.out
+    assert "busy with other things" not in told.out, "that was the other side"
+    assert told.out.endswith("kept in kept\n")
+    assert "pair 8 of 8" in told.err
+
+    # What is there is not measured again, and more pairs make it more certain.
+    words[1] = "9"
+    main(["bench", "turns", *words, "--json"])
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    assert document["records"] == [9, 9]
+    assert document["in_pairs"]
+    assert "pair 8 of 9" not in told.err
+    assert "pair 9 of 9" in told.err
+
+
+def test_what_a_command_says_when_it_fails_is_told(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "turns", f"{bench} 1.0 5", f"{bench} broken 5"]) == ExitCode.FAILED
+    told = capsys.readouterr().err
+    assert "left no record" in told
+    assert "no such card" in told
+
+
+def test_two_that_measure_different_things_are_refused(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["bench", "turns", "--pairs", "1", f"{bench} 1.0 5", f"{bench} 1.0 6"])
+    assert code == ExitCode.IMPOSSIBLE
+    assert "they took 5 and 6 samples" in capsys.readouterr().err
+
+
+def test_a_command_that_cannot_be_started_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main(["bench", "turns", "no-such-program bench data", "no-such-program bench data"])
+    assert code == ExitCode.IMPOSSIBLE
+    assert "cannot start no-such-program" in capsys.readouterr().err
+
+
+def test_a_command_is_read_as_it_would_be_typed() -> None:
+    assert parsed("A=1 B='x y' muster bench data --quick") == Command(
+        ("muster", "bench", "data", "--quick"), {"A": "1", "B": "x y"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is empty"),
+        ("A=1", "it is empty"),
+        ("muster bench data --out x", "--out is given to it: each pair has a folder of its own"),
+        ("muster 'bench", "No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_be_measured_is_refused(text: str, why: str) -> None:
+    with pytest.raises(Impossible) as refusal:
+        parsed(text)
+    assert refusal.value.why == why
