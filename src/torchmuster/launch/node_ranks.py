@@ -64,7 +64,22 @@ def read(run: RunFolder, now_unix_s: float, *, written_on: str | None = None) ->
     found = [one for one in map(_read, _files(run, written_on)) if one is not None]
     lately = [one for one in found if now_unix_s - one.at_unix_s < _GONE_AFTER_S]
     newest = max((one.attempt for one in lately), default=0)
-    return [one for one in lately if one.attempt == newest]
+    return _each_rank_once([one for one in lately if one.attempt == newest])
+
+
+def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
+    """Leave out what is told anew elsewhere: a machine that hears of a lower rank later writes to another file."""
+    newest: dict[int, float] = {}
+    for node in nodes:
+        for pulse in node.ranks:
+            newest[pulse.rank] = max(newest.get(pulse.rank, 0.0), node.at_unix_s)
+    kept = [
+        msgspec.structs.replace(
+            node, ranks=tuple(one for one in node.ranks if newest[one.rank] == node.at_unix_s)
+        )
+        for node in nodes
+    ]
+    return [node for node in kept if node.ranks]
 
 
 def _files(run: RunFolder, written_on: str | None) -> Iterable[Path]:

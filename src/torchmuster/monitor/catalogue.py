@@ -49,6 +49,12 @@ RUN_RESTARTS = _total(
     "muster_run_restarts_total", "", "how often all ranks were started again after a failure", _RUN
 )
 RUN_RANKS = _gauge("muster_run_ranks", "", "how many ranks were seen", _RUN)
+RUN_RANKS_STARTED = _gauge(
+    "muster_run_ranks_started",
+    "",
+    "the most ranks that were started together since the run was launched",
+    _RUN,
+)
 
 # ---- its training
 STEPS = _total(

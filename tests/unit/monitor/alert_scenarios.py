@@ -120,8 +120,24 @@ SCENARIOS: list[Scenario] = [
         why="it is back",
         sink="mlflow",
     ),
-    _of_a_run("MusterRanksLost", catalogue.RUN_RANKS, [8, 8, 4, 4, 4], raised=True, why="half"),
-    _of_a_run("MusterRanksLost", catalogue.RUN_RANKS, [4, 4, 8, 8, 8], raised=False, why="more"),
+    *(
+        Scenario(
+            "MusterRanksLost",
+            why,
+            (
+                (catalogue.RUN_RANKS, RUN, seen),
+                (catalogue.RUN_RANKS_STARTED, RUN, started),
+                _phase("running", 5),
+            ),
+            raised=raised,
+        )
+        for why, seen, started, raised in (
+            ("half", [8, 8, 4, 4, 4], [8] * 5, True),
+            ("more", [4, 4, 8, 8, 8], [8] * 5, False),
+            ("they come one by one", [1, 3, 5, 6, 7], [8] * 5, False),
+            ("gone on with half", [8, 8, 4, 4, 4], [8, 8, 4, 4, 4], False),
+        )
+    ),
     *_ended("MusterRunFailed", "failed"),
     *_ended("MusterLauncherDied", "died"),
     *_ended("MusterRunFinished", "finished"),

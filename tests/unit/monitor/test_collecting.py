@@ -229,6 +229,32 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     assert "rank_data_ratio 0" not in seen
 
 
+def test_a_rank_that_was_heard_of_before_the_first_one_counts_once(watched: Watched) -> None:
+    """A machine's file is called by the first rank that it has heard of, so there may be an older one beside it."""
+    watched.state("running")
+    pulses = [Pulse(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
+    for first, at_s in ((1, NOW - 2), (0, NOW)):
+        ranks = tuple(pulses[first:])
+        content = node_ranks.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
+        path = node_ranks.place(watched.run, "a", first)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(content))
+    assert watched.look()["run_ranks"] == 2
+
+
+def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched) -> None:
+    watched.state("running")
+    assert "run_ranks_started" not in watched.look()
+    for ranks in (4, 2):
+        ledger.note(watched.run, "started", attempt=0, ranks=ranks)
+    assert watched.look()["run_ranks_started"] == 4, (
+        "it goes on with fewer, which it was not launched with"
+    )
+    ledger.note(watched.run, "finished", exit_code=0)
+    ledger.note(watched.run, "started", attempt=0, ranks=1)
+    assert watched.look()["run_ranks_started"] == 1, "somebody has launched it anew"
+
+
 def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
     watched.state("running")
     pulse = Pulse(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)

@@ -132,12 +132,16 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         name="MusterRanksLost",
         severity="critical",
+        # Fewer than there were, and not because somebody has gone on with fewer.
         condition=While(
-            Compared(
-                Now(catalogue.RUN_RANKS),
-                "<",
-                1,
-                times=Over("most", catalogue.RUN_RANKS, 10 * _MINUTE_S),
+            While(
+                Compared(
+                    Now(catalogue.RUN_RANKS),
+                    "<",
+                    1,
+                    times=Over("most", catalogue.RUN_RANKS, 10 * _MINUTE_S),
+                ),
+                Compared(Now(catalogue.RUN_RANKS), "<", 1, times=Now(catalogue.RUN_RANKS_STARTED)),
             ),
             _RUNNING,
         ),

@@ -18,6 +18,7 @@ class RunCourse:
 
     def _forget(self) -> None:
         self.restarts = 0
+        self.ranks_started = 0  # the most at a time, since it was launched
         self._begun: float | None = None
         self._ended: list[tuple[float, float]] = []  # when it was started and ended before
 
@@ -28,6 +29,11 @@ class RunCourse:
             self._forget()
         for event in events:
             self.restarts += event.get("event") == ledger.RESTART
+            ranks = event.get("ranks")
+            if event.get("event") == "started" and isinstance(ranks, int):
+                self.ranks_started = max(self.ranks_started, ranks)
+            elif "exit_code" in event:
+                self.ranks_started = 0
             at_unix_s = event.get("at_unix_s")
             if not isinstance(at_unix_s, int | float):
                 continue

@@ -74,6 +74,8 @@ class RunMetrics:
         yield self._sample(catalogue.RUN_PHASE, 1.0, state.phase)
         yield self._sample(catalogue.RUN_STARTED, state.started_unix_s)
         yield self._sample(catalogue.RUN_RESTARTS, self._course.restarts)
+        if self._course.ranks_started:
+            yield self._sample(catalogue.RUN_RANKS_STARTED, self._course.ranks_started)
         until = now_unix_s if state.active else state.since_unix_s
         if self._last:
             yield from self._of_steps(until, lasts_s=self._course.lasts_s(state, until))
