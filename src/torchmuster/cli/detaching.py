@@ -28,10 +28,14 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
         )
     sys.stdout.flush()
     sys.stderr.flush()
+    # A Ctrl-C that comes with the fork waits until somebody can tell what was left to itself.
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         _work_alone(run, work)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         state = _see_it_begin(run, child)
     except KeyboardInterrupt:  # said before: that leaves the run to itself
         state = ledger.read_state(run)
