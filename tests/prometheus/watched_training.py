@@ -1,11 +1,11 @@
 """A real training on 2 ranks in which faults can be switched on, and who watches it: a real Prometheus, and the product itself."""
 
+import contextlib
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def few():
 """
 
 
-@contextmanager
+@contextlib.contextmanager
 def process(
     folder: Path, *words: str, name: str, before: Sequence[str] = ()
 ) -> Iterator["subprocess.Popen[str]"]:
@@ -95,7 +95,7 @@ def process(
         started.wait(GIVE_UP_S)
 
 
-@contextmanager
+@contextlib.contextmanager
 def exporter(
     folder: Path, *, before: Sequence[str] = (), flags: Sequence[str] = (), port: int = 0
 ) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
@@ -132,9 +132,10 @@ class Training:
     def rank(self, number: int) -> psutil.Process:
         """Return the process of a rank; what it and its agent start has another command."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            is_rank = any(word.endswith("launch/rank.py") for word in child.cmdline())
-            if is_rank and child.environ().get("RANK") == str(number):
-                return child
+            with contextlib.suppress(psutil.Error):  # a helper's end between the two looks
+                is_rank = any(word.endswith("launch/rank.py") for word in child.cmdline())
+                if is_rank and child.environ().get("RANK") == str(number):
+                    return child
         raise AssertionError(f"rank {number} does not live")
 
     def launcher(self) -> psutil.Process:
@@ -150,7 +151,7 @@ class Training:
         return path.read_text().count("\n") if path.exists() else 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def training(folder: Path, *flags: str, config: str = CONFIG) -> Iterator[Training]:
     """Train on 2 ranks; gives it once it has taken some steps."""
     (folder / "config.yaml").write_text(config)

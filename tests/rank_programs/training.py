@@ -179,7 +179,7 @@ def verdicts(world: World) -> dict[str, list[str]]:
     return {
         "all wait for data": train(0.01, 0.0),
         "rank 1 waits for data": train(late, 0.0),
-        "rank 1 computes slowly": train(0.0, late),
+        "rank 1 computes slowly": train(0.0, 5 * late),
     }
 
 

@@ -1,5 +1,6 @@
 """``muster train`` goes on by itself after a rank's or its launcher's death, and ends a crash loop."""
 
+import contextlib
 import json
 import os
 import re
@@ -63,12 +64,13 @@ def wait_for_save(run: Launched, at_least: int) -> None:
 
 def ranks_of(run: Launched) -> dict[int, psutil.Process]:
     """Return the processes of the ranks; what they and their agent start has another command."""
-    ours = [one for one in run.alive() if "RANK" in one.environ()]
-    return {
-        int(one.environ()["RANK"]): one
-        for one in ours
-        if any(word.endswith("launch/rank.py") for word in one.cmdline())
-    }
+    ranks = {}
+    for one in run.alive():
+        with contextlib.suppress(psutil.Error):  # a helper's end between the two looks
+            rank = one.environ().get("RANK")
+            if rank and any(word.endswith("launch/rank.py") for word in one.cmdline()):
+                ranks[int(rank)] = one
+    return ranks
 
 
 def steps_of(run: Launched) -> list[int]:

@@ -36,7 +36,7 @@ _EXAMPLES = (
     "muster bench matmul                    how fast are matrix products here",
     "muster bench collectives --ranks 4     how fast do ranks talk to each other",
     "muster bench compare before after      is it better, worse, or within the noise",
-    'muster bench turns "muster bench data" "A=1 muster bench data"   the same, side by side',
+    'muster bench turns "muster bench data" "new/bin/muster bench data"    the same, side by side',
 )
 _WIDTH = 100
 
@@ -97,7 +97,7 @@ def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
     disturbed = disturbance(report.record.environment)
     if disturbed is not None:
         report = replace(report, findings=(*report.findings, disturbed))
-    folder = options.out or _new_folder(report.bench)
+    folder = options.out or new_folder(report.bench)
     page = keep(report, folder)
     if options.json:
         document = json.loads(record.encode(report.record))
@@ -116,7 +116,8 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _new_folder(bench: str) -> Path:
+def new_folder(bench: str) -> Path:
+    """Return where a bench is kept if nobody says where; nothing is there yet."""
     stem = f"bench/{bench}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = Path(stem), 1
     while folder.exists():

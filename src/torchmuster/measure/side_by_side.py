@@ -38,7 +38,7 @@ def parsed(text: str) -> Command:
     while words and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    if not words or "--out" in words:
+    if not words or any(one.partition("=")[0] == "--out" for one in words):
         raise Impossible(
             f"cannot measure with the command {text or repr(text)}",
             why="--out is given to it: each pair has a folder of its own"

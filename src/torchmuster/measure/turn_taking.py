@@ -12,13 +12,13 @@ import tempfile
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from torchmuster.errors import Impossible
 
 VARIABLE = "MUSTER_TURNS"
 SIDES = ("before", "after")
+PAIRS = 16  # of fresh processes: they tell changes in up to 19 series, though one pair was struck
 _WANT, _GO, _DONE = b"want\n", b"go\n", b"done\n"
 _ANY_CORE = -1
 
@@ -88,6 +88,7 @@ class Referee:
         self._draw = random.Random(seed)
         self._changed = threading.Condition()
         self._first = self._draw.choice(SIDES)
+        self._wants: set[str] = set()  # a turn
         self._been: set[str] = set()  # in this round
         self._ended: set[str] = set()
         self._busy = False
@@ -113,12 +114,7 @@ class Referee:
             self._stack.callback(_wake, path)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over = True
         for side in SIDES:
             self.has_ended(side)
@@ -149,13 +145,19 @@ class Referee:
 
     def _await_turn(self, side: str) -> None:
         with self._changed:
+            self._wants.add(side)
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._may_go(side))
+            self._wants.discard(side)
             self._busy = True
 
     def _may_go(self, side: str) -> bool:
+        (other,) = set(SIDES) - {side}
         if self._busy or side in self._been:
             return False
-        return side == self._first or bool({self._first} & (self._been | self._ended))
+        if other in self._been | self._ended:
+            return True
+        return side == self._first and other in self._wants
 
     def _end_turn(self, side: str) -> None:
         with self._changed:

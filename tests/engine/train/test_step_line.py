@@ -86,6 +86,8 @@ def test_the_rate_is_said_where_it_was_counted_and_never_believed_beyond_the_hig
             "rank 1 waits for data 40 % of the time: more loader workers",
         ),
         ([0.0, 0.0, 0.0], [0.4, 0.05, 0.4], 0.0, "the others wait for rank 1"),
+        ([0.25, 0.22], [0.6, 0.0], 0.0, "the others wait for rank 1"),
+        ([0.6, 0.62], [0.3, 0.0], 0.0, "waits for data 62 % of the time: more loader workers"),
         (
             [0.0, 0.0],
             [0.35, 0.41],

@@ -105,6 +105,7 @@ def test_a_command_is_read_as_it_would_be_typed() -> None:
         ("", "it is empty"),
         ("A=1", "it is empty"),
         ("muster bench data --out x", "--out is given to it: each pair has a folder of its own"),
+        ("muster bench data --out=x", "--out is given to it: each pair has a folder of its own"),
         ("muster 'bench", "No closing quotation"),
     ],
 )

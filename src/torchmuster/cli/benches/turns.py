@@ -1,15 +1,14 @@
 """``muster bench turns``: two commands side by side, sample by sample, so that small changes show on busy machines."""
 
 import argparse
-from datetime import datetime
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import new_folder
 from torchmuster.cli.benches import compare
 from torchmuster.cli.benches.sizes import size
 from torchmuster.errors import ExitCode
-
-_PAIRS = 16  # tell changes in up to 19 series, though one pair was struck
+from torchmuster.measure.turn_taking import PAIRS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         type=size,
-        default=_PAIRS,
+        default=PAIRS,
         metavar="N",
-        help=f"how often, with fresh processes ({_PAIRS})",
+        help=f"how often, with fresh processes ({PAIRS})",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to keep the records (bench/turns-DATE-TIME)"
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     from torchmuster.measure.side_by_side import measure_pairs, parsed
 
     commands = {"before": parsed(options.before), "after": parsed(options.after)}
-    folder = options.out or Path(f"bench/turns-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = options.out or new_folder("turns")
     measure_pairs(commands, folder, pairs=options.pairs, say=output.say)
     code = compare.show(folder / "before", folder / "after", options)
     if not options.json:

@@ -12,6 +12,7 @@ from torchmuster.measure.comparison import CONFIDENCE, FLOOR, Change, Comparison
 from torchmuster.measure.environment import Environment, differences, disturbance
 from torchmuster.measure.kept_records import take_turns
 from torchmuster.measure.record import BenchRecord
+from torchmuster.measure.turn_taking import PAIRS
 from torchmuster.pages import frame
 from torchmuster.pages.charts import Bar, bars
 from torchmuster.pages.figures import amount
@@ -23,7 +24,6 @@ _ORDER = ("worse", "better", "unknown", "within noise")
 _MOST_ROWS = 24
 _MOST_NAMED = 8
 _LONGEST_VALUES = 80
-_ADVISED = 16  # pairs: tell changes in up to 19 series, though one of them was struck
 _HEAD = ("what", "before", "after", "change", "interval", "")
 
 
@@ -144,7 +144,7 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
     # Of a pair each side sees the other at work, and both suffer alike from everybody else.
     if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
         yield disturbed
-    bench, needed = before.records[0].bench, max(comparison.records_needed, _ADVISED)
+    bench, needed = before.records[0].bench, max(comparison.records_needed, PAIRS)
     in_turns = (
         f'muster bench turns --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
         "  the commands as they were and as they are now"

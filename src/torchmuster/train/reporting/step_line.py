@@ -109,17 +109,16 @@ def verdict(
     """
     worst = max(range(len(data_shares)), key=data_shares.__getitem__)
     share = data_shares[worst]
-    if share >= _MUCH_DATA:
+    slowest, waited = _waited_for(data_shares, communication_shares)
+    if share >= max(_MUCH_DATA, waited):
         # With one slow reader among them, the other ranks wait for it in the gradients' average.
         alone = share - min(data_shares) >= _MUCH_WAITING
         who = f"rank {worst} waits" if alone else "waits"
         return f"{who} for data {share * 100:.0f} % of the time: {data_fix}"
+    if waited >= _MUCH_WAITING:
+        return f"the others wait for rank {slowest}"
     if communication_shares is not None:
         waiting = sum(communication_shares) / len(communication_shares)
-        # The slowest rank is the one that need not wait.
-        slowest = min(range(len(communication_shares)), key=communication_shares.__getitem__)
-        if max(communication_shares) - communication_shares[slowest] >= _MUCH_WAITING:
-            return f"the others wait for rank {slowest}"
         if waiting >= _MUCH_COMMUNICATION:
             return (
                 f"waits for communication {waiting * 100:.0f} % of the time: "
@@ -128,3 +127,15 @@ def verdict(
     if checkpoint_share >= _MUCH_CHECKPOINT:
         return f"saves {checkpoint_share * 100:.0f} % of the time: save less often"
     return ""
+
+
+def _waited_for(
+    data_shares: list[float], communication_shares: list[float] | None
+) -> tuple[int, float]:
+    """Return the slowest rank, and the share of the time that another waits for what is not its reading."""
+    if communication_shares is None:
+        return 0, 0.0
+    # The slowest rank is the one that need not wait. What it reads longer than another explains that one's waiting.
+    slowest = min(range(len(communication_shares)), key=communication_shares.__getitem__)
+    aside = [data + waits for data, waits in zip(data_shares, communication_shares, strict=True)]
+    return slowest, max(aside) - aside[slowest]
