@@ -11,6 +11,7 @@ from mlflow_stand_in import closed_port, mlflow_server
 from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
+from ranks.real_mlflow import needs_mlflow_server, real_mlflow_server
 from ranks.test_train_restarts import MINE, ranks_of, steps_of
 from torchmuster.launch import ledger
 from torchmuster.monitor.sinks import sent
@@ -68,6 +69,31 @@ def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
     assert _curve(run.run, "train/loss") == every
     assert parquet.read_table(run.run.metrics / "steps.parquet")["step"].to_pylist() == every
     assert "has not got everything" not in result.out
+
+
+@needs_mlflow_server
+def test_a_real_mlflow_server_has_a_run_that_was_killed_and_went_on_as_one(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    mlflow: Any = pytest.importorskip("mlflow")
+    with real_mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
+        there = ("--set", "metrics.sinks=mlflow", "--set", f"metrics.mlflow_uri={uri}")
+        with launched(folder, *TRAIN, *there) as run:
+            run.wait_for("saved step 4")
+            _await_step(run, "mlflow", 6)
+            ranks_of(run)[0].kill()
+            result = run.end()
+            assert run.alive() == []
+        assert result.code == 0, run
+        assert "starting again" in result.err
+        assert "has not got everything" not in result.out
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name("tracked")
+        (kept,) = client.search_runs([experiment.experiment_id])
+        points = client.get_metric_history(kept.info.run_id, "train/loss")
+    assert [one.step for one in points] == list(range(1, STEPS + 1))
+    assert kept.info.status == "FINISHED"
+    assert kept.data.params["train.steps"] == str(STEPS)
 
 
 def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:

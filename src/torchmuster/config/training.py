@@ -13,6 +13,7 @@ from torchmuster.units import parse_seconds
 # What ranks have to know; the rest has done its work when they start.
 _FOR_RANKS = (
     *("model.", "data.", "train.", "checkpoint.", "metrics."),
+    "experiment_name",  # which trackers sort runs by
     *("distributed.strategy", "distributed.fsdp_", "distributed.find_unused_parameters"),
 )
 

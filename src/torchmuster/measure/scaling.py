@@ -77,6 +77,7 @@ class RankTimes:
     device: str
     backend: str
     sent_bytes: int  # gradients of a step
+    shards: int  # parts of the model that fsdp gathers one by one; 0 under ddp
     by_portion: Mapping[int, Times]
     messages_s: Mapping[int, tuple[float, ...]] = field(
         default_factory=dict
@@ -99,6 +100,7 @@ class OnRanks:
 
     ranks: int
     sent_bytes: int
+    shards: int
     backend: str
     by_portion: Mapping[int, Taken]
     messages_s: Mapping[int, tuple[float, ...]]  # all-reduces on the slowest rank, by bytes
@@ -137,6 +139,7 @@ def together(passes: Sequence[Sequence[RankTimes]]) -> OnRanks:
     return OnRanks(
         ranks=len(passes[0]),
         sent_bytes=first.sent_bytes,
+        shards=first.shards,
         backend=first.backend,
         by_portion={
             portion: _taken([[one.by_portion[portion] for one in ranks] for ranks in passes])

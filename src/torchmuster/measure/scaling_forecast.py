@@ -3,10 +3,12 @@
 - Computing is slower beside others. As long as every rank has cores or a device to itself, by as much for each further
   rank as was measured; ranks beyond that take turns, and a step lasts as many turns.
 - What waits for messages grows as messages do: their latency with the passes of a ring, their bytes with what a ring carries,
-  2 (n - 1) / n of the gradients, in the proportion of the measured line (``alpha_beta.py``). Ranks that take turns
-  on a core also carry messages in turns.
+  2 (n - 1) / n of the gradients, in the proportion of the measured line (``alpha_beta.py``). What a step takes beyond that
+  is the strategy's own work, as fsdp's copies into and out of its shards: it is the same on every number of ranks. Ranks that
+  take turns on a core do that work and carry bytes in turns; a latency is waiting, and keeps no core.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,7 +65,7 @@ def forecast(
     computing_s = (beside_s + slower_s) * turns
     waiting_s = (_median(some.alone_slowest_s) - beside_s) * turns
     exposed_s = max(0.0, _median(some.step_s) - _median(some.alone_slowest_s))
-    sending_s = exposed_s * _growth(measured[few], ranks) * turns
+    sending_s = _sending_s(study, measured[few], ranks, portion, exposed_s)
     return Forecast(
         ranks=ranks,
         mode=mode,
@@ -89,15 +91,22 @@ def checked_forecasts(study: Study, measured: Mapping[int, OnRanks]) -> list[Che
     return found
 
 
-def _growth(few: OnRanks, ranks: int) -> float:
-    """Return how many times as long the gradients take among so many ranks, each with a core to itself."""
+def _sending_s(study: Study, few: OnRanks, ranks: int, portion: int, exposed_s: float) -> float:
+    """Return what ``exposed_s`` among a few becomes among so many ranks."""
+    turns = study.crowding(ranks) / study.crowding(few.ranks)
     carried = ((ranks - 1) / ranks) / ((few.ranks - 1) / few.ranks)
     line = alpha_beta.fit(few.messages_s)
     if line is None or not line.bytes_s:
-        return carried
+        return exposed_s * carried * turns
+    latency_s, bytes_s = line.latency_s, few.sent_bytes / line.bytes_s
+    if few.shards:
+        # Weights are gathered before each micro-batch's forward and backward, gradients scattered once: half an all-reduce each.
+        messages = 1 + 2 * math.ceil(portion / (study.micro_batch_size or portion))
+        latency_s, bytes_s = few.shards * messages * latency_s, messages / 2 * bytes_s
     passes = (ranks - 1) / (few.ranks - 1)
-    bytes_s = few.sent_bytes / line.bytes_s
-    return (line.latency_s * passes + bytes_s * carried) / (line.latency_s + bytes_s)
+    growth = (latency_s * passes + bytes_s * carried * turns) / (latency_s + bytes_s)
+    for_messages_s = min(exposed_s, latency_s + bytes_s)
+    return for_messages_s * growth + (exposed_s - for_messages_s) * turns
 
 
 def _median(samples: tuple[float, ...]) -> float:

@@ -70,6 +70,21 @@ def test_a_slow_first_call_makes_no_short_samples_on_ranks() -> None:
     assert (ask(rounds=10) - warm_up) / 10 == pytest.approx(101, abs=1)
 
 
+def test_long_calls_of_ranks_make_a_sample_of_several() -> None:
+    machine = Machine()
+    turns = {"a": machine.turn("a", 1.0)}
+
+    def ask(rounds: int) -> int:
+        machine.calls.clear()
+        interleaved_on_ranks(
+            turns, world=made_up_world(), rounds=rounds, least_calls=4, clock=machine.time
+        )
+        return len(machine.calls)
+
+    warm_up = ask(rounds=0)
+    assert (ask(rounds=10) - warm_up) / 10 == 4 + 1
+
+
 def test_warming_up_lasts_as_long_as_it_should() -> None:
     machine = Machine()
     interleaved(

@@ -51,6 +51,7 @@ def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_mac
                   env={"TORCHMUSTER_TRAIN_CLIP_NORM": "1"})  # fmt: skip
     assert command == [
         "torchmuster.worker",
+        *("--set", "experiment_name=tiny"),
         *("--set", "distributed.strategy=fsdp"),
         *("--set", "model.model_name_or_path=llama"),
         *("--set", "data.files=data/*.txt"),
@@ -68,7 +69,7 @@ def test_the_dry_run_for_people(train: Train) -> None:
     done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
     assert done.code == 0
     assert done.out.startswith("this machine: 2 ranks\n  the CPU, as asked\n")
-    assert "torchmuster.worker --set distributed.strategy=fsdp" in done.out
+    assert "torchmuster.worker --set experiment_name=tiny --set distributed.strategy=fsdp" in done.out
     assert done.out.endswith("nothing was started, and nothing is claimed\n")
 
 

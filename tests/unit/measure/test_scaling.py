@@ -1,5 +1,7 @@
 """A scaling study on figures made up by a known machine: losses add up, go where they belong, and forecasts hold."""
 
+from typing import Any
+
 import pytest
 
 from torchmuster.errors import Impossible
@@ -59,13 +61,25 @@ def machine(
     straggling_s: float = 0.0,
     read_s: float = 0.0,
     sending: float = 1.0,
+    own_s: float = 0.0,
+    shards: int = 0,
 ) -> dict[int, OnRanks]:
-    """Return what a machine would show whose ranks take turns beyond its slots and send in rings."""
+    """Return what a machine would show whose ranks take turns beyond its slots and send in rings.
+
+    ``own_s`` is what the strategy does besides, and with ``shards`` it is fsdp.
+    """
     found = {}
     for ranks in study.ranks:
         turns = study.crowding(ranks)
         slow = 1 + (beside - 1) * (min(ranks, study.slots or ranks) - 1)
-        exposed_s = sending * turns * ring_s(ranks, SENT_BYTES) if ranks > 1 else 0.0
+        waiting_s = LATENCY_S * (ranks - 1)
+        carrying_s = ring_s(ranks, SENT_BYTES) - waiting_s
+        if (
+            shards
+        ):  # all weights twice and all gradients once, by half a ring each, in as many messages
+            waiting_s, carrying_s = 3 * shards * waiting_s, 3 / 2 * carrying_s
+        sent_s = sending * (waiting_s + turns * carrying_s)
+        exposed_s = sent_s + turns * own_s if ranks > 1 else 0.0
         by_portion = {}
         for portion in study.portions(ranks):
             alone_s = (FIXED_S + SAMPLE_S * portion) * slow * turns
@@ -85,6 +99,7 @@ def machine(
         found[ranks] = OnRanks(
             ranks=ranks,
             sent_bytes=SENT_BYTES,
+            shards=shards,
             backend="gloo",
             by_portion=by_portion,
             messages_s=messages,
@@ -113,7 +128,7 @@ def test_parts_add_up_to_the_step_and_none_is_negative(ranks: int, mode: scaling
         (COMMUNICATION, {"sending": 20.0}),
     ],
 )
-def test_a_loss_goes_where_it_belongs(named: str, made: dict[str, float]) -> None:
+def test_a_loss_goes_where_it_belongs(named: str, made: dict[str, Any]) -> None:
     seen = scaled(STUDY, machine(STUDY, **made), 2, "weak")
     assert seen.worst_loss == named
     assert seen.parts_s[named] > 0.9 * sum(seen.parts_s[name] for name in LOSSES)
@@ -148,8 +163,12 @@ def test_ranks_that_are_faster_than_ideal_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_machine_that_follows_the_rules_is_forecast_exactly(mode: scaling.Mode) -> None:
-    measured = machine(STUDY, beside=1.2, straggling_s=0.01)
+@pytest.mark.parametrize("shards", [0, 7])
+@pytest.mark.parametrize("own_s", [0.0, 0.1])
+def test_a_machine_that_follows_the_rules_is_forecast_exactly(
+    mode: scaling.Mode, shards: int, own_s: float
+) -> None:
+    measured = machine(STUDY, beside=1.2, straggling_s=0.01, shards=shards, own_s=own_s)
     made = forecast(STUDY, measured, 4, mode, few=2)
     assert made is not None
     truth = scaled(STUDY, measured, 4, mode)
@@ -171,7 +190,7 @@ def test_a_forecast_needs_the_portion_on_fewer_ranks() -> None:
 
 
 def test_the_report_says_what_more_ranks_bring_and_why_not_more() -> None:
-    measured = machine(STUDY, sending=2.0)
+    measured = machine(STUDY, own_s=ring_s(4, SENT_BYTES))
     made = report(
         *(STUDY, measured),
         what="a small GPT",
@@ -183,7 +202,7 @@ def test_the_report_says_what_more_ranks_bring_and_why_not_more() -> None:
     )
     said = {one.name: one for one in made.findings}
     weak = said["weak-scaling"]
-    assert weak.what.startswith("weak scaling: 4 ranks are 1.73 times as fast as one (16.9")
+    assert weak.what.startswith("weak scaling: 4 ranks are 1.74 times as fast as one (16.9")
     assert weak.why.startswith("computing beside others takes")
     assert weak.fix.startswith("ranks here share cores")
     assert said["crowded"].what == "4 ranks had to share 2 cores"
@@ -218,6 +237,7 @@ def test_ranks_are_put_together_round_by_round() -> None:
             device="cpu",
             backend="gloo",
             sent_bytes=4,
+            shards=0,
             by_portion={8: Times(step_s=step, alone_s=alone, read_s=0.5)},
             messages_s={4: step},
         )

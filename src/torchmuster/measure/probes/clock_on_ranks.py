@@ -26,13 +26,14 @@ def interleaved_on_ranks(
     world: World,
     rounds: int,
     least_sample_s: float = 0.01,
+    least_calls: int = 1,
     after_round: Callable[[int], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, tuple[float, ...]]:
     """Return this rank's seconds per call of each turn, a sample in every round.
 
-    Each turn is warmed up, and called so often in a sample that it lasts ``least_sample_s`` on the slowest rank. In each
-    round every turn is sampled once, in an order that is drawn anew. All ranks begin a sample together.
+    Each turn is warmed up, and called so often in a sample that it lasts ``least_sample_s`` on the slowest rank, and at least
+    ``least_calls`` times. In each round every turn is sampled once, in an order that is drawn anew. All ranks begin a sample together.
     """
 
     def sample(turn: Callable[[], object], calls: int) -> float:
@@ -50,12 +51,16 @@ def interleaved_on_ranks(
     def slowest(turn: Callable[[], object], calls: int) -> float:
         return max(map(float, tell_all(sample(turn, calls), world)))
 
+    # All ranks hear the same times, and come to the same numbers.
     calls = {
-        name: calls_per_sample(
-            partial(slowest, turn),  # all ranks hear the same times, and come to the same number
-            least_sample_s=least_sample_s,
-            warm_up_s=least_sample_s,
-            most_calls=_MOST_CALLS,
+        name: max(
+            least_calls,
+            calls_per_sample(
+                partial(slowest, turn),
+                least_sample_s=least_sample_s,
+                warm_up_s=least_sample_s,
+                most_calls=_MOST_CALLS,
+            ),
         )
         for name, turn in turns.items()
     }

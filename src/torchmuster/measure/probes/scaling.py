@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from torchmuster.measure.probes.clock_on_ranks import interleaved_on_ranks
 from torchmuster.measure.scaling import Asked, RankTimes, Study, Times
@@ -99,6 +100,7 @@ def times(asked: Asked, world: World) -> RankTimes:
         device=str(world.device),
         backend=world.backend,
         sent_bytes=sent_bytes,
+        shards=sum(isinstance(one, FSDPModule) for one in together.model.modules()),
         by_portion={
             portion: Times(
                 step_s=taken_s.get(f"step {portion}", taken_s[f"alone {portion}"]),
