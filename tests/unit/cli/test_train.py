@@ -69,7 +69,9 @@ def test_the_dry_run_for_people(train: Train) -> None:
     done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
     assert done.code == 0
     assert done.out.startswith("this machine: 2 ranks\n  the CPU, as asked\n")
-    assert "torchmuster.worker --set experiment_name=tiny --set distributed.strategy=fsdp" in done.out
+    assert (
+        "torchmuster.worker --set experiment_name=tiny --set distributed.strategy=fsdp" in done.out
+    )
     assert done.out.endswith("nothing was started, and nothing is claimed\n")
 
 
