@@ -16,8 +16,8 @@ import nbformat
 import psutil
 import pytest
 
+from chromium_page import Page, browsing
 from patience import BUSY_S, GIVE_UP_S
-from ranks.chromium_page import Page, browsing
 from ranks.launched import MARK, living, wait_until_nothing_lives
 
 pytestmark = [

@@ -65,7 +65,7 @@ def forecast(
     computing_s = (beside_s + slower_s) * turns
     waiting_s = (_median(some.alone_slowest_s) - beside_s) * turns
     exposed_s = max(0.0, _median(some.step_s) - _median(some.alone_slowest_s))
-    sending_s = _sending_s(study, measured[few], ranks, portion, exposed_s)
+    sending_s = _sending_s(study, measured[few], ranks, portion, exposed_s, turns)
     return Forecast(
         ranks=ranks,
         mode=mode,
@@ -91,9 +91,10 @@ def checked_forecasts(study: Study, measured: Mapping[int, OnRanks]) -> list[Che
     return found
 
 
-def _sending_s(study: Study, few: OnRanks, ranks: int, portion: int, exposed_s: float) -> float:
-    """Return what ``exposed_s`` among a few becomes among so many ranks."""
-    turns = study.crowding(ranks) / study.crowding(few.ranks)
+def _sending_s(
+    study: Study, few: OnRanks, ranks: int, portion: int, exposed_s: float, turns: float
+) -> float:
+    """Return what ``exposed_s`` among a few becomes among so many ranks, which take so many turns."""
     carried = ((ranks - 1) / ranks) / ((few.ranks - 1) / few.ranks)
     line = alpha_beta.fit(few.messages_s)
     if line is None or not line.bytes_s:
