@@ -29,7 +29,7 @@ checkpoint: {{every: 4}}
 metrics: {{sinks: [tensorboard, parquet]}}
 """
 # A training that does not run away from what sends its numbers, which takes long to begin on a busy machine.
-HELD = """
+HELD_MODEL = """
 class Held(nn.Linear):
     calls = 0
     def forward(self, x):
@@ -42,12 +42,13 @@ class Held(nn.Linear):
 def held():
     return Held(4, 3)
 """
+HELD = ("--set", "model.build=mine:held")
 TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
 
 
 @pytest.fixture
 def folder(own_machine: Path) -> Path:
-    (own_machine / "mine.py").write_text(MINE + HELD)
+    (own_machine / "mine.py").write_text(MINE + HELD_MODEL)
     (own_machine / "config.yaml").write_text(CONFIG)
     return own_machine
 
@@ -61,7 +62,7 @@ def _await_step(run: Launched, sink: str, step: int) -> None:
 
 def _killed_and_gone_on(folder: Path, sink: str, *words: str) -> Launched:
     """Train, kill a rank once a sink has its first steps, and end once it has steps of the second attempt."""
-    with launched(folder, *TRAIN, "--set", "model.build=mine:held", *words) as run:
+    with launched(folder, *TRAIN, *HELD, *words) as run:
         run.wait_for("saved step 4")
         _await_step(run, sink, 6)
         ranks_of(run)[0].kill()
@@ -115,7 +116,11 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     pytest.importorskip("mlflow")
     uri = closed_port()
     there = ("--set", "metrics.sinks=mlflow,tensorboard", "--set", f"metrics.mlflow_uri={uri}")
-    with launched(folder, *TRAIN, *there) as run:
+    with launched(folder, *TRAIN, *HELD, *there) as run:
+        run.wait_for("saved step 4")
+        _await_step(run, "tensorboard", 6)
+        (folder / "killed").touch()
+        (folder / "sent").touch()
         result = run.end()
         assert run.alive() == []
     assert result.code == 0, run
