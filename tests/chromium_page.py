@@ -4,6 +4,7 @@ import base64
 import contextlib
 import itertools
 import json
+import shutil
 import subprocess
 import time
 import urllib.request
@@ -11,10 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import websocket
 
 from patience import BUSY_S, GIVE_UP_S
 
+needs_chromium = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="apt-get install chromium"
+)
 _LOOK_EVERY_S = 0.1
 _SEEN_WITHIN_S = 90.0 + BUSY_S
 _SIZE = (1100, 1400)

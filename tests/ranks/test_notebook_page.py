@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +15,14 @@ import nbformat
 import psutil
 import pytest
 
-from chromium_page import Page, browsing
+from chromium_page import Page, browsing, needs_chromium
 from patience import BUSY_S, GIVE_UP_S
 from ranks.launched import MARK, living, wait_until_nothing_lives
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.browser,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="apt-get install chromium"),
+    needs_chromium,
 ]
 
 CELLS = [

@@ -34,7 +34,7 @@ class Held(nn.Linear):
     calls = 0
     def forward(self, x):
         Held.calls += 1
-        for steps, file in ((12, "killed"), (20, "sent")):
+        for steps, file in ((12, "onward"), (20, "finish")):
             while Held.calls > steps and not os.path.exists(file):
                 time.sleep(0.05)
         return super().forward(x)
@@ -66,9 +66,9 @@ def _killed_and_gone_on(folder: Path, sink: str, *words: str) -> Launched:
         run.wait_for("saved step 4")
         _await_step(run, sink, 6)
         ranks_of(run)[0].kill()
-        (folder / "killed").touch()
+        (folder / "onward").touch()
         _await_step(run, sink, 25)
-        (folder / "sent").touch()
+        (folder / "finish").touch()
         result = run.end()
         assert run.alive() == []
     assert result.code == 0, run
@@ -119,8 +119,8 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     with launched(folder, *TRAIN, *HELD, *there) as run:
         run.wait_for("saved step 4")
         _await_step(run, "tensorboard", 6)
-        (folder / "killed").touch()
-        (folder / "sent").touch()
+        (folder / "onward").touch()
+        (folder / "finish").touch()
         result = run.end()
         assert run.alive() == []
     assert result.code == 0, run

@@ -74,9 +74,8 @@ def machine(
         slow = 1 + (beside - 1) * (min(ranks, study.slots or ranks) - 1)
         waiting_s = LATENCY_S * (ranks - 1)
         carrying_s = ring_s(ranks, SENT_BYTES) - waiting_s
-        if (
-            shards
-        ):  # all weights twice and all gradients once, by half a ring each, in as many messages
+        # All weights twice and all gradients once, by half a ring each, in as many messages.
+        if shards:
             waiting_s, carrying_s = 3 * shards * waiting_s, 3 / 2 * carrying_s
         sent_s = sending * (waiting_s + turns * carrying_s)
         exposed_s = sent_s + turns * own_s if ranks > 1 else 0.0

@@ -1,23 +1,19 @@
 """What people see of a run in a real browser: the newest picture, and the truth about its age."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from chromium_page import Page, browsing
+from chromium_page import Page, browsing, needs_chromium
 from made_up_runs import NOW, a_run, add_event, add_lines, add_ranks, set_state
 from torchmuster.monitor.serving import Access, serving
 from torchmuster.monitor.views.live_page import LivePage
 from torchmuster.monitor.views.run_picture import RunWatch
 from torchmuster.runfolder import RunFolder
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="apt-get install chromium"),
-]
+pytestmark = [pytest.mark.browser, needs_chromium]
 TOKEN = "a-long/enough token"
 PULSE = "document.getElementById('pulse').textContent"
 
@@ -72,8 +68,8 @@ def test_the_token_is_taken_from_the_address_and_kept_for_the_tab_alone(
         browser.open(f"{address}#a-long%2Fenough%20token")
         browser.wait_until("document.title === 'llm: running'")
         assert browser.value("location.href") == address
-        browser.value("location.reload()")
-        browser.wait_until("document.title === 'llm: running'")
+        browser.value("window.isOld = true; location.reload()")
+        browser.wait_until("!window.isOld && document.title === 'llm: running'")
         assert browser.value("localStorage.length") == 0
 
 

@@ -23,7 +23,7 @@ from torchmuster.verify.probes.exact_values import compare, forget, numbers, sum
 from torchmuster.verify.rank_record import Values
 
 _ITEM_BYTES = 4  # float32, whose sums of small whole numbers are exact
-# Ranks leave a barrier one after the other: with few calls, that counts as time of the message.
+# Ranks leave a barrier one after the other; with few calls, that is a part of what is timed.
 _LEAST_CALLS = 4
 # By their newer names, where torch has them: the older ones warn in every process.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

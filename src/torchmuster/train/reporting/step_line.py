@@ -137,5 +137,5 @@ def _waited_for(
         return 0, 0.0
     # The slowest rank is the one that need not wait. What it reads longer than another explains that one's waiting.
     slowest = min(range(len(communication_shares)), key=communication_shares.__getitem__)
-    aside = [data + waits for data, waits in zip(data_shares, communication_shares, strict=True)]
-    return slowest, max(aside) - aside[slowest]
+    idle = [data + waits for data, waits in zip(data_shares, communication_shares, strict=True)]
+    return slowest, max(idle) - idle[slowest]
