@@ -150,8 +150,12 @@ def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(run: Run) 
 def test_restarts_begin_anew_and_say_so(muster: Muster, own_machine: Path) -> None:
     (own_machine / "train.py").write_text(
         "import os, time\n"
+        "from pathlib import Path\n"
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "print('attempt', attempt, 'port', os.environ['MASTER_PORT'], flush=True)\n"
+        "has_said = Path(f'rank 0 in attempt {attempt}')\n"
+        "if os.environ['RANK'] == '0': has_said.touch()\n"
+        "while not has_said.exists(): time.sleep(0.01)\n"  # else it might be ended before it says it
         "if attempt < 2 and os.environ['RANK'] == '1': raise ValueError(f'attempt {attempt}')\n"
         "if attempt < 2: time.sleep(600)\n"
     )

@@ -164,8 +164,8 @@ def _in_browser(
         nonlocal address
         page.show(picture)
         if address:  # told once, when there is something to see
-            print(address, flush=True)
             output.say("muster: open this in a browser; Ctrl-C ends the watching, not the run")
+            print(address, flush=True)
             address = ""
 
     return show
