@@ -77,6 +77,7 @@ class Launched:
         self._out: list[str] = []
         self._err: list[str] = []
         self._news: queue.Queue[str | None] = queue.Queue()
+        self._closed = 0  # of the two streams
         self._readers = [
             threading.Thread(target=self._read, args=(stream, kept))
             for stream, kept in (
@@ -105,7 +106,7 @@ class Launched:
             if line is not None:
                 self.lines.append(line)
                 missing = [text for text in missing if text not in line]
-            elif self.process.poll() is not None and self._news.empty():
+            elif self._is_over():
                 raise AssertionError(f"it ended before it showed {missing}:\n{self}")
 
     def wait_for_more(self, *texts: str, within_s: float = GIVE_UP_S) -> None:
@@ -120,8 +121,13 @@ class Launched:
                 self.lines.append(line)
                 if all(text in line for text in texts):
                     return
-            elif self.process.poll() is not None and self._news.empty():
+            elif self._is_over():
                 raise AssertionError(f"it ended before it showed {texts}:\n{self}")
+
+    def _is_over(self) -> bool:
+        """Take note of a stream's end; the last lines of the other one may still come."""
+        self._closed += 1
+        return self._closed == len(self._readers)
 
     def end(self, within_s: float = GIVE_UP_S) -> Result:
         """Wait for the end of the command."""
@@ -146,7 +152,7 @@ class Launched:
         return living(self.mark)
 
     def wait_until_nothing_lives(self, within_s: float) -> float:
-        """Wait until nothing of it is alive; return how long that took."""
+        """Wait until nothing of it is alive; return how long that took. Within 0 s: now, or soon where others run."""
         return wait_until_nothing_lives(self.mark, within_s)
 
     def __str__(self) -> str:
@@ -165,6 +171,17 @@ class Launched:
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
+
+
+def said_by(rank: int, shown: str, *, ranks: int = 2) -> list[str]:
+    """Return what a rank said: what all say is shown once only where they say it at the same moment."""
+    marks = (f"[all {ranks} ranks] ", f"[rank {rank}] ")
+    return [
+        line.removeprefix(mark)
+        for line in shown.splitlines()
+        for mark in marks
+        if line.startswith(mark)
+    ]
 
 
 @contextlib.contextmanager

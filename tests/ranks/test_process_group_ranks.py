@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from ranks.conftest import Python, Torchrun
 
 pytestmark = pytest.mark.ranks
@@ -149,7 +149,7 @@ def test_spawned_ranks_meet_on_loopback_without_a_launcher(python: Python, progr
         "from torchmuster.distributed import *\n"
         "def train(rank, world_size):\n"
         "    try:\n"
-        "        device = setup_distributed(rank, world_size, timeout_s=30)\n"
+        f"        device = setup_distributed(rank, world_size, timeout_s={GIVE_UP_S})\n"
         "        good = verify_gpu_communication(rank, world_size)\n"
         "        listening = {one.laddr.ip for one in psutil.Process().net_connections()\n"
         "                     if one.status == 'LISTEN'}\n"
