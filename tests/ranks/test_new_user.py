@@ -3,7 +3,8 @@
 It begins with an empty folder and an empty virtual environment, on a machine without a GPU. Three things differ from
 a new user's afternoon, to keep it short and away from the network: the repository is copied instead of cloned; torch and
 the other packages are not downloaded but found in the environment of these tests, by a path that is written into the
-new one right after it was made; so ``pip install`` builds and installs torchmuster alone.
+new one right after it was made; so ``pip install`` builds and installs torchmuster alone. And the training waits before
+its end until it was killed: on a busy machine it could be over before that is typed.
 """
 
 import os
@@ -40,6 +41,27 @@ PROMISED = (
     "muster watch",
     "muster explain",
 )
+
+# Is added to mine.py.
+WAIT_TO_BE_KILLED = """
+
+import os, time
+
+steps, usual_model = 0, model
+
+
+def wait_to_be_killed(*_):
+    global steps
+    steps += 1
+    while steps > 1500 and not os.path.exists("was-killed"):
+        time.sleep(0.05)
+
+
+def model():
+    made = usual_model()
+    made.register_forward_pre_hook(wait_to_be_killed)
+    return made
+"""
 
 
 class Terminal:
@@ -132,7 +154,12 @@ def test_from_an_empty_folder_to_a_run_that_was_killed_and_went_on(
         if command == CLONED:
             _copy_repository(home / "torchmuster")
             continue
+        if command.startswith("muster train --config"):
+            with (home / "mine.py").open("a") as mine:
+                mine.write(WAIT_TO_BE_KILLED)
         code, printed = terminal.type(command)
+        if command.startswith("kill -9"):
+            (home / "was-killed").touch()
         printed = as_documented(printed, home)
         said = f"$ {command}\n{printed}"
         print(said)  # all that came before is shown where it fails

@@ -12,7 +12,7 @@ from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
 from ranks.real_mlflow import needs_mlflow_server, real_mlflow_server
-from ranks.test_train_restarts import MINE, ranks_of, steps_of
+from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of
 from torchmuster.launch import ledger
 from torchmuster.monitor.sinks import sent
 from torchmuster.runfolder import RunFolder
@@ -28,27 +28,12 @@ train: {{steps: {STEPS}, log_every: 1}}
 checkpoint: {{every: 4}}
 metrics: {{sinks: [tensorboard, parquet]}}
 """
-# A training that does not run away from what sends its numbers, which takes long to begin on a busy machine.
-HELD_MODEL = """
-class Held(nn.Linear):
-    calls = 0
-    def forward(self, x):
-        Held.calls += 1
-        for steps, file in ((12, "onward"), (20, "finish")):
-            while Held.calls > steps and not os.path.exists(file):
-                time.sleep(0.05)
-        return super().forward(x)
-
-def held():
-    return Held(4, 3)
-"""
-HELD = ("--set", "model.build=mine:held")
 TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
 
 
 @pytest.fixture
 def folder(own_machine: Path) -> Path:
-    (own_machine / "mine.py").write_text(MINE + HELD_MODEL)
+    (own_machine / "mine.py").write_text(MINE)
     (own_machine / "config.yaml").write_text(CONFIG)
     return own_machine
 
@@ -60,17 +45,26 @@ def _await_step(run: Launched, sink: str, step: int) -> None:
         time.sleep(0.05)
 
 
-def _killed_and_gone_on(folder: Path, sink: str, *words: str) -> Launched:
-    """Train, kill a rank once a sink has its first steps, and end once it has steps of the second attempt."""
+def _await_trouble(run: Launched, sink: str) -> None:
+    deadline = time.monotonic() + GIVE_UP_S
+    while (far := sent.read(run.run, sink)) is None or not far.trouble:
+        assert time.monotonic() < deadline, f"{sink} has no trouble\n{run}"
+        time.sleep(0.05)
+
+
+def _killed_and_gone_on(folder: Path, sinks: tuple[str, ...], *words: str) -> Launched:
+    """Train, kill a rank once sinks have its first steps, and end once they have steps of the second attempt."""
     with launched(folder, *TRAIN, *HELD, *words) as run:
         run.wait_for("saved step 4")
-        _await_step(run, sink, 6)
+        for sink in sinks:
+            _await_step(run, sink, 6)
         ranks_of(run)[0].kill()
         (folder / "onward").touch()
-        _await_step(run, sink, 25)
+        for sink in sinks:
+            _await_step(run, sink, 20)  # it is held later, also where it goes on from step 4
         (folder / "finish").touch()
         result = run.end()
-        assert run.alive() == []
+        run.wait_until_nothing_lives(0)
     assert result.code == 0, run
     assert "starting again" in result.err
     assert "has not got everything" not in result.out
@@ -88,7 +82,7 @@ def _curve(run: RunFolder, tag: str) -> list[int]:
 
 def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
     parquet: Any = pytest.importorskip("pyarrow.parquet")
-    run = _killed_and_gone_on(folder, "tensorboard")
+    run = _killed_and_gone_on(folder, ("tensorboard", "parquet"))
     every = list(range(1, STEPS + 1))
     assert steps_of(run) == every
     assert _curve(run.run, "train/loss") == every
@@ -102,7 +96,7 @@ def test_a_real_mlflow_server_has_a_run_that_was_killed_and_went_on_as_one(
     mlflow: Any = pytest.importorskip("mlflow")
     with real_mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
         there = ("--set", "metrics.sinks=mlflow", "--set", f"metrics.mlflow_uri={uri}")
-        _killed_and_gone_on(folder, "mlflow", *there)
+        _killed_and_gone_on(folder, ("mlflow",), *there)
         client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = client.get_experiment_by_name("tracked")
         (kept,) = client.search_runs([experiment.experiment_id])
@@ -119,10 +113,11 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     with launched(folder, *TRAIN, *HELD, *there) as run:
         run.wait_for("saved step 4")
         _await_step(run, "tensorboard", 6)
+        _await_trouble(run, "mlflow")
         (folder / "onward").touch()
         (folder / "finish").touch()
         result = run.end()
-        assert run.alive() == []
+        run.wait_until_nothing_lives(0)
     assert result.code == 0, run
     assert steps_of(run) == list(range(1, STEPS + 1))
     assert _curve(run.run, "train/loss") == list(range(1, STEPS + 1)), "the other one has it all"
