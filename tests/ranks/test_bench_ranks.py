@@ -57,7 +57,7 @@ def test_reading_is_timed_inside_of_the_step(run_ranks: RunRanks) -> None:
     both = scaling.together([run_ranks(timing.steps, 2, "fsdp", "slow_data")])
     taken = both.by_portion[2]
     assert taken.read_s >= 2 * timing.SLEEP_S / 4
-    assert min(taken.alone_s) >= taken.read_s / 2
+    assert min(taken.alone_s) >= 2 * timing.SLEEP_S / 4
     assert both.sent_bytes == 4 * 10
 
 

@@ -15,6 +15,7 @@ from ranks.launched import launched
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.alone  # beside others, a rank may be slow enough to be warned of
 def test_this_machine_passes_with_two_ranks_on_its_cpu(muster: Muster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('was-run', 'w')\n")
     words = ("--json", "--html", "page.html", "train.py", "--lr", "1e-4")
@@ -48,7 +49,14 @@ def test_what_is_shown_ends_with_the_verdict_and_where_the_report_is(
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(own_machine: Path) -> None:
-    with launched(own_machine, "check") as command:
+    # Ranks that wait: others might have passed before anybody has typed Ctrl-C.
+    held = own_machine / "held"
+    held.mkdir()
+    (held / "sitecustomize.py").write_text(
+        "import os, time\nif 'RANK' in os.environ: time.sleep(600)\n"
+    )
+    path = f"{held}:{os.environ.get('PYTHONPATH', '')}"
+    with launched(own_machine, "check", env={"PYTHONPATH": path}) as command:
         command.wait_for("2 ranks started")
         command.send(signal.SIGINT)
         ended = command.end()

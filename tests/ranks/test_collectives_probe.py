@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranks.conftest import Ran, Torchrun
-from torchmuster.finding import Finding
+from torchmuster.finding import Finding, Status
 from torchmuster.verify import collectives
 from torchmuster.verify.rank_record import RankRecord, records_from
 
@@ -29,10 +29,12 @@ def probe(torchrun: Torchrun, fault: str | None = None, *, ranks: int = 2) -> li
 
 
 def only(findings: list[Finding]) -> Finding:
-    (finding,) = findings
+    """Return the one failure; that a rank is slow beside the others may be told too, on a busy machine."""
+    (finding,) = [one for one in findings if one.status is Status.FAILURE]
     return finding
 
 
+@pytest.mark.alone  # beside others, a good rank may be slow enough to be named
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_good_ranks_compare_every_value_and_nothing_is_found(
     torchrun: Torchrun, ranks: int
@@ -89,8 +91,9 @@ def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
     assert "the first at place 773: " in finding.evidence
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["slow", "slow-matmul"])
 def test_a_slow_device_is_found(torchrun: Torchrun, fault: str) -> None:
-    finding = only(collectives.judge(probe(torchrun, fault)))
+    (finding,) = collectives.judge(probe(torchrun, fault))
     assert finding.name == "slow-device"
     assert "(rank 1) computes at " in finding.what

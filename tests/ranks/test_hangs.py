@@ -42,11 +42,11 @@ def hanging(folder: Path, *kinds: str, env: dict[str, str] | None = None) -> Ite
 
 
 def began(command: Launched, kind: str) -> float:
-    """Return when the script came to a kind."""
-    log = command.run.rank_log(0).read_text()
-    found = re.search(rf"^now {kind} at ([\d.]+)$", log, re.MULTILINE)
-    assert found, log
-    return float(found[1])
+    """Return when the script came to a kind; of two ranks, one may have been ended before it did."""
+    logs = "".join(command.run.rank_log(rank).read_text() for rank in (0, 1))
+    found = re.findall(rf"^now {kind} at ([\d.]+)$", logs, re.MULTILINE)
+    assert found, logs
+    return min(map(float, found))
 
 
 def copied(command: Launched) -> RunFolder:
@@ -116,22 +116,20 @@ HANGS = {
 def test_ranks_that_called_different_collectives_are_named_with_both_places(
     own_machine: Path,
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        commands = {kind: stack.enter_context(hanging(own_machine / kind, kind)) for kind in HANGS}
-        for kind, command in commands.items():
+    for kind, place in HANGS.items():  # one by one: after a minute such a hang is ended by itself
+        with hanging(own_machine / kind, kind) as command:
             command.wait_for("what the ranks were doing is in")
             (told,) = [line for line in command.lines if line.startswith("warning  ")]
             assert told.startswith(f"warning  {DIFFERENT}"), told
-            assert HANGS[kind] in told
+            assert place in told
             (hang,) = evidence.hangs(command.run)
             assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert [one.name for one in hang.analysis] == ["collectives-differ"]
             command.send(signal.SIGINT)
-        for kind, command in commands.items():
             assert command.end().code == 130
             finding = cause(copied(command))
             assert finding.what.startswith(DIFFERENT)
-            assert HANGS[kind] in finding.what
+            assert place in finding.what
             assert "the ranks did not call the same collective as number" in finding.evidence
             assert "inside `if rank == 0`, the same number of batches" in finding.fix
 
@@ -186,6 +184,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
         assert re.search(r"it happened at \S+/train.py:\d+ in segfault", segfault[0].finding.why)
 
 
+@pytest.mark.alone  # one sleeps for seconds; a few more, for want of a processor, would be a hang
 @pytest.mark.parametrize("number", range(HEALTHY_RUNS))
 def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int) -> None:
     order = ["one_compiles", "all_sleep", "one_reads_slowly"]

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from ranks.launched import Launched, cpu, launched
+from torchmuster.launch import evidence
 
 pytestmark = pytest.mark.ranks
 
@@ -59,7 +61,7 @@ dist.all_reduce(torch.ones(4, 5))
 
 def pulses(run: Launched, where: Path, good: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
     """Return the pulses by rank as soon as they are as wanted."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + GIVE_UP_S
     found: dict[int, Any] = {}
     while time.monotonic() < deadline:
         for path in where.glob("torchmuster-*/attempt-0/rank-*.pulse.json"):
@@ -87,6 +89,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
             where,
             lambda all_: (
                 len(all_) == 4
+                and all_[0]["begun"] == {"0": 2}  # and not the first, as a while ago
                 and bool(all_[0]["waits"] and all_[1]["begun"])
                 and all_[3]["doing"] == "time.sleep"
             ),
@@ -109,15 +112,17 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         assert {one["pid"] for one in found.values()} <= alive
 
         os.kill(forked["pid"], signal.SIGSTOP)
-        run.wait_for(f"rank 3 on {HOST} is stopped", "what the ranks were doing is in")
-        (hang,) = run.run.hang.glob("*/hang.json")
-        stacks = {rank: _stacks(hang.parent, rank) for rank in range(4)}
+        run.wait_for(f"rank 3 on {HOST} is stopped")
+        run.wait_for_more("what the ranks were doing is in")
+        # Where this took long, it was told before that the others wait.
+        *_, hang = [one for one in evidence.hangs(run.run) if one.finding.name == "rank-stopped"]
+        stacks = {rank: _stacks(hang.folder, rank) for rank in range(4)}
         assert "dist.all_reduce(torch.ones(4, 5))" in stacks[0]
         assert "if place: time.sleep(600)" in stacks[1]
         assert "Python cannot run in it" in stacks[2]
         assert 'train.py", line 33 in <module>' in stacks[2]
         assert "the state of its process: T" in stacks[3]
-        flight = json.loads((hang.parent / "rank-0.flight.json").read_text())
+        flight = json.loads((hang.folder / "rank-0.flight.json").read_text())
         assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
         run.send(signal.SIGINT)
