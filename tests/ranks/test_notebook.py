@@ -1,5 +1,6 @@
 """Cells on ranks, in a real Jupyter kernel: output, values, errors, interrupts, hangs and ends."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,22 @@ import psutil
 import pytest
 
 from patience import BUSY_S
-from ranks.launched import wait_until_nothing_lives
+from ranks.launched import said_by, wait_until_nothing_lives
 from ranks.notebook_kernel import Kernel, running_kernel
 from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
 
 GROUP = "%%ranks\nimport time, torch, torch.distributed as dist\ndist.init_process_group('gloo')"
+# For ranks that are to fail at nearly the same time: else the first error is shown while the other still runs.
+MEET = """\
+%%ranks
+import os, time
+def meet(name):
+    open(f"{name}-{rank}", "w").close()
+    while not all(os.path.exists(f"{name}-{one}") for one in range(world_size)):
+        time.sleep(0.01)
+"""
 
 
 @pytest.fixture
@@ -36,28 +46,41 @@ def test_cells_run_on_ranks_and_what_is_alike_is_shown_once(
     kernel = with_ranks
     assert "2 ranks" in kernel.run_well("%muster status")
     text = kernel.run_well("%%ranks\nprint('hello')\nprint('I am', rank)\n[world_size]")
-    assert text.splitlines()[0] == "[all 2 ranks] hello"
-    assert sorted(text.splitlines()[1:3]) == ["[rank 0] I am 0", "[rank 1] I am 1"]
-    assert text.splitlines()[3:] == ["[all 2 ranks] [2]"]
+    assert [said_by(rank, text) for rank in (0, 1)] == [
+        ["hello", "I am 0", "[2]"],
+        ["hello", "I am 1", "[2]"],
+    ]
+    assert text.splitlines()[-1] == "[all 2 ranks] [2]"  # whenever they had it
     # Names stay; a semicolon hides the value; what is not Python's writes arrives as well.
     kernel.run_well("%%rank 1\nmine = rank + 41;")
     assert kernel.run_well("%%rank 1\nmine") == "[rank 1] 42\n"
-    assert kernel.run_well("%%ranks\nimport os\nos.system('echo native');") == (
-        "[all 2 ranks] native\n"
+    seen = tmp_path / "seen"
+    kernel.begin(
+        "%%ranks\nimport os, time\nos.system(f'echo native {rank}')\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.05)"
     )
+    kernel.wait_for("native 0")  # by way of the logs, which may take longer than a cell
+    kernel.wait_for("native 1")
+    seen.touch()
+    done = kernel.finish()
+    assert sorted(done.text.splitlines()) == ["[rank 0] native 0", "[rank 1] native 1"]
     _the_key_is_nowhere(kernel, tmp_path)
     _errors_are_shortened_to_the_cell(kernel)
     _words_that_are_wrong_are_told(kernel)
     _variables_come_back(kernel)
     kernel.run_well("%muster stop")
-    assert [one.name() for one in _children(kernel)] == []
+    assert _children(kernel) == []
     assert kernel.run_well("%muster status") == "no ranks run; %muster start --ranks 2\n"
     assert "%muster restart" in kernel.run("%%ranks\n1").error
 
 
 def _children(kernel: Kernel) -> list[psutil.Process]:
-    children = kernel.process.children(recursive=True)
-    return [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for one in kernel.process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
 
 
 def _the_key_is_nowhere(kernel: Kernel, folder: Path) -> None:
@@ -72,13 +95,14 @@ def _the_key_is_nowhere(kernel: Kernel, folder: Path) -> None:
 
 
 def _errors_are_shortened_to_the_cell(kernel: Kernel) -> None:
-    error = kernel.run("%%ranks\ndef f():\n    return 1 / rank\nf()").error
+    kernel.run_well(MEET)
+    error = kernel.run("%%ranks\ndef f():\n    return 1 / rank\nmeet('f')\nf()").error
     assert error.startswith("[rank 0]\nTraceback")
     assert error.endswith("ZeroDivisionError: division by zero")
     assert "torchmuster" not in error
     assert "    return 1 / rank" in error
     assert 'File "cell-' in error
-    both = kernel.run("%%ranks\nraise SystemExit(3)").error
+    both = kernel.run("%%ranks\nmeet('exit')\nraise SystemExit(3)").error
     assert both.startswith("[all 2 ranks]\n")
     assert both.count("SystemExit: 3") == 1
     assert kernel.run("%%ranks\n1 +").error.endswith("SyntaxError: invalid syntax")
@@ -110,8 +134,8 @@ def _variables_come_back(kernel: Kernel) -> None:
 def test_a_cell_of_python_is_interrupted_and_names_stay(with_ranks: Kernel) -> None:
     kernel = with_ranks
     kernel.run_well("%%ranks\nimport time\nkept = 7")
-    kernel.begin("%%ranks\nprint('there', flush=True)\nwhile True:\n    time.sleep(0.1)")
-    kernel.wait_for("there")
+    kernel.begin("%%ranks\nwhile True:\n    time.sleep(0.1)")
+    kernel.wait_for("ranks 0-1 are in time.sleep at cell-4:2")
     kernel.interrupt()
     error = kernel.finish().error
     assert error.startswith("[all 2 ranks]\nTraceback")
@@ -126,16 +150,15 @@ def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -
     kernel.begin(
         "%%ranks\nif rank == 1:\n    time.sleep(300)\nx = torch.ones(1)\ndist.all_reduce(x)"
     )
-    places = kernel.wait_for("all_reduce at cell-", 20 + BUSY_S)
-    assert any(
-        "rank 0 waits in all_reduce at cell-4:4; rank 1 is in time.sleep at cell-4:2" in state
-        for state in places.states
-    ), places
+    kernel.wait_for(
+        "rank 0 waits in all_reduce at cell-4:4; rank 1 is in time.sleep at cell-4:2", 20 + BUSY_S
+    )
     kernel.wait_for("rank 1 on", 40 + BUSY_S)
     kernel.wait_for("keeps the others waiting: in time.sleep", 5 + BUSY_S)
     kernel.interrupt()
     done = kernel.finish()
-    assert "rank 0 waits in all_reduce at cell-4:4, and did not come back" in done.error
+    assert "interrupted, but rank 0 waits in all_reduce at cell-4:4" in done.error
+    assert ", and did not come back" in done.error
     assert "their variables are gone" in done.error
     # The new ones are whole.
     assert kernel.run_well(f"{GROUP}\nx = torch.ones(1)\ndist.all_reduce(x)\nx") == (
@@ -158,7 +181,7 @@ def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) ->
     assert "their variables are gone" in error
 
 
-def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel) -> None:
+def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel, tmp_path: Path) -> None:
     kernel = with_ranks
     error = kernel.run("%%ranks\nimport os, time\nif rank == 1: os._exit(9)\ntime.sleep(300)").error
     assert "rank 1" in error
@@ -167,10 +190,14 @@ def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel) -> None:
     kernel.run_well("%muster restart")
     assert kernel.run_well("%%ranks\n'here'") == "[all 2 ranks] 'here'\n"
     # One that dies between two cells.
+    over = tmp_path / "the cell is over"
     kernel.run_well(
-        "%%rank 0\nimport threading, os, signal\ndie = lambda: os.kill(os.getpid(), 9)\n"
-        "threading.Timer(0.5, die).start()"
+        "%%rank 0\nimport os, threading, time\n"
+        f"def die():\n    while not os.path.exists({str(over)!r}): time.sleep(0.05)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "threading.Thread(target=die, daemon=True).start()"
     )
+    over.touch()
     wait_until_childless(kernel)
     error = kernel.run("%%ranks\nrank").error
     assert "rank 0" in error

@@ -68,16 +68,18 @@ class Server:
 
     def _url(self) -> str:
         deadline = time.monotonic() + GIVE_UP_S
-        while not (told := list(self._runtime.glob("jpserver-*.json"))):
+        while True:
+            for told in self._runtime.glob("jpserver-*.json"):
+                with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                    url: str = json.loads(told.read_text())["url"]
+                    return url
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.1)
-        url: str = json.loads(told[0].read_text())["url"]
-        return url
 
     def kernel(self) -> psutil.Process:
         """Return the kernel's process."""
-        return next(one for one in living(self.mark) if "ipykernel_launcher" in one.cmdline())
+        return next(one for one in living(self.mark) if _is_kernel(one))
 
     def close(self) -> None:
         """End the server, and what a failed test left."""
@@ -88,6 +90,12 @@ class Server:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait(30)
+
+
+def _is_kernel(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # what belonged to earlier ranks may just end
+        return "ipykernel_launcher" in process.cmdline()
+    return False
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ def part_of(number: int, selector: str) -> str:
 def run_cell(page: Page, number: int) -> None:
     """Click into a cell and on the button; a page that has just opened may not heed the first click."""
     began = f"/[*\\d]/.test({part_of(number, '.jp-InputPrompt')})"
-    deadline = time.monotonic() + 90 + BUSY_S
+    deadline = time.monotonic() + GIVE_UP_S
     while not page.value(began):
         assert time.monotonic() < deadline, page.value("document.body.innerText")
         page.click(".jp-CodeCell .cm-content", number)
@@ -117,7 +125,7 @@ def run_cell(page: Page, number: int) -> None:
             page.wait_until(began, 10)
 
 
-def see(page: Page, number: int, text: str, within_s: float = 90 + BUSY_S) -> None:
+def see(page: Page, number: int, text: str, within_s: float = GIVE_UP_S) -> None:
     shown = part_of(number, ".jp-OutputArea")
     page.wait_until(f"{shown}.includes({json.dumps(text)})", within_s)
 
@@ -134,7 +142,7 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         run_cell(page, 0)
         see(page, 0, "2 ranks here")
         run_cell(page, 1)
-        see(page, 1, "[all 2 ranks] hello")
+        see(page, 1, "] hello")  # of all at once, or of each
         see(page, 1, "[rank 0] I am 0")
         see(page, 1, "[rank 1] I am 1")
         run_cell(page, 2)
@@ -146,7 +154,7 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         run_cell(page, 3)
         see(page, 3, "[all 2 ranks] 'here again'")
         page.picture(pictures / "notebook-again.png")
-        before = [one for one in living(server.mark) if "ipykernel_launcher" not in one.cmdline()]
+        before = [one for one in living(server.mark) if not _is_kernel(one)]
         assert len(before) >= 5  # the server, the launcher, the keeper, the agent, the ranks
         kernel = server.kernel()
         ranks = [one for one in kernel.children(recursive=True) if one.is_running()]
