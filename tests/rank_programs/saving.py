@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
+from patience import GIVE_UP_S
 from torchmuster.checkpoints.index import INDEX, Index
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed, read_manifest
@@ -30,6 +32,7 @@ from torchmuster.errors import MusterError
 from torchmuster.train import random_states
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.saving.checkpointer import Checkpointer, Loaded, Mode, SaveReport
+from torchmuster.train.saving.pace import Pace
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.protocol import Strategy
@@ -172,7 +175,7 @@ class Obstructed(FolderStore):
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
         if self.gate is not None and file.endswith(".safetensors"):
-            assert self.gate.wait(60)
+            assert self.gate.wait(GIVE_UP_S)
         with super().create(name, file) as stream:
             if self.fails and file.endswith(self.fails):
                 raise OSError(28, "No space left on device")
@@ -216,7 +219,9 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         training.train(3, checkpointer)
         found["went on"] = (training.digest() != at_save, len(heard) == 4)
         # The next save has to wait for it.
-        threading.Timer(0.3, store.gate.set).start()
+        assert checkpointer._save is not None
+        waited_for = (store.gate, checkpointer._save.pace)
+        threading.Thread(target=_open_while_waited_for, args=waited_for).start()
         training.save(checkpointer)
         waited = checkpointer.wait()
         assert waited is not None
@@ -241,6 +246,12 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         ]
         found["unkeepable"] = _unkeepable(checkpointer)
     return found
+
+
+def _open_while_waited_for(gate: threading.Event, pace: Pace) -> None:
+    assert pace._hurry.wait(GIVE_UP_S)
+    time.sleep(0.3)
+    gate.set()
 
 
 def _files_of_buffers(store: Store, name: str) -> set[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from patience import GIVE_UP_S
+from torchmuster.launch.agent import GRACE_VARIABLE
 from torchmuster.train import neighbours, stop_request
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.stop_request import StopRequest
@@ -68,7 +69,9 @@ def in_special_situations(world: World) -> dict[str, End]:
     dist.barrier()
     ends["all at once"] = _train(world, dist.barrier, [(0.1, "SIGTERM"), (0.1, "SIGUSR1")])
     dist.barrier()
-    ends["a slow rank"] = _train(world, uneven, [(0.2, "SIGUSR1")] if world.is_first else [])
+    ends["a slow rank"] = _train(
+        world, uneven, [(0.2, "SIGUSR1")] if world.is_first else [], after_steps=20
+    )
     dist.barrier()
     ends["before the first"] = _train(
         world, dist.barrier, [(None, "SIGTERM")] if is_last else [], heard_first=True
@@ -123,7 +126,8 @@ def when_others_are_gone(world: World) -> list[int]:
         dist.barrier()
         if world.global_rank == 1:
             raise RuntimeError("out of memory")
-        time.sleep(0.3)  # for the failure to be told
+        assert stop._store is not None
+        stop._store.wait(["0/request"])  # the failure is told
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.3)
         assert not stop.due(1)
@@ -136,14 +140,17 @@ def when_others_are_gone(world: World) -> list[int]:
 def when_one_cannot_answer_at_once(world: World) -> list[object]:
     """Rank 1 keeps Python from running: too long for the first request, not for the one after it."""
     _meet_at_a_tcp_store(world)
+    group = _DIST.distributed_c10d._get_default_store()
     found: list[bool] = []
     _MODULE._WISHES_ARE_ANSWERED_WITHIN_S = 0.2
     with _noting_exits() as codes, StopRequest(world) as stop:
         for step in (1, 2):
             dist.barrier()
             if world.global_rank == 1:
+                group.set(f"away in step {step}", "")
                 ctypes.PyDLL(None).usleep(3_000_000)
             elif world.is_first:
+                group.wait([f"away in step {step}"])
                 time.sleep(0.5)  # for rank 1 to be away
                 os.kill(os.getpid(), signal.SIGUSR1)
                 _await(lambda: stop._agreement is not None)
@@ -199,6 +206,7 @@ def when_the_store_is_gone(world: World) -> tuple[list[int], bool]:
         with _noting_exits() as codes, StopRequest(world) as stop:
             dist.barrier()
             dist.barrier()  # the store is gone
+            _await(lambda: not stop._threads[0].is_alive())  # and this rank knows it
             os.kill(os.getpid(), signal.SIGTERM)
             _await(lambda: codes)
             due = stop.due(1)
@@ -217,13 +225,15 @@ def _train(
     sends: Sequence[tuple[float | None, str]],
     *,
     heard_first: bool = False,
+    after_steps: int = 0,
     look: Callable[[StopRequest], None] | None = None,
 ) -> End:
-    """Train until asked to end; each signal is sent after so many seconds, None: at once."""
+    """Train until asked to end; each signal is sent after so many seconds and steps, None: at once."""
     sent: list[int] = []
     with StopRequest(world) as stop:
 
         def send(name: str) -> None:
+            _await(lambda: stop._done >= after_steps)
             sent.append(stop._done)
             os.kill(os.getpid(), signal.Signals[name])
 
@@ -249,7 +259,8 @@ def _train(
 
 
 def _meet_at_a_tcp_store(world: World) -> Any:
-    """Put a store as launched ranks have it in the place of the tests' file."""
+    """Put a store as launched ranks have it in the place of the tests' file; ranks have time to answer."""
+    os.environ[GRACE_VARIABLE] = str(GIVE_UP_S)
     timeout = timedelta(seconds=GIVE_UP_S)
     store = None
     if world.is_first:
