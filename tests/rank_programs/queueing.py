@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.first import first
@@ -58,12 +59,16 @@ def longer_than_collectives_wait(world: World) -> float:
     """Stay inside for longer than the group's collectives would wait."""
     timeout_s = 0.5
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+    store = dist.distributed_c10d._get_default_store()
     begun = time.monotonic()
+    if not world.is_first:
+        store.set("begun", "yes")
     with first(world):
         if world.is_first:
+            store.get("begun")  # the other one waits from before this on
             time.sleep(3 * timeout_s)
     waited_s = time.monotonic() - begun
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GIVE_UP_S))
     assert tell_all("there", world) == ["there"] * world.world_size
     return waited_s
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
+from patience import GIVE_UP_S
 from torchmuster.checkpoints.index import INDEX, Index
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed, read_manifest
@@ -172,7 +174,7 @@ class Obstructed(FolderStore):
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
         if self.gate is not None and file.endswith(".safetensors"):
-            assert self.gate.wait(60)
+            assert self.gate.wait(GIVE_UP_S)
         with super().create(name, file) as stream:
             if self.fails and file.endswith(self.fails):
                 raise OSError(28, "No space left on device")
@@ -216,7 +218,9 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         training.train(3, checkpointer)
         found["went on"] = (training.digest() != at_save, len(heard) == 4)
         # The next save has to wait for it.
-        threading.Timer(0.3, store.gate.set).start()
+        assert checkpointer._save is not None
+        waited_for = checkpointer._save.pace._hurry  # is set by who waits
+        threading.Thread(target=_let_go, args=(store.gate, waited_for)).start()
         training.save(checkpointer)
         waited = checkpointer.wait()
         assert waited is not None
@@ -241,6 +245,13 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         ]
         found["unkeepable"] = _unkeepable(checkpointer)
     return found
+
+
+def _let_go(gate: threading.Event, waited_for: threading.Event) -> None:
+    """Open a gate some time after somebody has begun to wait."""
+    waited_for.wait(GIVE_UP_S)
+    time.sleep(0.3)
+    gate.set()
 
 
 def _files_of_buffers(store: Store, name: str) -> set[str]:

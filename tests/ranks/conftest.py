@@ -69,7 +69,10 @@ def torchrun(python: Python) -> Torchrun:
     """Run a program as so many ranks under plain torchrun, at a port of its own finding."""
 
     def run(
-        *words: str, ranks: int = 2, env: Mapping[str, str] | None = None, within_s: float = 100
+        *words: str,
+        ranks: int = 2,
+        env: Mapping[str, str] | None = None,
+        within_s: float = GIVE_UP_S,
     ) -> Ran:
         agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return python(*agent, *words, env=env, within_s=within_s)
