@@ -43,12 +43,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
-        self.live += storage.nbytes() - self._sizes.get(key, 0)
-        self._sizes[key] = storage.nbytes()
+        size = storage.nbytes()
+        more = size - self._sizes.get(key, 0)
+        self.live += more
+        self._sizes[key] = size
         self.peak = max(self.peak, self.live)
 
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+        # In two lines, as above: other threads forget, too, and no call may come between reading the sum and writing it.
+        size = self._sizes.pop(key, 0)
+        self.live -= size
 
     def begin_again(self) -> None:
         """Look for a new peak from here."""

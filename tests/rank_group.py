@@ -105,8 +105,10 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
+    from torchmuster.train.reporting import reports
     from torchmuster.train.world import join_world
 
+    reports._SILENT_AT_MOST_S = 1e9  # when lines come must not depend on how busy the machine is
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)

@@ -24,7 +24,10 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("message", LEAKS)
-def test_a_leak_is_caught_and_named(pytester: pytest.Pytester, message: str) -> None:
+def test_a_leak_is_caught_and_named(
+    pytester: pytest.Pytester, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # nobody waits for long there
     pytester.makeconftest(
         f"import sys; sys.path.insert(0, {str(TESTS)!r}); pytest_plugins = ['leak_guard']"
     )

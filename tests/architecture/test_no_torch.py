@@ -10,6 +10,7 @@ import pytest
 
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from patience import GIVE_UP_S
 from torchmuster.cli.main import COMMANDS
 
 # Runs a command line with an import hook that writes down every attempt to import torch.
@@ -87,7 +88,7 @@ def spy(words: list[str], folder: Path, *, program: str = SPY) -> subprocess.Com
         text=True,
         cwd=folder,
         env=dict(os.environ),
-        timeout=30,
+        timeout=GIVE_UP_S,
     )
 
 

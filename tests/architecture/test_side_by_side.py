@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import side_by_side
+from patience import GIVE_UP_S
 
 pytest_plugins = ["pytester"]
 
@@ -27,6 +28,13 @@ def inside(name):
     yield mine
     mine.unlink()
 
+SEEN = HERE / "seen"
+
+def stay():
+    end = time.monotonic() + STAY_S
+    while time.monotonic() < end and not SEEN.exists():
+        time.sleep(0.01)
+
 def others_appear(mine, within_s):
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -38,16 +46,22 @@ def others_appear(mine, within_s):
 @pytest.mark.parametrize("number", range(3))
 def test_of_the_crowd(number):
     with inside(number):
-        time.sleep(8)
+        stay()
 """
-IN_COMPANY = """
+IN_COMPANY = f"""
+STAY_S = {GIVE_UP_S}
+
 def test_in_company():
     with inside("too") as mine:
-        assert others_appear(mine, within_s=20)
+        assert others_appear(mine, within_s=STAY_S)
+    SEEN.touch()
 """
+# The others stay for longer than a test that waits for them may take by itself.
 ALONE = """
+STAY_S = 30
+
 @pytest.mark.alone
-@pytest.mark.timeout(6)
+@pytest.mark.timeout(25)
 @pytest.mark.parametrize("number", range(2))
 def test_alone(number):
     with inside(f"alone-{number}") as mine:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data.distributed import DistributedSampler
 
+from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import backend, meeting, membership, process_group
@@ -264,8 +265,10 @@ def test_a_port_in_use_is_refused_and_nothing_is_left(monkeypatch: pytest.Monkey
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port))
     with pytest.raises(MusterError, match="2 of 3 ranks did not come: 1, 2") as caught:
-        distributed.setup_distributed(0, 3, "gloo", timeout_s=0.5)
-    assert caught.value.why == "rank 0 waited 0.5 s for them"
+        distributed.setup_distributed(
+            0, 3, "gloo", timeout_s=5
+        )  # its own store must be there by then
+    assert caught.value.why == "rank 0 waited 5 s for them"
 
 
 def test_a_first_rank_that_is_not_there_is_waited_for_so_long(
@@ -396,7 +399,7 @@ def test_two_ranks_with_one_gpu_are_found_out() -> None:
 
 
 def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
-    store, limit = HashStore(), timedelta(seconds=10)
+    store, limit = HashStore(), timedelta(seconds=GIVE_UP_S)
     members = [membership.read(rank, 3, {}) for rank in range(3)]
     offers = [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
 

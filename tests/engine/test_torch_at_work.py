@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from muster_command import Muster
+from patience import GIVE_UP_S
 from torchmuster.finding import Status
 from torchmuster.verify.machine.torch_at_work import PROBE, Trial, attempt, judge
 from torchmuster.verify.probes.torch_at_work import _is_right
@@ -18,11 +19,12 @@ pytestmark = pytest.mark.engine
 def trial_of(*before: str) -> Trial:
     """Run the probe after some lines that spoil something."""
     lines = [*before, "import runpy, sys", f"runpy.run_module({PROBE!r}, run_name='__main__')"]
-    return attempt([sys.executable, "-c", "\n".join(lines)], dict(os.environ))
+    words = [sys.executable, "-c", "\n".join(lines)]
+    return attempt(words, dict(os.environ), within_s=GIVE_UP_S)
 
 
 def test_this_machines_torch_works(muster: Muster) -> None:
-    done = muster("doctor", "--deep", "--only", "torch-at-work", timeout_s=55)
+    done = muster("doctor", "--deep", "--only", "torch-at-work")
     assert done.code == 0, done.out
     assert done.out.startswith("ok       torch-at-work         imported in ")
     assert "gloo works; cpu " in done.out

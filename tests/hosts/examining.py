@@ -11,6 +11,7 @@ from typing import Any
 
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
+from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import wire
@@ -53,7 +54,8 @@ class LabExaminer:
             file=self._process.stdin,
             flush=True,
         )
-        async with asyncio.timeout(within_s):
+        # Nobody is gone here, and how long one takes that others hold up is not what is looked at.
+        async with asyncio.timeout(max(within_s, GIVE_UP_S)):
             said = await self._waiting[number]
         if "error" in said:
             raise MusterError(**said["error"])
@@ -84,7 +86,7 @@ async def examiners_on(hosts: Sequence[Host]) -> AsyncIterator[list[LabExaminer]
             process.stdin.close()
         await asyncio.gather(*listening)
         for process in processes:
-            process.wait(timeout=10)
+            process.wait(timeout=GIVE_UP_S)
         threads.shutdown()
 
 

@@ -87,6 +87,7 @@ class Run:
             return
         self.transcript.wait_for(_REACHED[phase])
         if phase == "ending":
+            self.wait_for_ranks(_REACHED[phase])  # one that has not begun is not gone
             await_true("rank 0 is gone", lambda: not self.find("node1", is_rank(0)))
 
     def wait_for_ranks(self, text: str, *, ranks: int = 2) -> None:
@@ -110,8 +111,14 @@ class Run:
 
     def await_one(self, host: str, matches: Callable[[int], bool]) -> int:
         """Wait until there is such a process, and return it."""
-        await_true(f"{matches} on {host}", lambda: bool(self.find(host, matches)))
-        return self.find(host, matches)[0]
+        found: list[int] = []
+
+        def is_there() -> bool:
+            found[:] = self.find(host, matches)
+            return bool(found)
+
+        await_true(f"{matches} on {host}", is_there)
+        return found[0]
 
     def left(self) -> dict[str, list[str]]:
         """Return what is alive of the run, by host.

@@ -18,6 +18,16 @@ from patience import GIVE_UP_S
 from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
 
 SMOKE = ("-m", "torchmuster.launch.probes.smoke")
+#: A script that does the same once it is told to, by a file beside it: until then it runs.
+SMOKE_WHEN_TOLD = """
+import pathlib, sys, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+from torchmuster.launch.probes import smoke
+sys.exit(smoke.main())
+"""
+#: For runs that are not to lose anybody, however long a busy machine lets a process wait.
+PATIENT = ("--lost-after", "100s")
 
 
 def muster_run(host: Host, words: Sequence[str], cwd: Path, **env: str) -> HostProcess:
@@ -93,7 +103,7 @@ class Transcript:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {GIVE_UP_S:g} s:\n{self.text()}") from None
         for reader in self._readers:
-            reader.join(10)
+            reader.join(GIVE_UP_S)
         return code
 
     def longest_silence_s(self) -> float:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import nvml_stub
 from hosts.faults import Undo
 from hosts.host import Host
 from hosts.lab import Lab
+from hosts.namespaces import await_true
 from nvml_stub.scenarios import Scenario
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -151,9 +153,14 @@ class ControlGroup:
             (group / name).write_text(value)
         (group / "cgroup.procs").write_text(str(server))
 
-        def undo() -> None:
+        def is_empty() -> bool:
             for pid in (group / "cgroup.procs").read_text().split():
-                (home / mine.lstrip("/") / "cgroup.procs").write_text(pid)
+                with suppress(ProcessLookupError):  # a session on its way out
+                    (home / mine.lstrip("/") / "cgroup.procs").write_text(pid)
+            return not (group / "cgroup.procs").read_text()
+
+        def undo() -> None:
+            await_true("the control group is empty", is_empty)
             group.rmdir()
             host.run(["umount", "-R", "-l", str(_CGROUPS)], check=True)
 

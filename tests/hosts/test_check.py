@@ -21,6 +21,8 @@ from patience import BUSY_S
 _TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
 # Of an examiner that is being asked, and of ranks.
 _STAGES = {"examiner": "torchmuster.verify.examiner", "ranks": "torchmuster/launch/rank.py"}
+# Whoever is looked for stays where it is: a check could be over before anybody looks.
+_HELD = "import sys, time\nif {words!r} in ''.join(sys.orig_argv[2:3]):\n    time.sleep(1000)\n"
 
 
 def muster_check(host: Host, cwd: Path, *words: str) -> HostProcess:
@@ -126,6 +128,7 @@ def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None
 @pytest.mark.parametrize("stage", _STAGES)
 def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) -> None:
     node1 = lab2.hosts[0]
+    _hold(lab2, _STAGES[stage])
     process = muster_check(node1, work_of(lab2), "--hosts", "node1,node2")
     told = Transcript(process)
     try:
@@ -139,6 +142,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) 
 
 
 def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
+    _hold(lab2, _STAGES["ranks"])
     process = muster_check(lab2.hosts[0], work_of(lab2), "--hosts", "node1,node2")
     told = Transcript(process)
     await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]))
@@ -148,11 +152,19 @@ def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
     await_true("nothing is left", lambda: strays(lab2) == {})
 
 
+def _hold(lab: Lab, words: str) -> None:
+    """Let Python wait at its start wherever it is to run a program with these words."""
+    for host in lab.hosts:
+        Packages(host=host.name, files={"sitecustomize.py": _HELD.format(words=words)}).apply(lab)
+
+
 def _runs(lab: Lab, words: str) -> bool:
     """Say whether a program with these words runs on every host."""
     found = strays(lab)
     return len(found) == len(lab.hosts) and all(
-        any(words in command for command in commands) for commands in found.values()
+        # The agent, which starts the ranks, has their words among its own.
+        any(words in command and "launch.agent" not in command for command in commands)
+        for commands in found.values()
     )
 
 

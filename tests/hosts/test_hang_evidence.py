@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hosts.killing import Run, is_rank
 from hosts.lab import Lab
+from hosts.launching import PATIENT
 from patience import BUSY_S
 
 _SCRIPT = """
@@ -23,7 +24,7 @@ while True:
 def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
     lab2: Lab, tmp_path: Path
 ) -> None:
-    run = Run.launch(lab2, tmp_path, _SCRIPT)
+    run = Run.launch(lab2, tmp_path, _SCRIPT, options=PATIENT)
     run.wait_for_ranks("joined")
     victim = run.await_one("node2", is_rank(1))
     began_s = time.monotonic()

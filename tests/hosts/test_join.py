@@ -10,7 +10,7 @@ import pytest
 from hosts.conftest import MakeLab
 from hosts.host import Host
 from hosts.lab import Lab
-from hosts.launching import SMOKE, Transcript, leftovers, rank_lines, strays
+from hosts.launching import SMOKE, SMOKE_WHEN_TOLD, Transcript, leftovers, rank_lines, strays
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import GIVE_UP_S
@@ -102,7 +102,9 @@ def test_without_any_address_the_host_is_found_on_the_network(lab: Lab, tmp_path
 
 def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts
-    hosting = host_smoke(first, tmp_path)
+    (tmp_path / "train.py").write_text(SMOKE_WHEN_TOLD)
+    words = ["host", "--nnodes", "2", "--device", "cpu", "--ranks", "1", "train.py"]
+    hosting = start(first, words, tmp_path)
     code = code_for(hosting, 2)
     letters = code.replace("-", "")
     other = letters[:30] + ("2" if letters[30] != "2" else "3") + letters[31:]
@@ -111,9 +113,10 @@ def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> 
     assert "typing mistake" in mistyped.text("err")
     joining = start(second, ["join", code], tmp_path)
     joining.wait_for("joined")
-    again = start(second, ["join", "--patience", "5s", code], tmp_path)
+    again = start(second, ["join", code], tmp_path)
     assert again.end() == 2
     assert "has been used by node2" in again.text("err")
+    (tmp_path / "go").touch()  # not before: whoever hosts has to be there to say so
     assert hosting.end() == 0
     assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))

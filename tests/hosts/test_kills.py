@@ -147,7 +147,7 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
     )
-    run = Run.launch(lab2, tmp_path, script, options=["--grace", "20s"])
+    run = Run.launch(lab2, tmp_path, script, options=["--grace", "100s"])
     run.wait_for_ranks("ready")
     run.process.interrupt()
     run.wait_for_ranks("saved")

@@ -39,7 +39,6 @@ import socket, sys
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
 server.bind(("0.0.0.0", 5000))
-server.settimeout(10)
 print("ready", flush=True)
 came = 0
 while server.recv(100) != b"last":
@@ -57,10 +56,10 @@ for _ in range(20):
     client.sendto(b"last", (sys.argv[1], 5000))
 """
 
-# Sends so many bytes and awaits thanks for them.
+# Sends so many bytes and awaits thanks for them, for so long.
 PUSH = """
 import socket, sys
-client = socket.create_connection((sys.argv[1], 5001), timeout=2)
+client = socket.create_connection((sys.argv[1], 5001), timeout=float(sys.argv[3]))
 client.sendall(b"x" * int(sys.argv[2]))
 client.shutdown(socket.SHUT_WR)
 print("answered", client.recv(10))
@@ -86,11 +85,21 @@ def connect(
     return outcome, float(seconds)
 
 
-def quickest(host: Host, address: str) -> float:
-    """Return the least time that connecting took, of some tries: others use the machine, too."""
-    tries = [connect(host, address) for _ in range(4)]
-    assert {outcome for outcome, _ in tries} == {"connected"}
-    return min(seconds for _, seconds in tries)
+def quickest(host: Host, address: str, *, below_s: float) -> float:
+    """Return the least time that connecting took, of four tries and more until one was quick.
+
+    Others use the machine, too, for as long as they like.
+    """
+    tries: list[float] = []
+
+    def is_quick() -> bool:
+        outcome, seconds = connect(host, address, timeout_s=GIVE_UP_S)
+        assert outcome == "connected"
+        tries.append(seconds)
+        return len(tries) >= 4 and min(tries) < below_s
+
+    await_true(f"{address} is reached within {below_s:g} s", is_quick)
+    return min(tries)
 
 
 def start_ready(host: Host, program: str) -> HostProcess:
@@ -122,6 +131,8 @@ def test_hosts_have_names_addresses_and_processes_of_their_own(lab3: Lab) -> Non
     assert len(identities) == 6
     node1, node2, _ = lab3.hosts
     marked = node1.popen(["sleep", "100"], env={"MARK": "here"})
+    # While a program takes the place of another, its environment cannot be seen.
+    await_true("it runs", lambda: bool(node1.processes_with_environment("MARK")))
     assert node1.processes_with_environment("MARK", "here") == [marked.command_pid]
     assert node1.processes_with_environment("MARK") == [marked.command_pid]
     assert node1.processes_with_environment("MARK", "her") == []
@@ -168,17 +179,18 @@ def test_ssh_runs_a_command_as_the_other_host(lab2: Lab) -> None:
 def test_labs_live_side_by_side_and_leave_nothing(make_lab: MakeLab) -> None:
     with Lab(2) as one, Lab(2, ssh=False) as other:
         assert one.ssh_config.exists()
-        one.hosts[1].popen(["sh", "-c", "setsid sleep 100 & setsid sleep 100 & wait"])
+        sleepers = "setsid sleep 100 & setsid sleep 100 & wait"
+        one.hosts[1].popen(["sh", "-c", sleepers], env={"MARK": "1"})
         stubborn = other.hosts[0].popen(
             [*PYTHON, "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"]
         )
         assert connect(one.hosts[0], "node2")[0] == "connected"
         assert connect(other.hosts[0], "node2")[0] == "ECONNREFUSED"
-        await_true("all run", lambda: len(one.hosts[1].pids()) >= 4)
+        await_true("all run", lambda: len(one.hosts[1].processes_with_environment("MARK")) == 3)
         pids = [pid for lab in (one, other) for host in lab.hosts for pid in host.pids()]
         folders = [one.folder, other.folder]
     assert stubborn.returncode == -signal.SIGKILL
-    assert len(pids) == 6
+    assert len(pids) >= 6  # sshd may still have had a process for who connected
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
     for lab in (one, other):
         assert list(Path("/run/netns").glob(f"{lab.prefix}*")) == []
@@ -215,7 +227,7 @@ def test_etcd_serves_on_a_host(lab2: Lab, make_etcd: MakeEtcd) -> None:
     node1, node2 = lab2.hosts
     etcd = make_etcd(node1, 12379)
     assert etcd.endpoint == "10.77.0.11:12379"
-    program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read())"
+    program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read())"
     answer = node2.run([*PYTHON, program, f"{etcd.url}/v2/keys/"])
     assert '"action":"get"' in answer.stdout, answer.stderr
 
@@ -314,23 +326,24 @@ def test_packets_are_lost(lab2: Lab) -> None:
 def test_delay_is_felt_at_the_usual_address(lab3: Lab) -> None:
     node1, node2, node3 = lab3.hosts
     with faults.injected(lab3, faults.Delay(host="node2", round_trip_ms=100)):
-        connect(node1, "node2")  # learns who has the address, which takes a trip of its own
-        assert 0.1 <= quickest(node1, "node2") < 0.2
-        assert quickest(node1, node3.address) < 0.05
+        # Learns who has the address, which takes a trip of its own.
+        connect(node1, "node2", timeout_s=GIVE_UP_S)
+        assert quickest(node1, "node2", below_s=0.2) >= 0.1
+        quickest(node1, node3.address, below_s=0.05)
         assert node1.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
-    assert quickest(node2, "node1") < 0.05
+    quickest(node2, "node1", below_s=0.05)
 
 
 def test_big_frames_vanish_where_the_switch_takes_small_ones_only(lab2: Lab) -> None:
     node1, node2 = lab2.hosts
     start_ready(node2, SWALLOW)
 
-    def push(size: int) -> subprocess.CompletedProcess[str]:
-        return node1.run([*PYTHON, PUSH, node2.address, str(size)])
+    def push(size: int, timeout_s: float = GIVE_UP_S) -> subprocess.CompletedProcess[str]:
+        return node1.run([*PYTHON, PUSH, node2.address, str(size), str(timeout_s)])
 
     with faults.injected(lab2, faults.Mtu(host_bytes=9000, switch_bytes=1500)):
         assert "thanks" in push(1000).stdout
-        assert "timed out" in push(100_000).stderr
+        assert "timed out" in push(100_000, timeout_s=2).stderr
     assert "thanks" in push(100_000).stdout
 
 
@@ -339,14 +352,18 @@ def test_a_clock_is_wrong_also_through_ssh(lab2: Lab, seconds: int) -> None:
     node1, node2 = lab2.hosts
     now = f"{sys.executable} -c 'import time; print(time.time())'"
 
-    def ahead() -> list[float]:
-        here, there = node2.run(["sh", "-c", now]), node1.run(["ssh", "node2", now])
-        return [float(done.stdout) - time.time() for done in (here, there)]
+    def is_ahead(host: Host, command: list[str], by_s: float) -> bool:
+        before = time.time()
+        told = float(host.run(command).stdout)
+        # However long it took to be told, it was read in between.
+        return before - 1 <= told - by_s <= time.time() + 1
 
     with faults.injected(lab2, faults.ClockSkew(host="node2", seconds=seconds)):
-        assert ahead() == pytest.approx([seconds, seconds], abs=5)
-        assert float(node1.run(["sh", "-c", now]).stdout) == pytest.approx(time.time(), abs=5)
-    assert ahead() == pytest.approx([0, 0], abs=5)
+        assert is_ahead(node2, ["sh", "-c", now], seconds)
+        assert is_ahead(node1, ["ssh", "node2", now], seconds)
+        assert is_ahead(node1, ["sh", "-c", now], 0)
+    assert is_ahead(node2, ["sh", "-c", now], 0)
+    assert is_ahead(node1, ["ssh", "node2", now], 0)
 
 
 WAIT_UNTIL = """
@@ -374,13 +391,17 @@ def test_waits_are_as_long_as_ever_under_a_wrong_clock(lab2: Lab) -> None:
     node1, _ = lab2.hosts
     with faults.injected(lab2, faults.ClockSkew(host="node1", seconds=60)):
         done = node1.run([*PYTHON, WAIT_UNTIL])
-    assert [float(one) for one in done.stdout.split()] == pytest.approx([0.3] * 3, abs=0.2)
+    waited = [float(one) for one in done.stdout.split()]
+    assert len(waited) == 3
+    # Not the minute by which the clock is wrong; a busy machine may take some of it.
+    assert all(0.1 < seconds < 50 for seconds in waited), waited
 
 
 def test_a_link_is_cut_and_comes_back(lab3: Lab) -> None:
     node1, node2, node3 = lab3.hosts
     with faults.injected(lab3, faults.LinkCut(host="node2")):
-        assert connect(node1, "node2")[0] == "timed out"
+        # That nobody is there the network knows after 3 s; who looks late hears of it.
+        assert connect(node1, "node2")[0] in ("timed out", "EHOSTUNREACH")
         assert connect(node2, "node1")[0] in ("timed out", "EHOSTUNREACH", "ENETUNREACH")
         assert connect(node1, node3.address)[0] == "connected"
     assert connect(node1, "node2", timeout_s=30)[0] == "connected"
@@ -396,7 +417,7 @@ def test_a_host_is_killed_without_a_word_and_boots_again(lab2: Lab) -> None:
     assert before
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert node2.pids() == []
-    assert connect(node1, "node2")[0] == "timed out"
+    assert connect(node1, "node2")[0] in ("timed out", "EHOSTUNREACH")
     assert session.poll() is None  # nobody told it
     with pytest.raises(RuntimeError, match="node2 is not up"):
         node2.run(["true"])

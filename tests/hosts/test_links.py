@@ -1,5 +1,6 @@
 """Faults between real hosts: each is named, with its direction, and what mends it does mend it."""
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -280,8 +281,9 @@ def test_bigger_frames_at_one_end_do_no_harm(make_lab: MakeLab) -> None:
         (
             Delay(host="node2"),
             "high-latency",
-            "the link between node1 and node2 is a long way: 10",
-            "all links of node2 are a long way: 10",
+            # 100 ms, and what a busy machine adds to them
+            r"the link between node1 and node2 is a long way: 1\d\d ms",
+            r"all links of node2 are a long way: 1\d\d ms",
         ),
         (
             SlowLink(host="node2"),
@@ -299,7 +301,7 @@ def test_links_that_hurt(make_lab: MakeLab, fault: Fault, name: str, two: str, t
             found = the_only(found_in(lab))
         assert found.name == name
         assert found.status is Status.WARNING
-        assert found.what.startswith(what)
+        assert re.match(what, found.what), found.what
 
 
 def test_a_taken_meeting_port_names_its_holder(make_lab: MakeLab) -> None:

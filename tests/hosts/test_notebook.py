@@ -51,14 +51,14 @@ def begin(host: Host, folder: Path, *words: str) -> Transcript:
 
 
 def see_both_machines(told: Transcript, lab: Lab) -> None:
-    await_true("the end", lambda: told.process.poll() is not None)
+    code = told.end()
     out = told.text("out")
     assert "all done" in out, out + told.text("err")
     assert "[rank 0] (3.0, 'node1')" in out
     assert "[rank 1] (3.0, 'node2')" in out
     assert "pulled [tensor([3.]), tensor([3.])]" in out
     assert "refused" not in out
-    assert told.process.poll() == 0
+    assert code == 0
     assert leftovers(lab) == {}
 
 

@@ -9,12 +9,13 @@ import pytest
 from hosts.faults import HostKilled, LinkCut
 from hosts.killing import Kill, Run
 from hosts.lab import Lab
+from hosts.launching import PATIENT
 from hosts.namespaces import await_true
 from hosts.restarting import ROUNDS
 
 
 def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3"])
+    run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3", *PATIENT])
     run.wait_for_ranks("round 0 came up")
     Kill(victim="rank 1").strike(run)
     said = run.transcript.wait_for("starting again").text
@@ -35,7 +36,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
         "if os.environ['RANK'] == '1':\n"
         "    raise RuntimeError('no data in attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
     )
-    run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2"])
+    run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2", *PATIENT])
     assert run.transcript.end() == 1
     said = run.transcript.text("err")
     pauses = re.findall(r"no data in attempt (\d); starting again(?: in (\d) s)?", said)
@@ -59,7 +60,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     # It is called while it is still away, until ssh gives up, and then again.
     await_true(
         "ssh gave up once",
-        lambda: run.transcript.text("err").count("1 of 2 joined: node1 ok, node2 missing") == 2,
+        lambda: run.transcript.text("err").count("1 of 2 joined: node1 ok, node2 missing") >= 2,
     )
     undo()
     run.wait_for_ranks("round 1 came up")
@@ -70,7 +71,8 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
 
 
 def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) -> None:
-    options = ["--max-restarts", "3", "--lost-after", "7s", "--join-timeout", "8s"]
+    # So long it may also take them to come at first.
+    options = ["--max-restarts", "3", "--lost-after", "7s", "--join-timeout", "30s"]
     run = Run.launch(lab2, tmp_path, ROUNDS, "3", options=options)
     run.wait_for_ranks("round 0 came up")
     Kill(victim="link").strike(run)

@@ -30,7 +30,15 @@ from hosts.faults import (
     own_name_is_unknown,
 )
 from hosts.lab import Lab
-from hosts.launching import SMOKE, Transcript, leftovers, muster_run, strays
+from hosts.launching import (
+    PATIENT,
+    SMOKE,
+    SMOKE_WHEN_TOLD,
+    Transcript,
+    leftovers,
+    muster_run,
+    strays,
+)
 from hosts.namespaces import await_true
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
@@ -210,10 +218,15 @@ def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_pat
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
+        (folder / "train.py").write_text(SMOKE_WHEN_TOLD)
     jobs = [
-        Transcript(muster_run(lab2.hosts[0], _words(["--hosts", hosts]), folder))
+        Transcript(muster_run(lab2.hosts[0], [*_flags(["--hosts", hosts]), "train.py"], folder))
         for folder, hosts in zip(folders, ("node1,node2", "node1:2,node2"), strict=True)
     ]
+    for job in jobs:
+        job.wait_for("ranks started")
+    for folder in folders:  # not before both are there
+        (folder / "go").touch()
     assert [job.end() for job in jobs] == [0, 0], [job.text() for job in jobs]
     assert _ranks(jobs[0]) == _expected("node1,node2")
     assert _ranks(jobs[1]) == _expected("node1:2,node2")
@@ -234,7 +247,7 @@ def test_etcd_brings_the_hosts_together(lab2: Lab, make_etcd: MakeEtcd, tmp_path
 
 def test_an_ordinary_script_trains_on_two_hosts(lab2: Lab, tmp_path: Path) -> None:
     (tmp_path / EXAMPLE.name).write_bytes(EXAMPLE.read_bytes())
-    words = ["--hosts", "node1,node2", "--device", "cpu", EXAMPLE.name, "--epochs", "2"]
+    words = [*_flags(["--hosts", "node1,node2"]), EXAMPLE.name, "--epochs", "2"]
     said = Transcript(muster_run(lab2.hosts[0], words, tmp_path))
     assert said.end() == 0, said.text()
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+) ranks 2", said.text("out"))]
@@ -244,12 +257,12 @@ def test_an_ordinary_script_trains_on_two_hosts(lab2: Lab, tmp_path: Path) -> No
     _assert_nothing_left(lab2)
 
 
-def _words(flags: Sequence[str]) -> list[str]:
-    return [*flags, "--device", "cpu", *SMOKE]
+def _flags(flags: Sequence[str]) -> list[str]:
+    return [*flags, "--device", "cpu", *PATIENT]
 
 
 def _run(lab: Lab, flags: Sequence[str], folder: Path) -> Transcript:
-    said = Transcript(muster_run(lab.hosts[0], _words(flags), folder))
+    said = Transcript(muster_run(lab.hosts[0], [*_flags(flags), *SMOKE], folder))
     assert said.end() == 0, said.text()
     return said
 

@@ -90,7 +90,8 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the series that an expression gives now."""
         words = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"{self.address}/api/v1/query?{words}", timeout=30) as answer:
+        asked = f"{self.address}/api/v1/query?{words}"
+        with urllib.request.urlopen(asked, timeout=GIVE_UP_S) as answer:
             found = json.load(answer)
         return list(found["data"]["result"])
 

@@ -3,15 +3,16 @@
 import contextlib
 import http.client
 import json
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from patience import GIVE_UP_S
 from prometheus.prometheus_lab import await_until
-from prometheus.watched_training import CONFIG, exporter, training
+from prometheus.watched_training import exporter, training
+from torchmuster.errors import ExitCode
 
-STEPS = 250
 TOKEN = "a-token-that-is-long-enough"
 KNOWS_IT = f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 REFUSED = {
@@ -40,10 +41,9 @@ def test_a_run_whose_exporter_is_misused_and_killed(own_machine: Path) -> None:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
-    config = CONFIG.replace("steps: 100000", f"steps: {STEPS}")
     with (
         exporter(folder, flags=("--token-file", "token")) as (port, started),
-        training(folder, config=config) as it,
+        training(folder) as it,
         contextlib.ExitStack() as stack,
     ):
         before = it.lines()
@@ -61,9 +61,13 @@ def test_a_run_whose_exporter_is_misused_and_killed(own_machine: Path) -> None:
         assert started.poll() is None
         assert it.process.poll() is None
         started.kill()
-        assert it.process.wait(GIVE_UP_S) == 0, (folder / "train.txt").read_text()
+        started.wait()
+        watched = it.lines()
+        await_until(lambda: it.lines() > watched + 50, "steps that nobody watches")
+        it.process.send_signal(signal.SIGUSR1)
+        assert it.process.wait(GIVE_UP_S) == ExitCode.SAVED, (folder / "train.txt").read_text()
     lines = (it.run.metrics / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def _status(port: int, words: bytes) -> int | None:

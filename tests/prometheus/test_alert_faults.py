@@ -4,6 +4,7 @@ Rules that wait for minutes are evaluated faster: the same rules, all their time
 raise them: a real Prometheus, and the product's own watching.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -57,7 +58,7 @@ def folder(own_machine: Path) -> Path:
 
 
 def test_bad_numbers(folder: Path) -> None:
-    with _watched(folder, speed=200) as watchers, training(folder) as it:
+    with _watched(folder, speed=60) as watchers, training(folder) as it:
         _see_some_steps(it, watchers)
         it.begin("wild-data")
         watchers.await_raised("MusterLossSpike")
@@ -103,30 +104,48 @@ def test_slowness_standstill_and_failure(folder: Path) -> None:
 
 def test_saves_that_fail_and_a_launcher_that_is_killed(folder: Path) -> None:
     with _watched(folder, speed=2000) as watchers, training(folder) as it:
+        _await_checkpoint(it)
         watchers.await_over("MusterCheckpointOld")
-        saved = it.run.checkpoints.rename(it.run.path / "away")
-        it.run.checkpoints.touch()  # where the next one would go is no folder any more
+        away = it.run.path / "away"
+        away.touch()
+        _exchange(it.run.checkpoints, away)  # where the next one would go is no folder any more
         watchers.await_raised("MusterCheckpointOld")
         assert it.process.poll() is None, "the training goes on"
-        it.run.checkpoints.unlink()
-        saved.rename(it.run.checkpoints)
+        _exchange(it.run.checkpoints, away)
         watchers.await_over("MusterCheckpointOld")
         launcher = it.launcher()
         all_of_it = psutil.Process(it.process.pid).children(recursive=True)
-        it.process.kill()  # who would start it again
+        # It would start a launcher again; and one whose guardian dies first ends the run as if it was asked to.
+        it.process.send_signal(signal.SIGSTOP)
         launcher.kill()
+        it.process.kill()
         watchers.await_raised("MusterLauncherDied")
         assert psutil.wait_procs(all_of_it, GIVE_UP_S)[1] == []
+
+
+def _await_checkpoint(it: Training) -> None:
+    await_until(lambda: any(it.run.checkpoints.glob("step-*/manifest.json")), "a checkpoint")
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Put each in the place of the other in one step: in between, a save would make a folder of its own."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    done = ctypes.CDLL(None).renameat2(here, bytes(one), here, bytes(other), exchange)
+    assert done == 0, (one, other)
 
 
 def test_restarts(folder: Path) -> None:
     """Starting, and starting again, takes time that no step has; when the run has finished, that is told as well."""
     steps = 300
     config = CONFIG.replace("steps: 100000", f"steps: {steps}")
+    (folder / "not-far").touch()  # it goes on when it was killed
     with _watched(folder, speed=1800) as watchers, training(folder, config=config) as it:
-        await_until(lambda: any(it.run.checkpoints.glob("step-*/manifest.json")), "a checkpoint")
+        _await_checkpoint(it)
+        it.begin("late-start")
         it.rank(1).kill()
+        it.end("not-far")
         watchers.await_raised("MusterGoodputLow")
+        it.end("late-start")
         assert it.process.wait(GIVE_UP_S) == 0
         watchers.await_raised("MusterRunFinished")
         watchers.await_over("MusterGoodputLow")

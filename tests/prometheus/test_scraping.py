@@ -40,9 +40,7 @@ def test_prometheus_sees_everything_of_a_run(
             others = {one.name for one in catalogue.METRICS if one not in NOT_HERE}
             await_until(lambda: others <= server.names(), f"also {others - server.names()}")
             _check_queries(server)
-            ranks = server.query(catalogue.RANK_STEP.name)
-            assert {one["metric"]["rank"] for one in ranks} == {"0", "1"}
-            assert {one["metric"]["job"] for one in ranks} == {"watched"}
+            await_until(lambda: _ranks(server) == {("0", "watched"), ("1", "watched")}, "its ranks")
             it.begin("broken")
             assert it.process.wait(GIVE_UP_S) == 1
             failed = heard.next_alert("MusterRunFailed")
@@ -50,6 +48,12 @@ def test_prometheus_sees_everything_of_a_run(
         assert failed["labels"]["job"] == "watched"
         assert failed["labels"]["run"] == it.run.id
         assert failed["annotations"]["fix"] == f"muster explain {it.run.id}"
+
+
+def _ranks(server: Prometheus) -> set[tuple[str, str]]:
+    """Return the ranks that it knows of, each with its job; none after a look that took too long."""
+    found = server.query(catalogue.RANK_STEP.name)
+    return {(one["metric"]["rank"], one["metric"]["job"]) for one in found}
 
 
 def _check_queries(server: Prometheus) -> None:

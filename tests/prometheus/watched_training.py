@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,9 +39,14 @@ from torch import nn
 def is_on(fault):
     return os.path.exists(fault)
 
+def in_a_bout():  # ten seconds of every thirty: less than half of the time is what is unusual
+    return time.time() % 30 < 10
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        while is_on("late-start"):
+            time.sleep(0.05)
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 3))
 
     def forward(self, inputs):
@@ -56,12 +62,14 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, place):
         if is_on("broken"):
             raise ValueError("broken")
+        while is_on("not-far") and self.given > 60:
+            time.sleep(0.05)
         if is_on("slow-data"):
             time.sleep(0.05)
         inputs = torch.randn(4, generator=torch.Generator().manual_seed(place))
         wanted = inputs.argmax() % 3
-        if is_on("wild-data"):
-            inputs = inputs * 1000
+        if is_on("wild-data") and in_a_bout():
+            inputs, wanted = inputs * 1000, (wanted + 1) % 3
         # A rank takes two samples a step. Of five steps at least one is good: after ten bad ones in a row a run ends. On one
         # rank only: two that count for themselves may have their good steps at different times.
         self.given += 1
@@ -183,8 +191,15 @@ class Watchers:
 
     def value(self, metric: Metric) -> float:
         """Return what Prometheus has as the newest value of a metric that one thing has."""
-        (found,) = self._server.query(metric.name)
-        return float(found["value"][1])
+        found: list[dict[str, Any]] = []
+
+        def there() -> bool:  # after a look that took too long it is not, until the next
+            found[:] = self._server.query(metric.name)
+            return bool(found)
+
+        await_until(there, metric.name)
+        (newest,) = found
+        return float(newest["value"][1])
 
     def sees(self, metric: Metric) -> bool:
         """Say whether Prometheus knows of a metric."""

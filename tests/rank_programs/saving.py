@@ -32,7 +32,6 @@ from torchmuster.errors import MusterError
 from torchmuster.train import random_states
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.saving.checkpointer import Checkpointer, Loaded, Mode, SaveReport
-from torchmuster.train.saving.pace import Pace
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.protocol import Strategy
@@ -220,8 +219,8 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         found["went on"] = (training.digest() != at_save, len(heard) == 4)
         # The next save has to wait for it.
         assert checkpointer._save is not None
-        waited_for = (store.gate, checkpointer._save.pace)
-        threading.Thread(target=_open_while_waited_for, args=waited_for).start()
+        waited_for = checkpointer._save.pace._hurry  # is set by who waits
+        threading.Thread(target=_let_go, args=(store.gate, waited_for)).start()
         training.save(checkpointer)
         waited = checkpointer.wait()
         assert waited is not None
@@ -248,8 +247,9 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _open_while_waited_for(gate: threading.Event, pace: Pace) -> None:
-    assert pace._hurry.wait(GIVE_UP_S)
+def _let_go(gate: threading.Event, waited_for: threading.Event) -> None:
+    """Open a gate some time after somebody has begun to wait."""
+    waited_for.wait(GIVE_UP_S)
     time.sleep(0.3)
     gate.set()
 

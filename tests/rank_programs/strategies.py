@@ -1,14 +1,17 @@
 """What the strategies do to a model, its gradients and its state."""
 
 import zlib
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
 from torchmuster.errors import MusterError
@@ -291,9 +294,18 @@ def unused(world: World, ranks_that_use: list[int], more: int, find: bool) -> li
         model.zero_grad()
         model(torch.ones(1, 2), world.global_rank in ranks_that_use).sum().backward()
         if number == 0:
+            _meet([rank for rank in range(world.world_size) if rank not in ranks_that_use], world)
             strategy.check_gradients(model)
         norms.append(strategy.gradient_norm(list(model.parameters())).item())
     return norms
+
+
+def _meet(ranks: list[int], world: World) -> None:
+    """Have these ranks wait for each other, while others may wait in their backward."""
+    if world.global_rank in ranks:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"has come {world.global_rank}", "")
+        store.wait([f"has come {rank}" for rank in ranks], timedelta(seconds=GIVE_UP_S))
 
 
 class Branches(nn.Module):

@@ -36,8 +36,8 @@ def cluster(shared_cluster: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def own_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLab]:
-    """A cluster for this test alone, which may break it."""
-    with SlurmLab(folder=tmp_path / "lab") as lab:
+    """A cluster for this test alone, which may break it: that is soon noticed."""
+    with SlurmLab(folder=tmp_path / "lab", silent_s=5) as lab:
         use(lab, monkeypatch)
         yield lab
 

@@ -1,4 +1,7 @@
-"""Stands in for ``muster run`` inside a job: tells what reaches it, and ends as it is told to."""
+"""Stands in for ``muster run`` inside a job: tells what reaches it, and ends as it is told to.
+
+It is started with SIGUSR1 blocked, so that one that comes early is told of as well.
+"""
 
 import json
 import os
@@ -20,11 +23,12 @@ def on_signal(number: int, frame: object) -> None:
 
 signal.signal(signal.SIGUSR1, on_signal)
 signal.signal(signal.SIGTERM, on_signal)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 tell(words=sys.argv[1:], folder=str(Path.cwd()), restart=os.environ.get("SLURM_RESTART_COUNT"))
 task, *values = sys.argv[1:]
 if task == "wait":
     end = time.monotonic() + float(values[0])
-    while time.monotonic() < end:
+    while time.monotonic() < end and not Path("enough").exists():
         time.sleep(0.1)
     tell(task="waited")
 elif task == "variables":

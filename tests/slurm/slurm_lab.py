@@ -57,7 +57,9 @@ class SlurmLab:
     gpus: int = 4
     # Who of a job gets SIGTERM: everybody (linuxproc), or the first of each step (pgid, as cgroup has it).
     proctrack: str = "linuxproc"
-    kill_wait_s: int = 2  # between asking a job to end and ending it
+    kill_wait_s: int = 30  # between asking a job to end and ending it
+    # A daemon that is silent for so long is dead: a busy machine may let any of them wait for a while.
+    silent_s: int = 100
     _prefix: str = field(default_factory=lambda: f"musl{os.getpid()}-{next(_LABS)}-")
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -142,9 +144,10 @@ class SlurmLab:
             await_until((self.folder / "run" / "munge.sock").is_socket, "munged's socket")
             controller = ["slurmctld", "-D", "-f", str(self.folder / "slurm.conf")]
             self._start("slurmctld", self.on(self.names[0], controller))
+            # First: it asks for machines that it missed only after a while.
+            await_until(self._controller_answers, "slurmctld answers")
             for machine in self.names:
                 self.start_machine(machine)
-            await_until(self._controller_answers, "slurmctld answers")
             self.await_idle()
         except BaseException:
             self._tear_down()
@@ -248,8 +251,8 @@ ReturnToService=2
 GresTypes=gpu
 JobRequeue=1
 KillWait={self.kill_wait_s}
-SlurmdTimeout=5
-MessageTimeout=2
+SlurmdTimeout={self.silent_s}
+MessageTimeout={max(2, self.silent_s // 3)}
 MinJobAge=60
 SchedulerParameters=sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio

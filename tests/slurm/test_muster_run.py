@@ -158,7 +158,6 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
                 or sum("running" in line for line in lines if line.startswith("[rank")) == 2
             ),
             "both ranks' first line",
-            60,
         )
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         await_until(lambda: any("ended well" in line for line in lines), "the job's end")

@@ -27,8 +27,11 @@ checkpoint: {{every: 1000}}
 """
 OWN = """\
 import time
+from pathlib import Path
 import torch
 from torch import nn
+
+served = 0
 
 def model():
     return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -37,7 +40,10 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 36
     def __getitem__(self, place):
-        time.sleep(0.04)
+        global served
+        served += 1
+        # A few steps, and then slowly: nobody must come too late to interrupt it.
+        time.sleep(0.04 if served < 20 or Path("hurry").exists() else 0.5)
         inputs = torch.randn(4, generator=torch.Generator().manual_seed(place))
         return inputs, inputs.argmax() % 3
 
@@ -50,7 +56,7 @@ def data():
 def patient_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLab]:
     """A cluster that gives jobs time to save, and asks only the first process of each step to end."""
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets are made below it
-        lab = SlurmLab(folder=Path(folder), machines=2, proctrack="pgid", kill_wait_s=30)
+        lab = SlurmLab(folder=Path(folder), machines=2, proctrack="pgid", kill_wait_s=100)
         with lab:
             use(lab, monkeypatch)
             yield lab
@@ -74,6 +80,8 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     await_until(lambda: len(_steps(job_folder)) > first + 5, "it goes on")
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --warn does
     second = _await_saved(job_folder, above=first)
+    for folder in (alone, job_folder):
+        (folder / "hurry").touch()
     _train(alone, "--device", "cpu", "--ranks", "2")  # meanwhile, without any interruption
     await_until(lambda: _phase(job_folder) == "finished", "its end")
 

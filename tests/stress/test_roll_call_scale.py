@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
+
 CROWD = Path(__file__).with_name("roll_call_crowd.py")
 
 LARGEST = int(os.environ.get("ROLL_CALL_NODES", "10000"))
@@ -25,7 +27,7 @@ def roll_call(nodes: int) -> dict[str, Any]:
         start_new_session=True,  # so that its crowds end with it
     )
     try:
-        printed, _ = host.communicate(timeout=170)
+        printed, _ = host.communicate(timeout=GIVE_UP_S)
     except subprocess.TimeoutExpired:
         os.killpg(host.pid, signal.SIGKILL)
         host.communicate()

@@ -16,7 +16,6 @@ not all ranks have answered in time is dropped by all of them, and the next sign
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -167,7 +166,7 @@ class StopRequest:
 
     def _follow(self, store: Store) -> None:
         """Follow requests until there is one that all ranks have answered, or no more can come."""
-        for self._round in itertools.count():
+        while True:
             agreement = _Agreement()
             try:
                 answered = self._answer(PrefixStore(f"{self._round}", store), agreement)
@@ -175,11 +174,13 @@ class StopRequest:
                 self._is_gone, answered = True, _NEVER
             if answered != _NEVER:
                 return
-            self._agreement, self._words = None, ""
-            agreement.settle(None)
             if self._last_word is None:
                 self._cannot_follow()
+            # Before the loop goes on: a signal that comes from then on is a new one.
             self._heard.clear()
+            self._round += 1
+            self._agreement, self._words = None, ""
+            agreement.settle(None)
             if self._is_gone:
                 return
 

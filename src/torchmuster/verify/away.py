@@ -17,7 +17,7 @@ from torchmuster.verify import ssh_way
 from torchmuster.verify.links.messages import Interface
 from torchmuster.verify.ssh_way import Destination, Seen
 
-_WITHIN_S = 6.0
+_WITHIN_S = 9.0
 # What these say may have more than one reason; the others are plain.
 _UNCLEAR = frozenset(
     {"host-missing", "host-unreachable", "network-unreachable", "ssh-failed", "ssh-not-served"}

@@ -17,7 +17,7 @@ from torchmuster.verify.ssh_port import Knock, knock
 
 # That nobody is at an address is known after 3 s.
 _OPENED_WITHIN_S = 3.6
-_TOLD_WITHIN_S = 1.5
+_TOLD_WITHIN_S = 4.0
 _PINGED_WITHIN_S = 2.5
 # Nobody serves "discard" any more: a machine that is on says so, or a firewall drops it.
 _UNUSED_PORT = 9

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from patience import GIVE_UP_S
+
 pytestmark = pytest.mark.engine
 pytest.importorskip("torch")
 
@@ -28,6 +30,10 @@ print(changes.unused)
 def test_products_are_tried_in_16_bits_also_where_the_script_says_not_to() -> None:
     """Many scripts have ``autocast(..., enabled=use_amp)`` around their forward."""
     ran = subprocess.run(
-        [sys.executable, "-c", _IN_16_BITS], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", _IN_16_BITS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=GIVE_UP_S,
     )
     assert ran.stdout.split() == ["torch.bfloat16"] * 3 + ["[]"]

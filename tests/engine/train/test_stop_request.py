@@ -43,14 +43,22 @@ def test_schedulers_repeat_their_signals_which_changes_nothing() -> None:
 
 def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
+    heard: list[str] = []
+    signalled = StopRequest._signalled
+
+    def noted(stop: StopRequest, name: str) -> None:
+        signalled(stop, name)
+        heard.append(name)
+
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(stop_request, "_SECOND_AFTER_S", 1.0)
-    with StopRequest(ALONE) as stop:
+    monkeypatch.setattr(StopRequest, "_signalled", noted)
+    monkeypatch.setattr(stop_request, "_SECOND_AFTER_S", GIVE_UP_S)
+    with StopRequest(ALONE):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, by torchrun
-        _until(lambda: stop.words != "")
-        time.sleep(1.1)
+        _until(lambda: len(heard) == 2)
         assert not codes
+        monkeypatch.setattr(stop_request, "_SECOND_AFTER_S", 0.0)  # as if that time was over
         os.kill(os.getpid(), signal.SIGINT)
         _until(lambda: codes != [])
     assert codes[0] == ExitCode.INTERRUPTED

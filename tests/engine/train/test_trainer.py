@@ -12,12 +12,13 @@ from rich.console import Console
 from torch import nn
 
 from made_up_worlds import made_up_world
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, OutOfMemory
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Step
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Iterables
-from torchmuster.train.reporting import progress
+from torchmuster.train.reporting import progress, reports
 from torchmuster.train.reporting.reports import Reports
 from torchmuster.train.reporting.step_line import StepRecord
 from torchmuster.train.schedules import schedule
@@ -47,6 +48,12 @@ def make(**how: Any) -> Trainer:
     return Trainer(WORLD, **(parts | how))
 
 
+@pytest.fixture
+def lines_by_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a slow step on a busy machine make no line of its own."""
+    monkeypatch.setattr(reports, "_SILENT_AT_MOST_S", 1e9)
+
+
 class Nothing:
     """A loader without steps."""
 
@@ -62,6 +69,7 @@ class Nothing:
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
+@pytest.mark.usefixtures("lines_by_steps_alone")
 def test_a_run_prints_its_banner_once_and_then_lines(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(reports=Reports(WORLD, log_every=3))
     trainer.fit(epochs=1)
@@ -198,6 +206,7 @@ def test_a_loader_for_training_and_evaluation_at_once_is_refused() -> None:
     )
 
 
+@pytest.mark.usefixtures("lines_by_steps_alone")
 def test_losses_with_one_dimension_too_many_are_told_as_they_are() -> None:
     def one_long(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return squares(model, batch).reshape(1)
@@ -288,7 +297,10 @@ def test_running_out_of_memory_shows_the_memory_table() -> None:
     assert "parameters" in str(told.value)
 
 
-def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away() -> None:
+def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_REDRAW_EVERY_S", GIVE_UP_S)
     out = io.StringIO()
     bar = progress.Bar(10, Console(file=out, force_terminal=True, width=80, color_system=None))
     bar.move(4)

@@ -25,8 +25,9 @@ def test_each_rank_keeps_its_share_and_has_one_block_whole(run_ranks: RunRanks, 
         assert found["kept"] == pytest.approx(3 * share, rel=0.02)
         # And gradients. Towards the end of the backward four things of a block's size are there: the block
         # that is computed, its whole gradient, the block that is gathered ahead, and the gradient of the
-        # block before, which is being sent.
-        assert found["step_peak"] == pytest.approx(4 * share + 4 * BLOCK, rel=0.03)
+        # block before, which is being sent. A thread of gloo that waits for its turn may have one more in hand.
+        most = 4 * share + 4 * BLOCK
+        assert 0.97 * most < found["step_peak"] < 1.03 * most + BLOCK
         assert found["parameters"] == found["gradients"] == share
         assert found["optimizer"] == 2 * share + 4 * memory.BLOCKS
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_HELD_AT_MOST_S = 20.0
+from patience import GIVE_UP_S
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Moments:
         """Is there once no kill is to come any more."""
         return self.folder / "hurry"
 
+    def await_kill(self) -> None:
+        """Wait here until a kill is about to come, or none any more."""
+        until_s = time.monotonic() + GIVE_UP_S
+        while not (self.hold.exists() or self.hurry.exists()) and time.monotonic() < until_s:
+            time.sleep(0.001)
+
     def hold_at(self, moment: str) -> None:
         """Wait here if that is asked of this rank."""
         try:
@@ -42,6 +48,6 @@ class Moments:
         except FileNotFoundError:
             return
         self.held.touch()
-        until_s = time.monotonic() + _HELD_AT_MOST_S
+        until_s = time.monotonic() + GIVE_UP_S
         while self.hold.exists() and time.monotonic() < until_s:
             time.sleep(0.001)

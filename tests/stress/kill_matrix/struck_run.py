@@ -186,9 +186,9 @@ class _Run:
             held = chance.choice([one for one in self._ranks if one != rank])  # it waits for this
         elif kill.moment in ("commit", "committed", "end"):
             held = 0
-        if kill.moment == "end":
-            self.hurry()
         self._moments.hold.write_text(f"{kill.moment} {held}")
+        if kill.moment == "end":
+            self.hurry()  # only now, or it might have ended already
         self._await(f"rank {held} at {kill.moment}", self._moments.held.exists)
         if kill.moment == "collective":
             time.sleep(chance.uniform(0.03, 0.1))  # until the others are there

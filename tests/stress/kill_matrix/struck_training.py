@@ -17,6 +17,8 @@ from torch import nn
 from stress.kill_matrix.moments import Moments
 
 _PACE_S = 0.015  # of a step, so that kills find it at work
+# So many steps of a process; then it waits for its kill, or it might have ended before that comes.
+_STEPS_OF_A_PROCESS = 20
 _WIDTH = 512
 _SAMPLES = 640
 
@@ -31,12 +33,16 @@ class Net(nn.Module):
         self.middle = nn.Linear(_WIDTH, _WIDTH)
         self.dropout = nn.Dropout(0.1)
         self._moments: Moments | None = None
+        self._steps = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self._moments is None:
             self._moments = _begin()
         moments = self._moments
         hidden = torch.tanh(self.first(inputs))
+        self._steps += 1
+        if self._steps > _STEPS_OF_A_PROCESS:
+            moments.await_kill()
         if not moments.hurry.exists():
             time.sleep(_PACE_S)
         moments.hold_at("forward")

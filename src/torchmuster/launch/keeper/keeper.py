@@ -30,6 +30,7 @@ from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
+_LOOK_EVERY_S = 0.25
 # A launcher that was heard of no more: its ranks get little time, the machine may be wanted again.
 _ORPHAN_GRACE_S = 2.0
 # A launcher is heard regularly from the beginning; how long it may be silent it says later.
@@ -364,7 +365,10 @@ class Keeper:
 
     async def _notice_silence(self, over: "asyncio.Future[int]") -> None:
         while True:
-            await asyncio.sleep(0.25)
+            began_s = time.monotonic()
+            await asyncio.sleep(_LOOK_EVERY_S)
+            # While this process itself was held up, nobody could be heard.
+            self._heard_s += time.monotonic() - began_s - _LOOK_EVERY_S
             silent_s = time.monotonic() - self._heard_s
             if self._lost_after_s is not None and silent_s > self._lost_after_s:
                 self._give_up(over, f"the launcher was not heard for {silent_s:.0f} s")

@@ -20,7 +20,7 @@ from torchmuster.train.names import own_name
 from torchmuster.train.world import World
 
 _NAMES_SHOWN = 10
-_WAIT_FOR_OTHERS = timedelta(seconds=3)
+_WAIT_FOR_OTHERS = timedelta(seconds=8)
 
 
 def refuse(model: nn.Module, world: World) -> None:

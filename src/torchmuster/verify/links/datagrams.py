@@ -172,8 +172,9 @@ async def sound(
             if number % _IN_A_ROW == _IN_A_ROW - 1:
                 await asyncio.sleep(_PAUSE_S)
         await calling.await_all(range(count), patience_s)
-        returned = len(calling.answered)
-        arrived = count if returned == count else await _settled(ask_count, series)
+        is_whole = len(calling.answered) == count
+        arrived = count if is_whole else await _settled(ask_count, series)
+        returned = len(calling.answered)  # some answers of a busy machine come meanwhile
         there = back = None
         if returned and sizes_can_be_tried():
             frames = _Frames(transport, calling, token, _HEADERS_BYTES[sock.family], patience_s)

@@ -48,8 +48,8 @@ def linux(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _tables(surroundings: Surroundings) -> list[Table] | None:
     """Return the rules of the kernel; None where they may not be seen."""
-    old = surroundings.output(["iptables", "-S"], within_s=1.0)
-    new = surroundings.output(["nft", "-j", "list", "ruleset"], within_s=1.0)
+    old = surroundings.output(["iptables", "-S"], within_s=5.0)
+    new = surroundings.output(["nft", "-j", "list", "ruleset"], within_s=5.0)
     if old is None and new is None:
         return None
     tables = packet_filter.from_nftables(new or "")
