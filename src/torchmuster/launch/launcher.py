@@ -155,7 +155,6 @@ async def _launch(
     slurm_job = os.environ.get("SLURM_JOB_ID")
     ledger.write_job(run, spec, token=course.token, slurm_job=slurm_job)
     with voice.speaking():
-        voice.say(f"run {run.id}")
         asked: list[str] = []
         warned: list[str] = []
         newest = None if slurm_job is None else await _newest_checkpoint(spec)
@@ -164,6 +163,7 @@ async def _launch(
                 heard_of(run.state),
                 _signals(course, voice, asked, warned, can_save=spec.checkpoints is not None),
             ):
+                voice.say(f"run {run.id}")  # whoever reads it may ask for the end
                 outcome = await course.run()
         except MusterError as error:
             voice.show(findings := from_error(error))

@@ -37,8 +37,11 @@ class Watchman:
         with contextlib.suppress(OSError):
             self._process.stdin.write(_DONE)
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(_GO_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
