@@ -24,7 +24,11 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("message", LEAKS)
-def test_a_leak_is_caught_and_named(pytester: pytest.Pytester, message: str) -> None:
+def test_a_leak_is_caught_and_named(
+    pytester: pytest.Pytester, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As one by one: beside others, what is left behind is waited for longer.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     pytester.makeconftest(
         f"import sys; sys.path.insert(0, {str(TESTS)!r}); pytest_plugins = ['leak_guard']"
     )
