@@ -35,7 +35,7 @@ def beat_after(beat):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return read()["beat"]
-def threads():
+def count_threads():
     deadline = time.monotonic() + 300  # one that has been told to end may still be at it
     while len(os.listdir("/proc/self/task")) > 2 and time.monotonic() < deadline: time.sleep(0.01)
     return len(os.listdir("/proc/self/task"))
@@ -142,7 +142,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
                 os._exit(0)
             os.wait()
         beat_after(read()["beat"])
-        print("threads", threads())
+        print("threads", count_threads())
         """,
     )
     assert out == "child 0\npid True rank 3\nthreads 2\n"
@@ -162,7 +162,7 @@ def test_forks_from_many_threads_leave_one_pulse(tmp_path: Path) -> None:
         for one in threads: one.start()
         for one in threads: one.join()
         beat_after(beat_after(0))
-        print(threads())
+        print(count_threads())
         """,
     )
     assert out == "2\n"
