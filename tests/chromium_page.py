@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ needs_chromium = pytest.mark.skipif(
 _LOOK_EVERY_S = 0.1
 _SEEN_WITHIN_S = 90.0 + BUSY_S
 _SIZE = (1100, 1400)
+
+
+class _BetweenPages(AssertionError):
+    """The browser cannot answer: while one page makes way for another, there is nothing to be asked."""
 
 
 class Page:
@@ -41,16 +45,31 @@ class Page:
         answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
         return answer["result"].get("value")
 
-    def wait_until(self, expression: str, within_s: float = _SEEN_WITHIN_S) -> None:
-        """Wait until an expression holds in the page."""
+    def wait_until(
+        self,
+        expression: str,
+        within_s: float = _SEEN_WITHIN_S,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Wait until an expression holds in the page; ``meanwhile`` is done before each look at it."""
         deadline = time.monotonic() + within_s
-        while not self.value(expression):
+        while True:
+            meanwhile()
+            if self._holds(expression):
+                return
             if time.monotonic() > deadline:
                 seen = self.value("document.body.innerText")
                 raise AssertionError(
                     f"not within {within_s} s: {expression}; the page has:\n{seen}"
                 )
             time.sleep(_LOOK_EVERY_S)
+
+    def _holds(self, expression: str) -> bool:
+        try:
+            return bool(self.value(expression))
+        except _BetweenPages:
+            return False
 
     def click(self, selector: str, place: int = 0) -> None:
         """Click in the middle of one of the elements that a selector finds, with the mouse."""
@@ -78,7 +97,8 @@ class Page:
         while True:
             answer = json.loads(self._socket.recv())
             if answer.get("id") == number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise _BetweenPages(answer)
                 result: dict[str, Any] = answer["result"]
                 return result
 
@@ -119,8 +139,11 @@ def _address(browser: "subprocess.Popen[bytes]", told: Path) -> str:
         assert browser.poll() is None, "the browser has ended"
         assert time.monotonic() < deadline, "the browser does not say where it listens"
         time.sleep(_LOOK_EVERY_S)
-    port = told.read_text().split()[0]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as answer:
-        pages = json.load(answer)
-    address: str = next(one["webSocketDebuggerUrl"] for one in pages if one["type"] == "page")
-    return address
+    pages = f"http://127.0.0.1:{told.read_text().split()[0]}/json/list"
+    while True:  # it listens before it has a page
+        with urllib.request.urlopen(pages, timeout=GIVE_UP_S) as answer:
+            for one in json.load(answer):
+                if one["type"] == "page":
+                    return str(one["webSocketDebuggerUrl"])
+        assert time.monotonic() < deadline, "the browser has no page"
+        time.sleep(_LOOK_EVERY_S)

@@ -171,6 +171,7 @@ def slowdown() -> float:
     return (time.perf_counter() - began) / 0.2
 
 
+@pytest.mark.alone
 def test_it_answers_within_two_seconds(
     muster: Muster, machine: Callable[[Scenario], Path], record_property: Callable[..., None]
 ) -> None:

@@ -18,7 +18,8 @@ NOW = 1_000_000_000.0
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(reporting, "_AT_MOST_S", GIVE_UP_S)
     run = a_run(tmp_path)
     add_lines(run)
     return run

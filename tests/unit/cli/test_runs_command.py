@@ -47,7 +47,7 @@ def made(
     state = {
         "phase": phase,
         "since_unix_s": time.time(),
-        "started_unix_s": time.time() - 75,
+        "started_unix_s": time.time() - 2.5 * 3600,  # in hours, as a busy machine may take a minute
         "exit_code": exit_code,
         "headline": headline,
     }
@@ -61,10 +61,10 @@ def test_a_run_of_settings_is_shown_as_it_was_typed(muster: Muster, own_machine:
     job = json.loads(run.job.read_text())
     job["command"] = ["torchmuster.worker", "--set", "train.steps=3", "--run-folder", "/x"]
     run.job.write_text(json.dumps({**job, "typed": ["train", "--config", "q.yaml"]}))
-    assert muster("runs").out.split("1 min  ")[1] == "train --config q.yaml\n"
+    assert muster("runs").out.split("2 h  ")[1] == "train --config q.yaml\n"
     del job["typed"]  # as an older version left it
     run.job.write_text(json.dumps(job))
-    assert muster("runs").out.split("1 min  ")[1] == "torchmuster.worker\n"
+    assert muster("runs").out.split("2 h  ")[1] == "torchmuster.worker\n"
 
 
 def test_a_folder_without_runs_says_how_to_make_one(muster: Muster) -> None:
@@ -85,10 +85,10 @@ def test_runs_are_listed_newest_first_with_how_they_went(muster: Muster, own_mac
     rows = [line.split(maxsplit=1) for line in shown.out.splitlines()]
     words = {run.split("-")[2]: " ".join(rest.split()) for run, rest in rows}
     assert words == {
-        "good": "finished 1 min good.py --hub-token [redacted]",
-        "bad": "failed 1 min rank 1 failed: ValueError",
-        "killed": "died 1 min the launcher was killed",
-        "elsewhere": "running 1 min elsewhere.py --hub-token [redacted]",
+        "good": "finished 2 h good.py --hub-token [redacted]",
+        "bad": "failed 2 h rank 1 failed: ValueError",
+        "killed": "died 2 h the launcher was killed",
+        "elsewhere": "running 2 h elsewhere.py --hub-token [redacted]",
         "empty": "unknown -",
     }
     told = json.loads(muster("runs", "--json").out)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from muster_command import Muster, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, Scenario
@@ -27,7 +29,13 @@ def _run_with_ranks(folder: Path, count: int) -> RunFolder:
         Pulse(rank=rank, pid=FIRST_PID + rank, beat=1, moves=1, step=1200, data_share=0.1 * rank)
         for rank in range(count)
     )
-    node_ranks.write(run, host=socket.gethostname(), attempt=0, pulses=pulses)
+    # Just told, however late they are looked at.
+    told = node_ranks.NodeRanks(
+        host=socket.gethostname(), attempt=0, at_unix_s=time.time() + GIVE_UP_S, ranks=pulses
+    )
+    path = node_ranks.place(run, told.host, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode(told))
     return run
 
 
@@ -86,21 +94,28 @@ class Terminal:
         os.close(follower)
 
     def read_until(self, *wanted: bytes) -> None:
-        deadline = time.monotonic() + GIVE_UP_S
         while not all(one in self.shown for one in wanted):
-            assert time.monotonic() < deadline, self.shown
-            ready, _, _ = select.select([self._leader], [], [], 1.0)
-            try:
-                self.shown += os.read(self._leader, 65536) if ready else b""
-            except OSError:  # it has ended
+            if not self._read_more():
                 assert all(one in self.shown for one in wanted), self.shown
                 return
+
+    def _read_more(self) -> bool:
+        """Read what comes next; say whether there is more to come."""
+        ready, _, _ = select.select([self._leader], [], [], GIVE_UP_S)
+        assert ready, self.shown
+        try:
+            self.shown += os.read(self._leader, 65536)
+        except OSError:  # it has ended
+            return False
+        return True
 
     def press(self, keys: bytes) -> None:
         os.write(self._leader, keys)
 
     def end(self) -> int:
         try:
+            while self._read_more():  # on a terminal that is full it could not end
+                pass
             return self.process.wait(GIVE_UP_S)
         finally:
             if self.process.poll() is None:

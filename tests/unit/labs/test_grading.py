@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.labs import grading
 
@@ -33,7 +34,7 @@ def test_it_is_said_that_code_still_runs(slow: Path) -> None:
         told.append(text)
         (slow / "said").touch()
 
-    answer = grading.ask("slow_program", b"{}", within_s=60, gpus=False, say=say)
+    answer = grading.ask("slow_program", b"{}", within_s=GIVE_UP_S, gpus=False, say=say)
     assert answer == b"answer"
     assert re.fullmatch(r"your code has run for \d+ s; what hangs is ended, and named", told[0])
 

@@ -265,10 +265,12 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 
 
 def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
+    now_s = 100.0  # until the test says otherwise: all is said within a moment
     with pipe() as (reader, stream):
-        with Console(Folder(2, logs=LOGS), stream) as console:
+        with Console(Folder(2, logs=LOGS), stream, clock=lambda: now_s) as console:
             console.output(0, "a\n")
             console.output(1, "a\n")
+            now_s += WINDOW_S
             assert os.read(reader, 100) == b"[all 2 ranks] a\n"
             console.output(1, "é\n")
             console.say("the run ended well")

@@ -11,6 +11,7 @@ import pytest
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import wire
+from torchmuster.launch.keeper import running as running_module
 from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.agent_command import Share, environment
 from torchmuster.launch.keeper.engines import DirectEngine, TorchrunEngine, engine_for
@@ -100,7 +101,9 @@ class Attempt:
 
 
 @pytest.fixture
-def tokens() -> Iterator[list[str]]:
+def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The runs of a test; at its end no process of theirs may be left, however long each took to die."""
+    monkeypatch.setattr(running_module, "_KILL_WITHIN_S", GIVE_UP_S)
     used: list[str] = []
     yield used
     for token in used:
@@ -187,7 +190,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
     try:
         asyncio.run(go())
     finally:
-        sweep.kill(tokens[0], within_s=5.0)
+        sweep.kill(tokens[0], within_s=GIVE_UP_S)
 
 
 def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -> None:

@@ -9,14 +9,17 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
+from torchmuster.launch.keeper import engagement as engagement_module
 from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.engagement import Engagement
 from torchmuster.launch.keeper.keeper import Keeper
 
 EXAMINER = "torchmuster.verify.examiner"
-_WITHIN_S = 20.0
+
+pytestmark = pytest.mark.usefixtures("patient_keeper")
 
 
 class Launcher:
@@ -36,7 +39,7 @@ class Launcher:
         pass
 
     async def hear(self, kind: type[wire.Message]) -> wire.Message:
-        async with asyncio.timeout(_WITHIN_S):
+        async with asyncio.timeout(GIVE_UP_S):
             while not isinstance(message := await self.heard.get(), kind):
                 pass
         return message
@@ -56,7 +59,7 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
         await launcher.hear(wire.Hello)
         await scene(launcher, token)
         launcher.to_keeper.put_nowait(None)
-        await asyncio.wait_for(keeping, _WITHIN_S)
+        await asyncio.wait_for(keeping, GIVE_UP_S)
 
     asyncio.run(go())
     assert sweep.processes_of(token) == []
@@ -125,6 +128,8 @@ def test_another_program_takes_the_place_of_the_first() -> None:
             engaged = await launcher.hear(wire.Engaged)
             assert isinstance(engaged, wire.Engaged)
             pids.append(engaged.pid)
+            launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
+            await launcher.hear(wire.Relay)  # until it runs, nothing may be seen of it
         assert [one.pid for one in sweep.processes_of(token)] == [pids[1]]
 
     play(scene)
@@ -149,7 +154,7 @@ def test_a_program_that_does_not_listen_is_killed() -> None:
         message = wire.Engage(program=EXAMINER, token=os.urandom(8).hex())
         engagement = await Engagement.begin(message, send)
         os.kill(engagement.pid, signal.SIGSTOP)
-        async with asyncio.timeout(_WITHIN_S):
+        async with asyncio.timeout(GIVE_UP_S):
             await engagement.end()
         assert not psutil.pid_exists(engagement.pid)
 
@@ -171,7 +176,8 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
         engagement = await Engagement.begin(message, send)
         wait = engagement._process.wait
         monkeypatch.setattr(engagement._process, "wait", for_ever)
-        async with asyncio.timeout(_WITHIN_S):
+        monkeypatch.setattr(engagement_module, "_GONE_WITHIN_S", 0.1)
+        async with asyncio.timeout(GIVE_UP_S):
             assert await engagement.end() is False
             await wait()
 

@@ -39,6 +39,7 @@ def work(started_before):
     print("begun", started_before, os.getpid(), flush=True)
 {work}
 
+{before}
 code = guardian.guarded(run, spec, work, lambda text: print(text, flush=True))
 print("over in", "guardian" if os.getpid() == {top} else "launcher", code, flush=True)
 sys.exit(code)
@@ -86,6 +87,13 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Start:
     """Starts guarded programs."""
 
@@ -94,11 +102,12 @@ class Start:
         self.programs: list[Guarded] = []
 
     def __call__(
-        self, work: str, *, max_restarts: int = 3, run: RunFolder | None = None
+        self, work: str, *, before: str = "", max_restarts: int = 3, run: RunFolder | None = None
     ) -> Guarded:
         run = run or create(self.folder / "runs", "guarded")
         indented = "".join(f"    {line}\n" for line in work.splitlines())
-        text = PROGRAM.replace("{work}", indented).replace("{top}", "int(os.environ['TOP'])")
+        text = PROGRAM.replace("{work}", indented).replace("{before}", before)
+        text = text.replace("{top}", "int(os.environ['TOP'])")
         text = f"import os; os.environ['TOP'] = str(os.getpid())\n{text}"
         process = subprocess.Popen(
             [sys.executable, "-c", text, str(run.path), str(max_restarts)],
@@ -112,6 +121,15 @@ class Start:
 
 
 FOREVER = "time.sleep(600)"
+# Where there is a pause at all, the test has time to look around.
+LONG_PAUSES = """\
+from torchmuster.launch import restarts
+decide = restarts.decide
+def patient(history, **more):
+    chosen = decide(history, **more)
+    return type(chosen)(value=chosen.value and 600.0, reason=chosen.reason)
+restarts.decide = patient
+"""
 COUNTING = """\
 def end(number, frame):
     print("got", signal.Signals(number).name, flush=True)
@@ -281,12 +299,12 @@ def test_stop_means_for_good(start: Start) -> None:
 
 
 def test_while_it_starts_again_the_run_is_alive_and_can_be_stopped(start: Start) -> None:
-    # The second restart comes after a pause of 2 s.
-    program = start(FOREVER)
+    # The second restart comes after a pause.
+    program = start(FOREVER, before=LONG_PAUSES)
     for _ in range(2):
         os.kill(program.launcher(), signal.SIGKILL)
     program.read(
-        "muster: the launcher was killed (SIGKILL); starting again in 2 s (restart 2 of 3)"
+        "muster: the launcher was killed (SIGKILL); starting again in 600 s (restart 2 of 3)"
     )
     job, state = ledger.read_job(program.run), ledger.read_state(program.run)
     assert job is not None
@@ -306,7 +324,7 @@ def test_the_launcher_is_asked_to_end_when_the_guardian_is_killed(start: Start) 
     program.process.kill()
     program.read("got SIGTERM")
     until = time.monotonic() + GIVE_UP_S
-    while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(launcher):
         assert time.monotonic() < until
         time.sleep(0.02)
 

@@ -9,6 +9,7 @@ import pytest
 from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from patience import GIVE_UP_S
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch import wire
@@ -104,7 +105,7 @@ def test_gpus_in_use_are_not_now_and_the_reason_is_told_while_waiting(machine: M
         told.append(error)
         first.release()
 
-    second = holding.take(prepare(ranks=8, wait_s=30.0), on_wait)
+    second = holding.take(prepare(ranks=8, wait_s=GIVE_UP_S), on_wait)
     assert second.ranks == 8
     assert told
     assert told[0].why

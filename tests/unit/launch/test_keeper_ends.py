@@ -11,13 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import wire
 from torchmuster.launch.keeper import keeper as keeper_module
 from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.keeper import Keeper
 
-_ENDED_WITHIN_S = 15.0
+_ENDED_WITHIN_S = 15.0 + BUSY_S
+
+pytestmark = pytest.mark.usefixtures("patient_keeper")
 
 
 class FakeEnd:
@@ -62,7 +64,7 @@ class FakeEnd:
             self.to_keeper.put_nowait(message)
 
     async def hear(self, kind: type[wire.Message]) -> wire.Message:
-        async with asyncio.timeout(_ENDED_WITHIN_S):
+        async with asyncio.timeout(GIVE_UP_S):
             while True:
                 for message in self.heard:
                     if isinstance(message, kind):
@@ -219,7 +221,10 @@ def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
 
 
 _LINES = 50_000
-_WRITES_MUCH = f"for number in range({_LINES}): print(f'line {{number:06}}', 'x' * 100)\n"
+# All at once: a launcher that takes it slowly cannot keep pace, however the rank gets on.
+_WRITES_MUCH = (
+    f"print('\\n'.join(f'line {{number:06}} ' + 'x' * 100 for number in range({_LINES})))\n"
+)
 
 
 @pytest.mark.usefixtures("own_machine")

@@ -101,10 +101,13 @@ def test_what_children_compute_counts_once_a_rank_stands_still(tmp_path: Path) -
         try:
             write(tmp_path, 0, pid=parent.pid)
             burning = _descendant(parent.pid)
+            os.kill(burning, signal.SIGSTOP)
+            _await_state(burning, "T")
             pulses.read()
             for _ in range(2):  # it must be seen twice before it can be compared
                 clock.now_s += 4.0
                 quiet = pulses.read()[0].busy
+            os.kill(burning, signal.SIGCONT)
             used_s = _cpu_s(burning)
             while _cpu_s(burning) < used_s + 0.5:
                 time.sleep(0.01)
@@ -126,6 +129,13 @@ def _descendant(pid: int) -> int:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return int(found[0].pid)
+
+
+def _await_state(pid: int, wanted: str) -> None:
+    deadline = time.monotonic() + GIVE_UP_S
+    while (stat := processes.look_at(pid)) is None or stat.state != wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _cpu_s(pid: int) -> float:
@@ -156,12 +166,23 @@ class Rank:
         self.process.stdout.close()
 
 
-def test_every_rank_shows_what_it_can(tmp_path: Path) -> None:
+def test_every_rank_shows_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def examined(rank: int, *, answer_s: float, signal_s: float) -> dict[tuple[int, str], str]:
+        """Wait for what must come, however late, and not for what cannot."""
+        monkeypatch.setattr(examination, "_ANSWER_WITHIN_S", answer_s)
+        monkeypatch.setattr(examination, "_SIGNAL_WITHIN_S", signal_s)
+        return asyncio.run(_examine(tmp_path, pids, (rank, 7)))
+
     ranks = [Rank(tmp_path, rank, how) for rank, how in enumerate(("asleep", "native", "stopped"))]
     try:
         ranks[2].process.send_signal(signal.SIGSTOP)
         pids = {rank: one.process.pid for rank, one in enumerate(ranks)}
-        found = asyncio.run(_examine(tmp_path, pids, (0, 1, 2, 7)))
+        _await_state(pids[2], "T")
+        found = {
+            **examined(0, answer_s=GIVE_UP_S, signal_s=0.0),
+            **examined(1, answer_s=0.5, signal_s=GIVE_UP_S),
+            **examined(2, answer_s=0.5, signal_s=0.1),
+        }
     finally:
         for one in ranks:
             one.end()

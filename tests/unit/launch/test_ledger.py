@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import ledger
 from torchmuster.launch.spec import Host, JobSpec, Limits
@@ -158,13 +158,13 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     monkeypatch.setattr("time.time", lambda: an_hour)  # of this machine; the disk's is another
     assert phase(run) == "running"
     monkeypatch.undo()
-    heard = time.time() - 200
+    heard = time.time() - 2.5 * 3600
     os.utime(run.state, (heard, heard))
     state = ledger.read_state(run)
     assert state is not None
     assert (state.phase, state.headline) == (
         "died",
-        "nothing was heard of the launcher for 3 min",
+        "nothing was heard of the launcher for 2 h",
     )
     assert state.since_unix_s == pytest.approx(heard, abs=1)
 
@@ -189,7 +189,10 @@ def test_what_a_newer_version_wrote_beside_is_ignored(run: RunFolder) -> None:
     assert ledger.read_job(run) is not None
 
 
-def test_a_run_that_was_only_just_made_is_waited_for(run: RunFolder) -> None:
+def test_a_run_that_was_only_just_made_is_waited_for(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "_WRITTEN_WITHIN_S", GIVE_UP_S)
     writer = threading.Timer(0.2, lambda: ledger.write_job(run, SPEC))
     writer.start()
     job = ledger.await_job(run)

@@ -193,8 +193,13 @@ def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
         pathlib.Path({str(small_cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
         from torchmuster.launch.memory_evidence import Peaks, Watch
         watch, peaks = Watch.begin(), Peaks()
-        hungry = "data = []\\nwhile True: data.append(bytearray(2**20))"
-        child = subprocess.Popen([sys.executable, "-c", hungry])
+        hungry = "print(flush=True)\\ninput()\\ndata = []\\nwhile True: data.append(bytearray(2**20))"
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", hungry], **pipes)
+        child.stdout.readline()
+        peaks.sample([child.pid])  # once at least: on a busy machine it may be the only time
+        child.stdin.write(b"\\n")
+        child.stdin.close()
         while child.poll() is None:
             peaks.sample([child.pid])
             time.sleep(0.001)

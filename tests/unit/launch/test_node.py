@@ -80,7 +80,7 @@ async def said(channel: FakeChannel, *messages: wire.FromKeeper) -> None:
 def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         node.expect(1)
-        starting = asyncio.ensure_future(node.start(_START, within_s=5))
+        starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
         await said(channel, wire.Ended(attempt=0, good=True), _STARTED)
         await starting
         assert not node.ended
@@ -94,7 +94,7 @@ def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
 def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         node.expect(1)
-        starting = asyncio.ensure_future(node.start(_START, within_s=5))
+        starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
         await said(channel, _STARTED)
         await starting
         await node.stop(5, "another machine failed")
@@ -123,7 +123,7 @@ def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
         node.expect(0)
         await said(channel, wire.Listening(port=1, addresses=(), reason="old"))
         node.expect(1)
-        hearing = asyncio.ensure_future(node.hear(wire.Listening, within_s=5))
+        hearing = asyncio.ensure_future(node.hear(wire.Listening, within_s=GIVE_UP_S))
         await said(channel, wire.Listening(port=2, addresses=(), reason="new"))
         assert (await hearing).port == 2
 

@@ -13,7 +13,7 @@ from torchmuster.launch.pipe import PipeChannel
 ALIVE = wire.to_lines(wire.Alive()).decode()
 LONG = wire.Output(rank=3, text="ü" * 3 * wire.LINE_LIMIT)
 # Neither reads its input nor ends when that ends, like ssh on a link that is cut.
-STUCK = "import time; print('ready', flush=True); time.sleep(60)"
+STUCK = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 def python(program: str) -> list[str]:

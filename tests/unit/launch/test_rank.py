@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Run:
             "module": module,
         }
         env = {**os.environ, "RANK": "3", "WORLD_SIZE": str(world_size)}
-        quiet = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "timeout": 40}
+        quiet = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "timeout": GIVE_UP_S}
         done = subprocess.run(
             [sys.executable, "-u", rank.__file__, json.dumps(settings), *command],
             env=env,

@@ -1,13 +1,12 @@
 """The logs of other machines' ranks: whole, in order, and never in the launcher's way."""
 
 import os
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch.rank_logs import RankLogs
 
 
@@ -17,7 +16,7 @@ def test_every_rank_s_words_are_in_its_log_in_order(tmp_path: Path) -> None:
     for number in range(3):
         for rank in range(200):  # more than are kept open
             logs.write(rank, f"é {number}\n")
-    logs.close()
+    logs.close(GIVE_UP_S)
     assert (tmp_path / "rank-3.log").read_text() == "first attempt\né 0\né 1\né 2\n"
     assert {path.read_text() for path in tmp_path.iterdir() if path.name != "rank-3.log"} == {
         "é 0\né 1\né 2\n"
@@ -41,7 +40,9 @@ def test_a_disk_that_stands_still_does_not_hold_up_the_launcher(tmp_path: Path) 
         assert len(stream.read().splitlines()) == 1000
 
 
-def test_a_slow_disk_is_waited_for_at_the_end(tmp_path: Path) -> None:
+def test_a_slow_disk_is_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "rank-0.log"
     os.mkfifo(log)
     said: list[str] = []
@@ -50,17 +51,24 @@ def test_a_slow_disk_is_waited_for_at_the_end(tmp_path: Path) -> None:
     for text in sent:
         logs.write(0, text)
     read: list[str] = []
+    writer = logs._thread
+    assert writer is not None
 
-    def slowly() -> None:
-        with log.open() as stream:
-            for line in stream:
-                read.append(line)
-                time.sleep(0.05)
+    with log.open() as stream:
 
-    reader = threading.Thread(target=slowly)
-    reader.start()
-    logs.close(patience_s=0.5)  # all of it takes a second
-    reader.join()
+        def take_one(patience_s: float) -> None:
+            """Take one text in the time of one's patience, as much as this pipe then has room for."""
+            read.append(stream.readline())
+            deadline = time.monotonic() + GIVE_UP_S
+            while logs._written <= len(read) and writer.is_alive():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+        monkeypatch.setattr(writer, "join", take_one)
+        logs.close(patience_s=0.5)
+        read += stream
+    monkeypatch.undo()
+    writer.join(GIVE_UP_S)
     assert (read, said) == (sent, [])
 
 
@@ -71,7 +79,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_the_others_go_on(tmp_path
     for _ in range(3):
         logs.write(0, "lost\n")
         logs.write(1, "kept\n")
-    logs.close()
+    logs.close(GIVE_UP_S)
     (told,) = said
     assert told.startswith(f"what the ranks wrote cannot be kept in {tmp_path}: ")
     assert "rank-0.log" in told

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.launch import standing, supervisor
 from torchmuster.launch.local import LocalTransport
 from torchmuster.launch.spec import JobSpec
@@ -38,7 +39,7 @@ def test_a_look_that_takes_too_long_leaves_what_was_known(
     over = threading.Event()
 
     def look(*_: object, **__: object) -> Standing:
-        over.wait(10)
+        over.wait(GIVE_UP_S)
         return Standing()
 
     monkeypatch.setattr(standing, "look", look)

@@ -1,6 +1,7 @@
 """How the launcher speaks: in order, to the terminal and the run's log, and never held up by either."""
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.finding import Finding, Status
+from torchmuster.launch import voice as voice_module
+from torchmuster.launch.console import Console, Folder
 from torchmuster.launch.voice import TerminalVoice
 from torchmuster.runfolder import RunFolder, create
 
@@ -79,11 +82,31 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def real_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     one = Terminal(monkeypatch)
     yield one
     monkeypatch.undo()
     one.close()
+
+
+class PatientConsole(Console):
+    """A console whose thread is waited for, however late the machine lets it run."""
+
+    def close(self, timeout_s: float = GIVE_UP_S) -> None:
+        super().close(timeout_s)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said is said within a moment, and heard before the next word, on a busy machine too."""
+    monkeypatch.setattr(voice_module, "_CATCH_UP_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(voice_module, "Console", PatientConsole)
+    monkeypatch.setattr(voice_module, "Folder", functools.partial(Folder, window_s=GIVE_UP_S))
+
+
+@pytest.fixture
+def terminal(real_terminal: Terminal, patient: None) -> Terminal:
+    return real_terminal
 
 
 def test_ranks_speak_on_standard_output_and_the_launcher_on_standard_error(
@@ -104,6 +127,7 @@ def test_ranks_speak_on_standard_output_and_the_launcher_on_standard_error(
     assert run.console.read_text() == own + ranks + found
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_a_rank_wrote_before_the_launcher_spoke_comes_before_it(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -140,11 +164,11 @@ def test_a_new_attempt_shows_the_end_of_the_one_before_first(
 
 
 def test_a_paused_terminal_does_not_hold_up_the_launcher(
-    run: RunFolder, terminal: Terminal
+    run: RunFolder, real_terminal: Terminal
 ) -> None:
-    terminal.fill("stdout")
-    terminal.fill("stderr")
-    voice = terminal.voice(run)
+    real_terminal.fill("stdout")
+    real_terminal.fill("stderr")
+    voice = real_terminal.voice(run)
     began = time.monotonic()
     with voice.speaking():
         voice.world(2)
@@ -203,6 +227,7 @@ def test_an_error_message_cannot_steer_the_terminal(run: RunFolder, terminal: Te
     assert terminal.read("stdout") == "plain\n"
 
 
+@pytest.mark.usefixtures("patient")
 def test_other_machines_words_cannot_steer_the_terminal(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,14 +40,15 @@ class Measuring(threading.Thread):
 
 
 def test_each_has_one_sample_in_every_round_and_never_both_at_once(
-    referee: Referee, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[str] = []
-    both = [Measuring(side, joined(referee, side, monkeypatch), 30, heard) for side in SIDES]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(GIVE_UP_S)
+    with Referee(seed=1) as referee:  # who has heard of the last turn when this ends, too
+        both = [Measuring(side, joined(referee, side, monkeypatch), 30, heard) for side in SIDES]
+        for one in both:
+            one.start()
+        for one in both:
+            one.join(GIVE_UP_S)
     turns = [heard[at : at + 2] for at in range(0, len(heard), 2)]
     assert all(begin.split()[0] == end.split()[0] for begin, end in turns)
     rounds = [(turns[at][0].split()[0], turns[at + 1][0].split()[0]) for at in range(0, 60, 2)]

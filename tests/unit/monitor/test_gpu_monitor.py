@@ -15,6 +15,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
+from torchmuster.monitor import gpu_monitor
 from torchmuster.monitor.gpu_monitor import GPUMonitor
 
 Machine = Callable[[Scenario], Path]
@@ -24,6 +25,7 @@ Machine = Callable[[Scenario], Path]
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_monitor, "_WAIT_FOR_LOOK_S", GIVE_UP_S)
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

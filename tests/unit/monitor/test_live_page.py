@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from made_up_runs import NOW, a_run, add_event, add_lines, add_ranks
+from patience import GIVE_UP_S
 from torchmuster.monitor.serving import Access, serving
 from torchmuster.monitor.views.live_page import LivePage
 from torchmuster.monitor.views.run_picture import RunWatch
@@ -34,7 +35,7 @@ def port(page: LivePage) -> Iterator[int]:
 
 
 def _ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()

@@ -33,7 +33,7 @@ def port() -> Iterator[int]:
 
 
 def _ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
@@ -111,7 +111,7 @@ def test_what_is_no_honest_question_gets_no_metrics(port: int, words: bytes) -> 
 
 
 def _answer_to(port: int, words: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=GIVE_UP_S) as client:
         client.sendall(words)
         heard = b""
         with contextlib.suppress(ConnectionResetError):  # it was sent more than it wanted to hear
@@ -123,16 +123,17 @@ def _answer_to(port: int, words: bytes) -> bytes:
 def test_slow_clients_take_all_places_but_not_for_ever(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
-    try:
-        for one in silent:
-            one.settimeout(30)
-            assert one.recv(1) == b"", "each of them is sent away"
-    finally:
-        for one in silent:
-            one.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "_PATIENCE_S", 0.2)
+        patch.setattr(serving._Handler, "timeout", 0.2)
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        try:
+            for one in silent:
+                one.settimeout(GIVE_UP_S)
+                assert one.recv(1) == b"", "each of them is sent away"
+        finally:
+            for one in silent:
+                one.close()
     assert _ask(port)[0] == 200
 
 
@@ -219,7 +220,9 @@ def test_with_both_others_are_served() -> None:
     with serving.serving(access, SERVED) as port:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=GIVE_UP_S, context=context
+        )
         try:
             connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
             assert connection.getresponse().status == 200

@@ -1,6 +1,7 @@
 """``muster top`` live: keys, sizes, new pictures, the end."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -43,20 +44,37 @@ def _screen(app: TopApp) -> list[str]:
     return lines
 
 
+async def _until(pilot: Pilot[Exception], holds: Callable[[], bool]) -> None:
+    """Wait until something is so on the screen: the toolkit draws a moment later, on a busy machine much later."""
+    while True:
+        with contextlib.suppress(AssertionError):  # while it is laid out anew
+            if holds():
+                return
+        await pilot.pause(0.01)
+
+
 async def _shown(pilot: Pilot[Exception], text: str) -> None:
-    """Wait until something is on the screen: the toolkit draws some things a moment later."""
+    """Wait until something is on the screen."""
     app = pilot.app
     assert isinstance(app, TopApp)
-    while not any(text in line for line in _screen(app)):
-        await pilot.pause(0.01)
+    await _until(pilot, lambda: any(text in line for line in _screen(app)))
+
+
+async def _ranks_are(pilot: Pilot[Exception], *ranks: str) -> None:
+    """Wait until these ranks are on the screen, in this order."""
+    app = pilot.app
+    assert isinstance(app, TopApp)
+    await _until(pilot, lambda: _ranks_shown(app) == list(ranks))
 
 
 def _ranks_shown(app: TopApp) -> list[str]:
     lines = _screen(app)
-    (titles,) = [at for at, line in enumerate(lines) if line.lstrip().startswith("rank")]
+    titles = [at for at, line in enumerate(lines) if line.lstrip().startswith("rank")]
+    if len(titles) != 1:  # it is not drawn yet, or only half of it
+        return []
     return [
         line.split()[0]
-        for line in lines[titles + 1 :]
+        for line in lines[titles[0] + 1 :]
         if line.split()[:1] and line.split()[0].isdecimal()
     ]
 
@@ -75,9 +93,8 @@ def test_it_opens_at_every_size(tmp_path: Path, ranks: int, width: int, height: 
     app = _app(look(tmp_path, with_gpus(ranks)))
 
     async def steps(pilot: Pilot[Exception]) -> None:
-        lines = _screen(app)
-        assert lines[0].startswith("a  ")
-        assert _ranks_shown(app)[0] == "0"
+        await _until(pilot, lambda: _ranks_shown(app)[:1] == ["0"])
+        assert _screen(app)[0].startswith("a  ")
         await _shown(pilot, " q  quit ")
 
     _run(app, steps, (width, height))
@@ -87,17 +104,17 @@ def test_keys_sort_the_ranks(picture: TopPicture) -> None:
     app = _app(picture)
 
     async def steps(pilot: Pilot[Exception]) -> None:
-        assert _ranks_shown(app) == ["0", "1", "2"]
+        await _ranks_are(pilot, "0", "1", "2")
         await pilot.press("r")
-        assert _ranks_shown(app) == ["2", "1", "0"]
+        await _ranks_are(pilot, "2", "1", "0")
         await pilot.press("s", "s")  # step, then silent
-        assert _ranks_shown(app) == ["2", "0", "1"]
+        await _ranks_are(pilot, "2", "0", "1")
         await pilot.press("s")
-        assert _ranks_shown(app) == ["1", "2", "0"], "by the share of data"
-        assert any("data▾" in line for line in _screen(app))
+        await _ranks_are(pilot, "1", "2", "0")  # by the share of data
+        await _shown(pilot, "data▾")
         for _ in range(4):
             await pilot.press("s")
-        assert _ranks_shown(app) == ["0", "1", "2"], "once around"
+        await _ranks_are(pilot, "0", "1", "2")  # once around
 
     _run(app, steps)
 
@@ -106,13 +123,13 @@ def test_it_fits_itself_to_a_new_size(picture: TopPicture) -> None:
     app = _app(picture)
 
     async def steps(pilot: Pilot[Exception]) -> None:
+        await _ranks_are(pilot, "0", "1", "2")
         assert not any("pid" in line for line in _screen(app))
         await pilot.resize_terminal(200, 30)
         await _shown(pilot, " pid ")
         await pilot.resize_terminal(50, 20)
-        while " pid " in "".join(_screen(app)):
-            await pilot.pause()
-        assert _ranks_shown(app) == ["0", "1", "2"]
+        await _until(pilot, lambda: " pid " not in "".join(_screen(app)))
+        await _ranks_are(pilot, "0", "1", "2")
 
     _run(app, steps)
 
@@ -121,11 +138,14 @@ def test_gpus_as_lines_or_cells(picture: TopPicture) -> None:
     app = _app(picture)
 
     async def steps(pilot: Pilot[Exception]) -> None:
-        assert any(line.startswith("GPU  busy") for line in _screen(app))
+        def as_lines() -> bool:
+            return any(line.startswith("GPU  busy") for line in _screen(app))
+
+        await _until(pilot, as_lines)
         await pilot.press("g")
-        assert not any(line.startswith("GPU  busy") for line in _screen(app))
+        await _until(pilot, lambda: not as_lines())
         await pilot.press("g")
-        assert any(line.startswith("GPU  busy") for line in _screen(app))
+        await _until(pilot, as_lines)
 
     _run(app, steps)
 
@@ -136,14 +156,13 @@ def test_a_new_picture_is_shown_unless_it_is_held(tmp_path: Path, picture: TopPi
 
     async def steps(pilot: Pilot[Exception]) -> None:
         await pilot.press("space")
-        assert "held" in _screen(app)[0]
+        await _until(pilot, lambda: "held" in _screen(app)[0])
         app.post_message(Looked(empty))
         await pilot.pause()
         assert _ranks_shown(app) == ["0", "1", "2"]
         await pilot.press("space")
         app.post_message(Looked(empty))
-        await pilot.pause()
-        assert any("no run is going on" in line for line in _screen(app))
+        await _shown(pilot, "no run is going on")
         assert not any("GPU" in line for line in _screen(app)[1:-1])
 
     _run(app, steps)
@@ -154,10 +173,9 @@ def test_many_ranks_are_scrolled(tmp_path: Path) -> None:
     app = _app(look(tmp_path, machine()))
 
     async def steps(pilot: Pilot[Exception]) -> None:
-        assert _ranks_shown(app)[0] == "0"
+        await _until(pilot, lambda: _ranks_shown(app)[:1] == ["0"])
         await pilot.press("end")
-        await pilot.wait_for_scheduled_animations()
-        assert _ranks_shown(app)[-1] == "63"
+        await _until(pilot, lambda: _ranks_shown(app)[-1:] == ["63"])
         assert any(line.lstrip().startswith("rank▴") for line in _screen(app)), "under their titles"
 
     _run(app, steps)
@@ -179,6 +197,8 @@ def test_q_ends_it(picture: TopPicture) -> None:
 
     async def steps(pilot: Pilot[Exception]) -> None:
         await pilot.press("q")
+        while app.return_code is None:
+            await asyncio.sleep(0.01)
 
     _run(app, steps)
     assert app.return_value is None
@@ -191,7 +211,8 @@ def test_a_look_that_fails_ends_it_with_the_error(picture: TopPicture) -> None:
 
     async def steps(pilot: Pilot[Exception]) -> None:
         app.post_message(LookFailed(error))
-        await pilot.pause()
+        while app.return_value is None:
+            await asyncio.sleep(0.01)
 
     _run(app, steps)
     assert app.return_value is error

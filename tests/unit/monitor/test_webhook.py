@@ -56,6 +56,7 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "_WAIT_S", 0.0)
+    monkeypatch.setattr(webhook, "_PATIENCE_S", GIVE_UP_S)
     monkeypatch.setattr(webhook, "_LAST_WORDS_WITHIN_S", GIVE_UP_S)
 
 

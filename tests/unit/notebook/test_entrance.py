@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.launch.join import certificate
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.entrance import Entrance
@@ -52,7 +53,7 @@ def door(*, tls: bool = False) -> Iterator[Door]:
 
 
 def knock(one: Door) -> socket.socket:
-    return socket.create_connection(one.entrance.addresses[0], 10)
+    return socket.create_connection(one.entrance.addresses[0], GIVE_UP_S)
 
 
 def send(connection: Connection, message: object, times: int) -> None:
@@ -64,7 +65,7 @@ def send(connection: Connection, message: object, times: int) -> None:
 def test_a_rank_with_the_key_comes_in_and_both_speak(tls: bool) -> None:
     with door(tls=tls) as one:
         rank = connect(one.meeting, KEY, 3)
-        number, notebook = one.came.get(timeout=10)
+        number, notebook = one.came.get(timeout=GIVE_UP_S)
         assert number == 3
         asked = Run(request=1, name="cell-1", code="x" * 3_000_000)
         decoder = msgspec.msgpack.Decoder(ToRank)
@@ -125,7 +126,7 @@ def test_what_a_rank_proved_once_is_of_no_use_to_who_overheard_it() -> None:
         with Overheard() as listened_to:
             listened_to.connect(one.entrance.addresses[0])
             introduce(listened_to, KEY, 0)
-            one.came.get(timeout=10)[1].close()
+            one.came.get(timeout=GIVE_UP_S)[1].close()
         with knock(one) as end:
             end.recv(32)
             end.sendall(overheard[0])
@@ -136,7 +137,7 @@ def test_what_a_rank_proved_once_is_of_no_use_to_who_overheard_it() -> None:
 def test_a_rank_comes_once() -> None:
     with door() as one:
         first = connect(one.meeting, KEY, 0)
-        _, here = one.came.get(timeout=10)
+        _, here = one.came.get(timeout=GIVE_UP_S)
         with knock(one) as end:
             introduce(end, KEY, 0)
             assert end.recv(1) == b""
@@ -158,7 +159,7 @@ def test_a_rank_speaks_to_nobody_without_the_key() -> None:
         thread = threading.Thread(target=pose)
         thread.start()
         with (
-            socket.create_connection(stranger.getsockname(), 10) as end,
+            socket.create_connection(stranger.getsockname(), GIVE_UP_S) as end,
             pytest.raises(NotTheOther, match="not the notebook that started this rank"),
         ):
             introduce(end, KEY, 0)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import torchmuster
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.notebook import command_line
 
@@ -32,7 +33,7 @@ def test_loading_it_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=GIVE_UP_S
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "('line', 'muster')\n('cell', 'ranks')\n('cell', 'rank')\n"

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from made_up_plans import FAST, SLOW, WORK, MadeUpModel, question
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware.model import Card, Hardware
 from torchmuster.plan.job import Candidate
@@ -114,7 +115,7 @@ def test_long_runs_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
         heard.set()
 
     def launch(*args: object) -> int:
-        assert heard.wait(60)
+        assert heard.wait(GIVE_UP_S)
         return 0
 
     monkeypatch.setattr(fresh_ranks, "launch", launch)

@@ -1,6 +1,7 @@
 """Why a machine did not come: what is seen of the way there, and what is said of it."""
 
 import asyncio
+import functools
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.finding import Finding, Status
-from torchmuster.verify import away, ssh_way
+from torchmuster.verify import away, ssh_port, ssh_way
 from torchmuster.verify.away import judge, why_all_away, why_away
 from torchmuster.verify.links.messages import Interface
 from torchmuster.verify.ssh_port import Knock, knock
@@ -166,6 +168,8 @@ def ssh_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> I
     program.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(folder), prepend=":")
+        patient = functools.partial(ssh_way._output, within_s=GIVE_UP_S)
+        patch.setattr(ssh_way, "_output", patient)
         yield
 
 
@@ -284,7 +288,7 @@ def serving(greeting: bytes, *, hangs_up: bool = False) -> Iterator[int]:
             with connection:
                 connection.sendall(greeting)
                 if not hangs_up:
-                    done.wait(10)
+                    done.wait(GIVE_UP_S)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -297,7 +301,8 @@ def at(port: int, frame_bytes: int | None = None) -> Knock:
     return asyncio.run(knock("127.0.0.1", port, frame_bytes=frame_bytes))
 
 
-def test_a_server_greets_and_a_whole_packet_arrives() -> None:
+def test_a_server_greets_and_a_whole_packet_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_port, "_HEARD_WITHIN_S", GIVE_UP_S)
     with serving(b"SSH-2.0-x\r\n") as port:
         found = at(port, frame_bytes=1400)
     assert (found.problem, found.greeted, found.arrived) == ("", True, True)
@@ -305,7 +310,8 @@ def test_a_server_greets_and_a_whole_packet_arrives() -> None:
     assert 1280 < found.sent_bytes <= 1360
 
 
-def test_a_server_that_hangs_up_has_answered() -> None:
+def test_a_server_that_hangs_up_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_port, "_HEARD_WITHIN_S", GIVE_UP_S)
     with serving(b"", hangs_up=True) as port:
         found = at(port)
     assert (found.problem, found.greeted, found.arrived) == ("", True, True)
@@ -318,6 +324,6 @@ def test_a_server_that_says_nothing_still_gets_the_packet() -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert at(port).problem == "refused"
+    with socket.socket() as held:  # which keeps others from the port
+        held.bind(("127.0.0.1", 0))
+        assert at(held.getsockname()[1]).problem == "refused"

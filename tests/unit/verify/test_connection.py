@@ -28,9 +28,10 @@ def test_a_port_that_is_reached_is_ok() -> None:
 
 
 def test_a_port_where_nobody_listens_is_refused_and_the_fix_opens_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    finding = distributed.check_connection("127.0.0.1", port)
+    with socket.socket() as held:  # which keeps others from the port
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        finding = distributed.check_connection("127.0.0.1", port)
     assert (finding.name, finding.status) == ("connection-refused", Status.FAILURE)
     assert f"no program listens at port {port}" in finding.why
     assert f"sudo ufw allow {port}/tcp" in finding.fix

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import wire
 from torchmuster.launch.node import Node
@@ -80,7 +81,9 @@ def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None
 
 def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
-        asking = [asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=5)) for verb in "ab"]
+        asking = [
+            asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=GIVE_UP_S)) for verb in "ab"
+        ]
         first, second = await machine.asked.get(), await machine.asked.get()
         assert (first["verb"], first["argument"]) == ("a", {"n": 1})
         machine.answer(id=second["id"], answer="of b")
@@ -92,7 +95,7 @@ def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
 
 def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
-        asking = asyncio.ensure_future(examiner.ask("serve", within_s=5))
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
         number = (await machine.asked.get())["id"]
         machine.answer(id=number, error={"what": "no port", "why": "taken", "fix": "--port 1"})
         with pytest.raises(MusterError) as caught:
@@ -104,7 +107,7 @@ def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
 
 def test_what_is_not_an_answer_is_passed_over() -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
-        asking = asyncio.ensure_future(examiner.ask("serve", within_s=5))
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
         number = (await machine.asked.get())["id"]
         machine.says.put_nowait(wire.Relay(text="Segmentation fault"))
         machine.says.put_nowait(wire.Relay(text="[1]"))
@@ -123,7 +126,7 @@ def test_whoever_does_not_answer_in_time_is_named() -> None:
         assert "it was asked to examine" in caught.value.why
         # What comes too late is not mistaken for another answer.
         machine.answer(id=(await machine.asked.get())["id"], answer="late")
-        asking = asyncio.ensure_future(examiner.ask("examine", within_s=5))
+        asking = asyncio.ensure_future(examiner.ask("examine", within_s=GIVE_UP_S))
         machine.answer(id=(await machine.asked.get())["id"], answer="in time")
         assert await asking == "in time"
 

@@ -21,6 +21,7 @@ def found(what: str = "seen") -> Finding:
 
 
 def a_check(name: str = "a", run: Any = lambda _: [found()], **fields: Any) -> Check:
+    fields.setdefault("deadline_s", GIVE_UP_S)
     return Check(name=name, asks="Is it?", run=run, **fields)
 
 
@@ -126,7 +127,8 @@ def test_silence_is_broken_by_what_is_waited_for(released: threading.Event) -> N
 
     def on_silence(checks: Any) -> None:
         told.append([check.name for check in checks])
-        released.set()
+        if told[-1] == ["slow"]:  # on a busy machine the quick one may take its time, too
+            released.set()
 
     examined = examine(
         Surroundings(),
@@ -134,7 +136,7 @@ def test_silence_is_broken_by_what_is_waited_for(released: threading.Event) -> N
         on_silence=on_silence,
         silence_s=0.2,
     )
-    assert told[0] == ["slow"]
+    assert told[-1] == ["slow"]
     assert all(one.ended for one in examined)
 
 

@@ -47,6 +47,7 @@ def test_it_answers_line_by_line_and_ends_with_its_input() -> None:
     assert set(answers) == {1, None}
 
 
+@pytest.mark.alone  # so that no check is late for what else the machine does
 def test_the_machine_is_examined_check_by_check_without_torch(tmp_path: Path) -> None:
     """A torch that cannot be imported does not matter: nobody imports it."""
     (tmp_path / "torch").mkdir()

@@ -35,6 +35,10 @@ def beat_after(beat):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return read()["beat"]
+def count_threads():
+    deadline = time.monotonic() + 300  # one that has been told to end may still be at it
+    while len(os.listdir("/proc/self/task")) > 2 and time.monotonic() < deadline: time.sleep(0.01)
+    return len(os.listdir("/proc/self/task"))
 """
 
 
@@ -117,6 +121,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
         tmp_path,
         """
         import warnings
+        rank_pulse._STOP_WITHIN_S = 300  # so that it shows who waits for a thread that is not there
         beat = beat_after(1)
         warnings.simplefilter("error")  # newer versions of Python warn of a fork beside threads
         child = os.fork()
@@ -126,7 +131,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
             if grandchild == 0:
                 os._exit(0)
             os.waitpid(grandchild, 0)
-            slow = time.monotonic() - began > 0.9
+            slow = time.monotonic() - began > 200
             time.sleep(0.2)
             os._exit(slow or len(os.listdir("/proc/self/task")) - 1)
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -137,7 +142,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
                 os._exit(0)
             os.wait()
         beat_after(read()["beat"])
-        print("threads", len(os.listdir("/proc/self/task")))
+        print("threads", count_threads())
         """,
     )
     assert out == "child 0\npid True rank 3\nthreads 2\n"
@@ -157,9 +162,7 @@ def test_forks_from_many_threads_leave_one_pulse(tmp_path: Path) -> None:
         for one in threads: one.start()
         for one in threads: one.join()
         beat_after(beat_after(0))
-        deadline = time.monotonic() + 10
-        while len(os.listdir("/proc/self/task")) > 2 and time.monotonic() < deadline: time.sleep(0.01)
-        print(len(os.listdir("/proc/self/task")))
+        print(count_threads())
         """,
     )
     assert out == "2\n"

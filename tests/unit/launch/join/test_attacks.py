@@ -20,6 +20,7 @@ from torchmuster.launch.join.handshake import Join
 from torchmuster.launch.join.stream import HEADER_BYTES
 from unit.launch.join.open_host import LOOPBACK, Host, join, open_host, proves_open
 
+pytestmark = pytest.mark.usefixtures("time_enough")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -227,7 +228,7 @@ def test_a_thousand_connections_that_do_not_join_keep_nobody_out(
                 writer.write(word)
             began_s = time.monotonic()
             # From the same address, so it stands in line behind all of them.
-            machine = await join(host.service.codes()[1], patience_s=20)
+            machine = await join(host.service.codes()[1])
             assert time.monotonic() - began_s < delay_s + BUSY_S
             assert host.service._reception is not None
             assert len(host.service._reception._greeting) <= admission.LISTENED_TO

@@ -5,15 +5,19 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.join import attempts, certificate, client, discovery, handshake
 from torchmuster.launch.join.code import Code
 from torchmuster.launch.join.handshake import Sorry, sorry
 from unit.launch.join.open_host import LOOPBACK, join, open_host
+
+pytestmark = pytest.mark.usefixtures("time_enough")
 
 
 def code_for(port: int, *addresses: str) -> Code:
@@ -22,20 +26,48 @@ def code_for(port: int, *addresses: str) -> Code:
     )
 
 
-def closed_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port at which nobody listens, and which nobody else is given meanwhile."""
+    with socket.socket() as held:
+        held.bind((LOOPBACK, 0))
+        yield held.getsockname()[1]
 
 
-def test_nobody_there_is_said_at_once_and_ends_in_the_reason() -> None:
-    port = closed_port()
-    events: list[str] = []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock that patience is measured by: it stands still until the test moves it.
+
+    So nobody runs out of patience, nor says that it takes long, because the machine is busy.
+    """
+    now_s = [0.0]
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(client, "TELL_EVERY_S", GIVE_UP_S)
+    return now_s
+
+
+class LastEvents(list[str]):
+    """What is told; with the first of it the patience is over."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def append(self, event: str) -> None:
+        super().append(event)
+        self._clock[0] += GIVE_UP_S
+
+
+def test_nobody_there_is_said_at_once_and_ends_in_the_reason(
+    closed_port: int, clock: list[float]
+) -> None:
+    port, events = closed_port, LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(port, LOOPBACK), events=events, patience_s=0.5))
-    assert events[0].startswith(
-        f"the host is not reachable yet (127.0.0.1:{port}: connection refused); trying for another"
-    )
+    assert events == [
+        f"the host is not reachable yet (127.0.0.1:{port}: connection refused); "
+        "trying for another 0 s"
+    ]
     assert str(caught.value) == (
         "the host was not reached in 0.5 s\n"
         f"127.0.0.1:{port}: connection refused\n"
@@ -82,6 +114,7 @@ def test_an_address_that_never_answers_is_given_up_in_time(
                 filler.close()
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = attempts._connected
     tries = 0
@@ -105,6 +138,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
     asyncio.run(story())
 
 
+@pytest.mark.usefixtures("clock")
 def test_it_is_not_silent_while_a_slow_host_takes_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,11 +162,12 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
         joining = asyncio.create_task(
             client.connect(code, on_event=told.put_nowait, open_firewall=str, discover=False)
         )
-        for _ in range(2):
-            assert await told.get() == (
-                f"the host answers at 127.0.0.1:{port}, waiting to be let in; "
-                "trying for another 120 s"
-            )
+        words = (
+            f"the host answers at 127.0.0.1:{port}, waiting to be let in; trying for another 120 s"
+        )
+        while (first := await told.get()) != words:
+            assert first == "looking for the host; trying for another 120 s"
+        assert await told.get() == words
         told_twice.set()
         machine = await joining
         await machine.close()
@@ -145,9 +180,10 @@ def test_words_come_often_enough() -> None:
     assert client.TELL_EVERY_S < 10
 
 
-def test_something_that_does_not_speak_tls_is_named() -> None:
+def test_something_that_does_not_speak_tls_is_named(clock: list[float]) -> None:
     async def story() -> None:
         async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            clock[0] += GIVE_UP_S
             await reader.read(100)
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             writer.close()
@@ -155,7 +191,7 @@ def test_something_that_does_not_speak_tls_is_named() -> None:
         server = await asyncio.start_server(web_server, LOOPBACK, 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(MusterError) as caught:
-            await join(code_for(port, LOOPBACK), patience_s=0.1)
+            await join(code_for(port, LOOPBACK))
         server.close()
         assert f"127.0.0.1:{port}: something there that does not speak TLS" in caught.value.why
         assert "not the host that printed this code" in caught.value.why
@@ -196,13 +232,13 @@ def test_a_short_code_needs_the_search() -> None:
 
 
 def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
         return None
 
     monkeypatch.setattr(discovery, "find", nothing)
-    events: list[str] = []
+    events = LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))
     assert events[0].startswith("the host is not found on the local network yet")

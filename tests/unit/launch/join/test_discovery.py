@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.join import discovery
 from torchmuster.launch.join.service import JoinService
 from unit.launch.join.open_host import LOOPBACK, join
+
+pytestmark = pytest.mark.usefixtures("time_enough")
 
 
 def test_a_short_code_is_enough_on_the_local_network() -> None:
@@ -57,7 +60,7 @@ def test_a_host_that_has_gone_is_not_found() -> None:
         announcing = asyncio.create_task(
             discovery.announce(fingerprint, port=4711, addresses=[LOOPBACK])
         )
-        found = await discovery.find(fingerprint, timeout_s=5)
+        found = await discovery.find(fingerprint, timeout_s=GIVE_UP_S)
         assert found == discovery.Found(addresses=(LOOPBACK,), port=4711)
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)

@@ -31,6 +31,13 @@ def three_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "candidates", lambda known=None: list(PLACES))
 
 
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is hung up on because the machine is busy, but where a test asks for it."""
+    monkeypatch.setattr(listening, "PATIENCE_S", GIVE_UP_S)
+    monkeypatch.setattr(listening, "PATIENCE_IN_A_CROWD_S", GIVE_UP_S)
+
+
 @pytest.fixture
 def usual_ports(monkeypatch: pytest.MonkeyPatch) -> int:
     """Put the usual ports where at least three in a row are free, and say where."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import wire
 from torchmuster.launch.network import firewall, listening, reach
@@ -22,7 +22,7 @@ HERE = [Interface(name="lo", up=True, addresses=("127.0.0.1",))]
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
-def tried(*targets: tuple[str, int], timeout_s: float = 5.0) -> list[wire.ReachResult]:
+def tried(*targets: tuple[str, int], timeout_s: float = GIVE_UP_S) -> list[wire.ReachResult]:
     message = wire.Reach(
         nonce=NONCE,
         targets=tuple(wire.Target(address=address, port=port) for address, port in targets),
@@ -165,9 +165,10 @@ def test_what_the_system_says_of_an_address(
 
 
 def test_an_address_that_this_machine_has_too_leads_to_itself() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    assert [result.problem for result in tried(("127.0.0.1", port))] == ["impostor"]
+    with socket.socket() as sock:  # which does not listen, and keeps others from the port
+        sock.bind(("127.0.0.1", 0))
+        results = tried(("127.0.0.1", sock.getsockname()[1]))
+    assert [result.problem for result in results] == ["impostor"]
 
 
 # ---- the choice

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.slurm.clients import require
 from torchmuster.launch.slurm.follow import LogLine, Poll, Rhythm, follow, left_running
 from torchmuster.launch.slurm.jobs import JobState, Kind
 
 FAST = Rhythm(look_s=0.01, poll_s=0.02, say_s=0.1)
+# Says nothing twice, however late Slurm's answer comes on a busy machine.
+ONCE = Rhythm(look_s=0.01, poll_s=0.02, say_s=GIVE_UP_S)
 
 
 def state(kind: Kind, log: Path | None = None, reason: str = "") -> JobState:
@@ -30,6 +33,8 @@ def test_the_reason_for_waiting_is_said_again() -> None:
     times = []
     for event in events:
         assert isinstance(event, JobState)
+        if event.kind == "unknown":  # the first answer may take its time
+            continue
         times.append(time.monotonic())
         if len(times) == 4:
             break
@@ -41,18 +46,20 @@ def test_a_controller_that_takes_its_time_does_not_make_us_silent() -> None:
     answered = threading.Event()
 
     def poll(job: str) -> JobState:
-        answered.wait(10)
+        answered.wait(GIVE_UP_S)
         return state("done")
 
     events = follow("7", rhythm=FAST, poll=poll)
     assert next(events) == JobState(job="7", kind="unknown", words="Slurm is asked for job 7")
     answered.set()
-    assert [one.kind for one in events if isinstance(one, JobState)] == ["done"]
+    *before, last = [one.kind for one in events if isinstance(one, JobState)]
+    assert last == "done"
+    assert set(before) <= {"unknown"}  # said again, where the answer takes its time
 
 
 def test_every_line_comes_once_and_the_unfinished_one_at_the_end(tmp_path: Path) -> None:
     log = tmp_path / "slurm-7.log"
-    events = follow("7", rhythm=FAST, poll=one_after_another(state("running", log)))
+    events = follow("7", rhythm=ONCE, poll=one_after_another(state("running", log)))
     assert next(events) == state("running", log)
     log.write_bytes(b"first\nsec")
     assert next(events) == LogLine(text="first")
@@ -63,7 +70,7 @@ def test_every_line_comes_once_and_the_unfinished_one_at_the_end(tmp_path: Path)
     events.close()  # type: ignore[attr-defined]
     with log.open("ab") as stream:
         stream.write(b"end")
-    seen = list(follow("7", rhythm=FAST, poll=one_after_another(state("done", log))))
+    seen = list(follow("7", rhythm=ONCE, poll=one_after_another(state("done", log))))
     assert seen[0] == state("done", log)
     assert [one.text for one in seen[1:] if isinstance(one, LogLine)] == [
         "first",
@@ -78,7 +85,7 @@ def test_a_log_that_begins_again_is_read_from_its_beginning(tmp_path: Path) -> N
     log.write_text("a long first line\n")
     over = threading.Event()
     events = follow(
-        "7", rhythm=FAST, poll=lambda job: state("done" if over.is_set() else "running", log)
+        "7", rhythm=ONCE, poll=lambda job: state("done" if over.is_set() else "running", log)
     )
     assert [next(events), next(events)][1] == LogLine(text="a long first line")
     log.write_text("again\n")
@@ -90,11 +97,11 @@ def test_a_log_that_begins_again_is_read_from_its_beginning(tmp_path: Path) -> N
 def test_when_slurm_does_not_answer_the_log_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     polls = one_after_another(state("running", log), state("unknown"))
-    events = follow("7", rhythm=FAST, poll=polls)
+    events = follow("7", rhythm=ONCE, poll=polls)
     assert next(events) == state("running", log)
     assert next(events) == state("unknown", log)
     log.write_text("still here\n")
-    assert LogLine(text="still here") in [next(events) for _ in range(3)]
+    assert next(events) == LogLine(text="still here")
     events.close()  # type: ignore[attr-defined]
 
 

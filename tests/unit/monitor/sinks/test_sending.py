@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import BUSY_S
 from torchmuster.errors import NotNow
 from torchmuster.launch import ledger
 from torchmuster.monitor.sinks import sent
@@ -164,7 +165,7 @@ def test_a_tracker_that_fails_to_the_end_holds_nobody_up(written: WrittenRun) ->
     thread = threading.Thread(target=sending.follow, args=(ended,))
     thread.start()
     ended.set()
-    thread.join(10)
+    thread.join(10 + BUSY_S)
     assert not thread.is_alive()
     sending.close(finished=True)
     far = sent.read(written.run, "mlflow")

@@ -3,21 +3,24 @@
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mlflow_stand_in import Kept, closed_port, mlflow_server
+from mlflow_stand_in import Kept, mlflow_server
 from muster_command import Muster
+from patience import GIVE_UP_S
 from torchmuster.monitor.sinks import sent
 from torchmuster.monitor.sinks.sink import settings_of
 from unit.monitor.sinks.written_run import WrittenRun
 
 
 @pytest.fixture
-def written(own_machine: Path) -> WrittenRun:
+def written(own_machine: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{GIVE_UP_S:.0f}")
     return WrittenRun(own_machine)
 
 
@@ -70,14 +73,17 @@ def test_a_tracker_that_is_not_there_is_told_and_asked_again(
 ) -> None:
     pytest.importorskip("mlflow")
     written.steps(1)
-    uri = closed_port()
-    words = ("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
-    done = muster(*words)
+    with socket.socket() as held:  # which does not listen, and keeps others from the port
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        uri = f"http://127.0.0.1:{port}"
+        words = ("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
+        done = muster(*words)
     assert done.code == 1
     assert f"{written.run.id} could not be sent to mlflow" in done.err
     assert "the same command goes on where this one broke off" in done.err
     assert "Traceback" not in done.err
-    with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
+    with mlflow_server(port=port) as kept:
         assert muster(*words).code == 0
         assert kept.points("train/loss") == [(1, 2.0)]
 

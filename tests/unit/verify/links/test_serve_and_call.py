@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,6 +17,34 @@ NONCE = "5eed" * 8
 HERE = "127.0.0.1"
 
 Served = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given up because the machine is busy, but where a test asks for it."""
+    for place, name in (
+        (listening, "PATIENCE_S"),
+        (serve, "_PATIENCE_S"),
+        (measure, "LIMIT_S"),
+        (measure, "_PING_S"),
+        (measure, "STALLED_S"),
+        (datagrams, "_PATIENCE_S"),
+    ):
+        monkeypatch.setattr(place, name, GIVE_UP_S)
+
+
+@pytest.fixture
+def some_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come for many turns of the loop is lost: on loopback that needs no clock."""
+
+    async def await_all(self: datagrams._Calling, numbers: Iterable[int], _: float) -> None:
+        wanted, quiet = set(numbers), 0
+        while not wanted <= self.answered and quiet < 50:
+            self.news.clear()
+            await asyncio.sleep(0.001)
+            quiet = 0 if self.news.is_set() else quiet + 1
+
+    monkeypatch.setattr(datagrams._Calling, "await_all", await_all)
 
 
 def while_served(work: Callable[[Served], Awaitable[Any]], **asked: Any) -> Any:
@@ -40,9 +68,8 @@ def target_of(served: Served) -> dict[str, Any]:
 
 
 def measured(served: Served, **asked: Any) -> Awaitable[Any]:
-    return call.call(
-        {"nonce": NONCE, "targets": [target_of(served)], "measure": True, "datagrams": 50, **asked}
-    )
+    usual = {"nonce": NONCE, "measure": True, "datagrams": 50, "timeout_s": GIVE_UP_S}
+    return call.call({**usual, "targets": [target_of(served)], **asked})
 
 
 def test_both_directions_of_a_good_link_are_measured() -> None:
@@ -50,7 +77,7 @@ def test_both_directions_of_a_good_link_are_measured() -> None:
     assert result["problem"] == ""
     assert result["local"] == {"address": HERE, "interface": "lo"}
     for figures in (result["there"], result["back"]):
-        assert figures["bytes_per_s"] > 1e6
+        assert figures["bytes_per_s"] > 1e3  # of which a busy machine may be very slow
         assert len(figures["round_trips_s"]) >= 5
         assert (figures["sent"], figures["lost"]) == (50, 0)
         assert figures["frame_bytes"] == figures["frame_tried_bytes"] == 65535
@@ -59,10 +86,12 @@ def test_both_directions_of_a_good_link_are_measured() -> None:
 
 def test_who_is_reached_is_told_for_each_target() -> None:
     async def work(served: Served) -> Any:
-        with socket.create_server((HERE, 0)) as other:
-            closed = other.getsockname()[1]
         good = target_of(served)
-        return await call.call({"nonce": NONCE, "targets": [good, {**good, "port": closed}]})
+        with socket.socket() as other:  # which does not listen, and keeps others from the port
+            other.bind((HERE, 0))
+            closed = {**good, "port": other.getsockname()[1]}
+            asked = {"nonce": NONCE, "targets": [good, closed], "timeout_s": GIVE_UP_S}
+            return await call.call(asked)
 
     first, second = while_served(work)["results"]
     assert first["problem"] == ""
@@ -171,8 +200,8 @@ def test_datagrams_of_a_stranger_are_not_answered() -> None:
     assert while_served(work)
 
 
+@pytest.mark.usefixtures("some_are_lost")
 def test_lost_datagrams_are_told_for_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datagrams, "_PATIENCE_S", 0.02)
     receive = datagrams.Answering.datagram_received
     numbers = iter(range(10**6))
 
@@ -200,8 +229,8 @@ def test_lost_datagrams_are_told_for_each_direction(monkeypatch: pytest.MonkeyPa
     assert (result["back"]["sent"], result["back"]["lost"]) == (90, 10)
 
 
+@pytest.mark.usefixtures("some_are_lost")
 def test_the_biggest_frame_that_passes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datagrams, "_PATIENCE_S", 0.05)
     receive = datagrams.Answering.datagram_received
 
     def narrow(self: datagrams.Answering, data: bytes, addr: Any) -> None:
@@ -241,11 +270,11 @@ def test_it_closes_by_itself() -> None:
 def test_asked_again_it_stays_open_for_longer_at_the_same_ports() -> None:
     async def run() -> None:
         asked = {"nonce": NONCE, "address": HERE}
-        first = await serve.serve({**asked, "for_s": 30.0})
+        first = await serve.serve({**asked, "for_s": GIVE_UP_S})
         timer = serve._open[NONCE].timer
-        assert await serve.serve({**asked, "for_s": 60.0}) == first
+        assert await serve.serve({**asked, "for_s": 2 * GIVE_UP_S}) == first
         closes_in_s = serve._open[NONCE].timer.when() - asyncio.get_running_loop().time()
-        assert closes_in_s > 50
+        assert closes_in_s > 1.5 * GIVE_UP_S
         assert timer.cancelled()
         _, writer = await asyncio.open_connection(HERE, first["port"])
         writer.close()

@@ -27,6 +27,7 @@ eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK, ETHERNET))
     monkeypatch.setattr(name_service, "is_silent", lambda *_: False)
+    monkeypatch.setattr(names, "_GIVEN_UP_S", GIVE_UP_S)
     files = {
         "proc/sys/kernel/hostname": "node1\n",
         "proc/net/route": ROUTES,
@@ -41,7 +42,7 @@ def silence() -> Iterator[Callable[[str], Sequence[str]]]:
     over = threading.Event()
 
     def look_up(_: str) -> Sequence[str]:
-        over.wait(30)
+        over.wait(GIVE_UP_S)
         return []
 
     yield look_up
@@ -176,11 +177,14 @@ def test_a_name_server_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
     silence: Callable[[str], Sequence[str]],
 ) -> None:
-    monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
-    # The own address is in /etc/hosts; the router's has to be asked for.
-    monkeypatch.setattr(
-        names, "_name_of", lambda address: [] if address == "10.0.0.5" else silence(address)
-    )
+
+    def name_of(address: str) -> Sequence[str]:
+        if address == "10.0.0.5":  # is in /etc/hosts; the router's has to be asked for
+            monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
+            return []
+        return silence(address)
+
+    monkeypatch.setattr(names, "_name_of", name_of)
     finding = only(REVERSE, machine)
     assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
     assert finding.what.startswith("asking for the name of 10.0.0.1 is slow: no answer within")
@@ -229,11 +233,11 @@ def test_servers_that_answer_and_servers_that_do_not(monkeypatch: pytest.MonkeyP
         server.recvfrom(512)  # the second try
 
         def refuse() -> None:
-            server.settimeout(10)
+            server.settimeout(GIVE_UP_S)
             asked, who = server.recvfrom(512)
             server.sendto(asked[:2] + b"\x81\x05" + asked[4:], who)
 
-        monkeypatch.setattr(name_service, "_WITHIN_S", 10.0)
+        monkeypatch.setattr(name_service, "_WITHIN_S", GIVE_UP_S)
         answering = threading.Thread(target=refuse)
         answering.start()
         assert not name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)

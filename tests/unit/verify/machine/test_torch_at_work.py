@@ -2,7 +2,9 @@
 
 import json
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from patience import BUSY_S
+from patience import BUSY_S, GIVE_UP_S
 from site_packages import SitePackages, surroundings
 from torchmuster.devices.model import Node
 from torchmuster.finding import Finding, Status
@@ -143,6 +145,20 @@ def run(program: str, **fields: Any) -> Trial:
     return attempt([sys.executable, "-c", program], {}, **fields)
 
 
+@pytest.fixture
+def from_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial's time begins when it has said something: on a busy machine it may take long to come to that."""
+    communicate = subprocess.Popen.communicate
+    waited: list[object] = []
+
+    def patient(process: Any, *arguments: Any, **more: Any) -> Any:
+        if not waited:
+            waited.append(select.select([process.stdout], [], [], GIVE_UP_S))
+        return communicate(process, *arguments, **more)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", patient)
+
+
 def test_records_are_told_from_what_a_library_prints() -> None:
     line = MARK + '{"stage": "group"}'
     trial = run(f"print('hello'); print({line!r})")
@@ -150,6 +166,7 @@ def test_records_are_told_from_what_a_library_prints() -> None:
     assert trial.code == 0
 
 
+@pytest.mark.usefixtures("from_its_first_word")
 def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
     line = MARK + '{"stage": "import", "begun": true}'
     program = (
@@ -163,6 +180,7 @@ def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
     assert trial.last_begun == "import"
 
 
+@pytest.mark.usefixtures("from_its_first_word")
 def test_a_trial_that_cannot_be_ended_is_not_waited_for() -> None:
     """As one in an uninterruptible wait: here a process that the kill misses keeps the output open."""
     program = (
