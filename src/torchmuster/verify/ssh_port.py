@@ -72,7 +72,9 @@ async def _talk(sock: socket.socket, seconds: float) -> Knock:
             with contextlib.suppress(OSError):  # hung up already, which is an answer too
                 await asyncio.get_running_loop().sock_sendall(sock, _message(sent))
         until = time.monotonic() + _HEARD_WITHIN_S
-        while time.monotonic() < until and (arrived is False or not heard.is_set()):
+        is_late = False
+        while not is_late and (arrived is False or not heard.is_set()):
+            is_late = time.monotonic() > until  # who was held up looks once more
             await asyncio.sleep(_LOOK_EVERY_S)
             if arrived is False:
                 # Whoever hangs up has no more to acknowledge.

@@ -17,7 +17,7 @@ from torchmuster.launch import wire
 from torchmuster.launch.hangs.rank_pulse import STACKS_SIGNAL
 from torchmuster.launch.keeper import processes
 
-_ANSWER_WITHIN_S = 2.5
+_ANSWER_WITHIN_S = 5.0
 _SIGNAL_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.1
 _LONGEST_STACKS = 200_000

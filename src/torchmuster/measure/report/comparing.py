@@ -71,7 +71,12 @@ def _counted(side: Side) -> str:
 def not_alike(compared: Compared) -> list[str]:
     """Say in what else the two sides differ, so that nobody takes it for the change they made."""
     before, after = compared.before.records, compared.after.records
-    found = differences(_usual(before), _usual(after))
+    seen = [_usual(before), _usual(after)]
+    if compared.comparison.in_pairs:  # each had the other beside it, and both alike everybody else
+        seen = [
+            dataclasses.replace(one, busy_before_cores=None, busy_after_cores=None) for one in seen
+        ]
+    found = differences(*seen)
     one, other = before[0].settings, after[0].settings
     for key in dict.fromkeys((*one, *other)):
         if one.get(key) != other.get(key):
