@@ -13,6 +13,7 @@ import pytest
 
 from muster_command import Muster
 from patience import GIVE_UP_S
+from ranks.held_model import held_model
 from ranks.launched import Launched, launched
 from ranks.test_train_restarts import steps_of
 
@@ -22,22 +23,9 @@ pytestmark = [
 ]
 
 STEPS = 600
-# A training that does not run away while the disk is being filled, nor while somebody looks at it.
 OWN = """\
 import os, time, torch
 from torch import nn
-
-class Held(nn.Linear):
-    calls = 0
-    def forward(self, x):
-        Held.calls += 1
-        for steps, file in ((40, "is-full"), (200, "has-room")):
-            while Held.calls > steps and not os.path.exists(file):
-                time.sleep(0.05)
-        return super().forward(x)
-
-def model():
-    return Held(4, 3)
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -50,9 +38,9 @@ class Rows(torch.utils.data.Dataset):
 
 def data():
     return Rows()
-"""
+""" + held_model((40, "is-full"), (200, "has-room"))
 CONFIG = f"""\
-model: {{build: "own:model"}}
+model: {{build: "own:held"}}
 data: {{dataset: "own:data"}}
 train: {{steps: {STEPS}, log_every: 1, micro_batch_size: 4}}
 checkpoint: {{every: 1h}}

@@ -13,6 +13,7 @@ import pytest
 
 from muster_command import Muster
 from patience import GIVE_UP_S
+from ranks.held_model import held_model
 from ranks.launched import Launched, launched
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.verify import committed_steps
@@ -40,20 +41,7 @@ class Rows(torch.utils.data.Dataset):
 
 def data():
     return Rows()
-
-# Does not run away from whoever kills it, or waits for what sends its numbers: both take long on a busy machine.
-class Held(nn.Linear):
-    calls = 0
-    def forward(self, x):
-        Held.calls += 1
-        for steps, file in ((12, "onward"), (20, "finish")):
-            while Held.calls > steps and not os.path.exists(file):
-                time.sleep(0.05)
-        return super().forward(x)
-
-def held():
-    return Held(4, 3)
-"""
+""" + held_model((12, "onward"), (20, "finish"))
 HELD = ("--set", "model.build=mine:held")
 TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
 

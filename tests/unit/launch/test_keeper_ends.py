@@ -199,6 +199,22 @@ def test_a_launcher_that_never_says_a_word_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("own_machine")
+def test_a_keeper_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_SILENT_AT_FIRST_S", 1.0)
+
+    async def scene(it: Scene) -> None:
+        await it.end.hear(wire.Hello)
+        time.sleep(2.0)  # the keeper stands still, too
+        await asyncio.sleep(0.5)  # and has looked
+        it.end.say(wire.Leave(exit_code=1, words="over"))
+
+    keeper = Scene(tmp_path, _FOREVER).play(scene)
+    assert keeper.words == "over"
+
+
+@pytest.mark.usefixtures("own_machine")
 def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
