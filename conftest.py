@@ -9,7 +9,15 @@ import pytest
 from hypothesis.internal import constants_ast
 from hypothesis.internal.conjecture import providers
 
-pytest_plugins = ["leak_guard", "muster_command", "document_examples", "rank_group", "side_by_side"]
+pytest_plugins = [
+    "leak_guard",
+    "muster_command",
+    "document_examples",
+    "rank_group",
+    "side_by_side",
+    "text_snapshots",
+    "tiers",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

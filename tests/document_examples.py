@@ -31,7 +31,7 @@ BLOCK = re.compile(
 )
 _HOST = re.compile(rf"\b{re.escape(platform.node())}\b")
 _RUN = re.compile(r"\b20\d{6}-\d{6}-([a-z0-9-]+?)-[0-9a-f]{4}\b")
-_TOOK = re.compile(r"\b(in|after) \d+ (?:s|min \d+ s)\b|(?<=  )\d+ s(?=  |, \d+ restart)")
+_TOOK = re.compile(r"\b(in|after) \d+ (?:s|min \d+ s|min)\b|(?<=  )\d+ s(?=  |, \d+ restart)")
 _MACHINE = re.compile(r"machine: (\w+)")
 _OF_ALL = re.compile(r"\[all (\d+) ranks\] (.*)")
 _HERE_DOCUMENT = re.compile(r"<<'(\w+)'")

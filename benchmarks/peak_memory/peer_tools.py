@@ -19,7 +19,7 @@ from peak_memory.families import SEQUENCE
 from peak_memory.formulas import Shape
 from torchmuster.plan.probes.building import build
 from torchmuster.plan.probes.imagined_world import imagined_world, masks_of_real_runs
-from torchmuster.plan.probes.private_torch import TorchDispatchMode
+from torchmuster.train.torch_private import TorchDispatchMode
 
 _PATCHES = 65  # of a picture, with the one that stands for the whole
 

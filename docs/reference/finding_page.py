@@ -72,18 +72,38 @@ def findings(file: Path) -> Iterator[Found]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
-            words = {one.arg: one.value for one in node.keywords if one.arg}
-            status = getattr(words.get("status"), "attr", "")
-            if status in ("FAILURE", "WARNING", "NOTE"):
-                texts = [_text(words.get(part), constants) for part in ("what", "fix")]
-                for name in _names(words.get("name")):
-                    yield Found(name, status.lower(), *texts)
+            given = {one.arg: one.value for one in node.keywords if one.arg}
+            for words in _cases(given):
+                status = getattr(words.get("status"), "attr", "")
+                if status in ("FAILURE", "WARNING", "NOTE"):
+                    texts = [_text(words.get(part), constants) for part in ("what", "fix")]
+                    for name in _names(words.get("name"), constants):
+                        yield Found(name, status.lower(), *texts)
 
 
-def _names(node: ast.expr | None) -> Iterator[str]:
-    if isinstance(node, ast.IfExp):  # one of two, as it is found
-        yield from _names(node.body)
-        yield from _names(node.orelse)
+def _cases(words: dict[str, ast.expr]) -> Iterator[dict[str, ast.expr]]:
+    """Yield what a finding is made of, for each name that it may have."""
+    name = words.get("name")
+    if not isinstance(name, ast.IfExp):
+        yield words
+        return
+    test = ast.dump(name.test)
+    for case in ("body", "orelse"):
+        yield from _cases(
+            {
+                part: getattr(value, case)
+                if isinstance(value, ast.IfExp) and ast.dump(value.test) == test
+                else value
+                for part, value in words.items()
+            }
+        )
+
+
+def _names(node: ast.expr | None, constants: dict[str, ast.expr]) -> Iterator[str]:
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):  # one of a table
+        table = constants.get(node.value.id)
+        for value in table.values if isinstance(table, ast.Dict) else ():
+            yield from _names(value, constants)
     elif isinstance(node, ast.Constant | ast.JoinedStr):
         yield _text(node, {})
 

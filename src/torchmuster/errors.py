@@ -8,6 +8,7 @@
     │   ├── NoSuchDevice                    an id, UUID or prefix names no device, or several
     │   ├── TooFewDevices                   fewer devices meet the conditions than were asked for
     │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
+    │   ├── NotTrusted                      a machine that joined does not do this for its host
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a machine of the run can no longer be heard
     ├── OutOfMemory                         a rank asked for more memory than it can have
@@ -104,6 +105,10 @@ class TooFewDevices(Impossible):
 
 class CudaAlreadyInitialised(Impossible):
     """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process; changing it now does nothing."""
+
+
+class NotTrusted(Impossible):
+    """A machine that joined refuses what its host asked for; ``muster join --trust-host`` allows it."""
 
 
 class NoSuchRun(Impossible):

@@ -8,6 +8,7 @@
     state.json     how it is going, or how it ended
     console.log    what the launcher showed
     logs/          rank-<n>.log
+    model/         what belongs to the model next to its weights: its config, its tokenizer
     metrics/  checkpoints/  hang/
     report.html
 """
@@ -74,6 +75,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """What the ranks measured."""
         return self.path / "metrics"
+
+    @property
+    def model(self) -> Path:
+        """What belongs to the model next to its weights: its config, its tokenizer."""
+        return self.path / "model"
 
     @property
     def checkpoints(self) -> Path:

@@ -16,6 +16,7 @@ LEVELS = {
     "units": 0,
     "runfolder": 0,
     "redaction": 0,
+    "torch_internals": 0,
     "config": 1,
     "devices": 1,
     "checkpoints": 1,
@@ -38,8 +39,8 @@ LEVELS = {
 TORCH_ROOMS = {"train", "worker"}
 TORCH_FOLDERS = {"probes", "lessons"}
 TORCH_INSIDE_FUNCTIONS = {"distributed", "notebook"}
-# The one place in launching that runs inside torchrun's agent.
-TORCH_FILES = {"launch/settled_rendezvous.py"}
+# What runs inside torchrun's agent, and the private names of torch that probes use.
+TORCH_FILES = {"launch/static_rendezvous.py", "labs/torch_private.py", "plan/torch_private.py"}
 TORCH_FILES_INSIDE_FUNCTIONS = {"launch/agent.py"}
 VOCABULARY_MAY_IMPORT = "the standard library"
 

@@ -1,6 +1,6 @@
 """Forming, testing and ending a group from Python, in one process.
 
-The torch of the tests is a CPU build; what it would do beside GPUs is decided by functions over
+There is no GPU where the tests run; what torch would do with one is decided by functions over
 ``Surroundings``, which are tested as such.
 """
 
@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from syrupy.assertion import SnapshotAssertion
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data.distributed import DistributedSampler
 
@@ -48,26 +49,25 @@ def set_all(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 # ---- a group of one
 
 
-def test_one_process_without_a_launcher_is_a_group_of_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_without_a_launcher_is_a_group_of_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # as in a CPU build
     device = distributed.setup_distributed(0, 1)
     assert device == torch.device("cpu")
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     assert distributed.verify_gpu_communication(0, 1)
-    assert (
-        f"gloo instead of nccl, on the CPU: torch {torch.__version__} is built without NCCL"
-        in caplog.messages
-    )
-    assert distributed.get_group_info() == {
+    info = distributed.get_group_info()
+    reasons = info.pop("reasons")
+    assert reasons[-1] in caplog.messages
+    assert [one.replace(torch.__version__, "VERSION") for one in reasons] == snapshot
+    assert info == {
         "rank": 0,
         "world_size": 1,
         "local_rank": 0,
         "backend": "gloo",
         "device": torch.device("cpu"),
         "simulated": True,
-        "reasons": [
-            "one process and no launcher: a simulated group of 1 that needs no network",
-            f"gloo instead of nccl, on the CPU: torch {torch.__version__} is built without NCCL",
-        ],
     }
 
 
@@ -152,19 +152,19 @@ def free_port() -> int:
     [("RANK", "rank=1", (1, 4)), ("WORLD_SIZE", "world_size=4", (1, 4))],
 )
 def test_arguments_that_contradict_the_environment_are_refused_with_both_values(
-    monkeypatch: pytest.MonkeyPatch, variable: str, argument: str, arguments: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    argument: str,
+    arguments: tuple[int, int],
+    snapshot: SnapshotAssertion,
 ) -> None:
     monkeypatch.setenv(variable, "2")
     with pytest.raises(Impossible) as caught:
         distributed.setup_distributed(*arguments, "gloo", timeout_s=1)
-    name = argument.partition("=")[0]
-    assert str(caught.value).splitlines() == [
-        f"setup_distributed was called with {argument}, but {variable}=2 is set",
-        f"the launcher (torchrun, muster run) has given this process {variable}=2; with another "
-        "value the group could never form",
-        f"pass int(os.environ['{variable}']) as {name}, or start without a launcher and unset "
-        f"{variable}",
-    ]
+    assert argument in caught.value.what
+    assert f"{variable}=2" in caught.value.what
+    assert f"int(os.environ['{variable}'])" in caught.value.fix
+    assert caught.value == snapshot
     assert not dist.is_initialized()
 
 
@@ -203,14 +203,12 @@ def test_local_rank_is_torchruns_or_zero(monkeypatch: pytest.MonkeyPatch) -> Non
         distributed.get_local_rank()
 
 
-def test_ranks_without_a_launcher_meet_here_at_the_usual_port() -> None:
+def test_ranks_without_a_launcher_meet_here_at_the_usual_port(snapshot: SnapshotAssertion) -> None:
     member = membership.read(1, 2, {})
     assert (member.address, member.port) == ("127.0.0.1", 29500)
     assert (member.local_rank, member.local_world_size) == (1, 2)
-    assert member.reasons == (
-        "MASTER_ADDR is not set: all ranks are taken to be here, at 127.0.0.1",
-        "MASTER_PORT is not set: the ranks meet at port 29500",
-    )
+    assert [one.split()[0] for one in member.reasons] == ["MASTER_ADDR", "MASTER_PORT"]
+    assert member.reasons == snapshot
 
 
 @pytest.mark.parametrize(
@@ -227,38 +225,40 @@ def test_the_place_on_a_machine_is_not_guessed_where_there_may_be_several(
 # ---- a group that is there already, or cannot be
 
 
-def test_the_same_group_again_is_fine_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_group_again_is_fine_and_said(
+    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
     caplog.set_level(logging.INFO)
     first = distributed.setup_distributed(0, 1, "gloo")
+    caplog.clear()
     assert distributed.setup_distributed(0, 1, "gloo") == first
-    assert "the process group is there already: rank 0 in a group of 1" in caplog.messages
+    assert caplog.messages == snapshot
 
 
-def test_a_group_that_somebody_else_made_is_used() -> None:
+def test_a_group_that_somebody_else_made_is_used(snapshot: SnapshotAssertion) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert distributed.setup_distributed(0, 1) == torch.device("cpu")
-    assert distributed.get_group_info()["reasons"] == ["the process group was there already"]
+    assert distributed.get_group_info()["reasons"] == snapshot
     assert distributed.verify_gpu_communication(0, 1)
 
 
-def test_another_group_is_refused() -> None:
+def test_another_group_is_refused(snapshot: SnapshotAssertion) -> None:
     distributed.setup_distributed(0, 1, "gloo")
     with pytest.raises(Impossible) as caught:
         distributed.setup_distributed(1, 2, "gloo")
-    assert str(caught.value).splitlines() == [
-        "asked for rank 1 in a group of 2, but this process is already rank 0 in a group of 1",
-        "a process has one default group at a time",
-        "cleanup_distributed() first",
-    ]
+    assert "cleanup_distributed()" in caught.value.fix
+    assert caught.value == snapshot
 
 
-def test_a_port_in_use_is_refused_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_refused_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(NotNow, match=f"the ranks cannot meet at 127.0.0.1:{port}") as caught:
+        with pytest.raises(NotNow, match=rf"127\.0\.0\.1:{port}") as caught:
             distributed.setup_distributed(0, 2, "gloo")
-    assert caught.value.why == "another program is using that port"
+    assert caught.value.why == snapshot
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -344,7 +344,8 @@ def test_where_nccl_is_impossible_it_is_gloo_with_the_reason(
 def test_a_local_rank_without_a_gpu() -> None:
     decision = chosen(at(count=2), 5, 8, MASTER_ADDR="10.0.0.1", LOCAL_RANK="5")
     assert decision.value == Choice(backend="gloo", device="cpu")
-    assert decision.reason.endswith("LOCAL_RANK is 5, but torch sees 2 GPUs")
+    assert "LOCAL_RANK is 5" in decision.reason
+    assert "2 GPUs" in decision.reason
 
 
 def test_a_library_nobody_knows_is_refused() -> None:
@@ -372,12 +373,11 @@ def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> Offer:
     return Offer(backend=name, reason=reason, uuid=uuid, rank=rank, host=f"node-{rank}")
 
 
-def test_one_rank_that_cannot_use_nccl_decides_for_all() -> None:
+def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAssertion) -> None:
     verdict = meeting.compare([offer(0), offer(1), offer(2, "gloo")])
     assert verdict.backend == "gloo"
-    assert verdict.why == (
-        "rank 2 on node-2: gloo instead of nccl, on the CPU: torch sees no GPU here"
-    )
+    assert verdict.why.startswith("rank 2 on node-2: ")
+    assert verdict.why == snapshot
     assert meeting.compare([offer(0, "gloo"), offer(1)]).why.startswith("rank 0 on node-0: ")
 
 
@@ -386,16 +386,17 @@ def test_all_alike_stay_as_they_are() -> None:
     assert meeting.compare([offer(0, "gloo"), offer(1, "gloo")]) == meeting.Verdict(backend="gloo")
 
 
-def test_gpus_of_two_makes_use_gloo() -> None:
+def test_gpus_of_two_makes_use_gloo(snapshot: SnapshotAssertion) -> None:
     verdict = meeting.compare([offer(0), offer(1, "xccl")])
-    assert (verdict.backend, verdict.why) == ("gloo", "rank 0 has nccl, rank 1 has xccl")
+    assert verdict.backend == "gloo"
+    assert verdict.why == snapshot
 
 
-def test_two_ranks_with_one_gpu_are_found_out() -> None:
+def test_two_ranks_with_one_gpu_are_found_out(snapshot: SnapshotAssertion) -> None:
     verdict = meeting.compare([offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")])
     assert verdict.backend == "gloo"
-    assert verdict.why == "ranks 0 and 2 on node-2 have one GPU"
     assert verdict.shared == ("a",)
+    assert verdict.why == snapshot
 
 
 def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
@@ -414,21 +415,22 @@ def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> No
 # ---- communication
 
 
-def test_without_a_group_nothing_is_verified(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_group_nothing_is_verified(
+    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
     assert distributed.verify_gpu_communication(0, 1) is False
-    assert caplog.messages == [
-        "communication not verified: there is no process group; call setup_distributed"
-    ]
+    assert "setup_distributed" in caplog.text
+    assert caplog.messages == snapshot
 
 
-def test_a_wrong_sum_is_told_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_sum_is_told_with_both_values(
+    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
     distributed.setup_distributed(0, 1, "gloo")
     caplog.clear()
     assert distributed.verify_gpu_communication(0, 3) is False
-    assert caplog.messages == [
-        "communication is wrong on rank 0 (cpu): the sum over 3 ranks is 1, expected 6 "
-        "(262144 of 262144 values)"
-    ]
+    assert "is 1, expected 6 " in caplog.text
+    assert caplog.messages == snapshot
 
 
 def test_a_single_wrong_value_is_enough(
@@ -440,11 +442,11 @@ def test_a_single_wrong_value_is_enough(
     sums[77] = 0
     monkeypatch.setattr(communication, "_sum_over_ranks", lambda *_: sums)
     assert distributed.verify_gpu_communication(0, 1) is False
-    assert "the sum over 1 ranks is 0, expected 540 (1 of 262144 values)" in caplog.text
+    assert "is 0, expected 540 (1 of" in caplog.text
 
 
 def test_an_error_is_a_false_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
 ) -> None:
     distributed.setup_distributed(0, 1, "gloo")
     caplog.clear()
@@ -455,15 +457,17 @@ def test_an_error_is_a_false_with_its_reason(
     with monkeypatch.context() as patch:
         patch.setattr(communication, "numbers", broken)
         assert distributed.verify_gpu_communication(0, 1) is False
-    assert caplog.messages == [
-        "communication failed on rank 0 (cpu): RuntimeError: CUDA error: an illegal memory access"
-    ]
+    (message,) = caplog.messages
+    assert message.endswith(": RuntimeError: CUDA error: an illegal memory access")
+    assert message == snapshot
 
 
 # ---- samplers whose epoch is not set
 
 
-def test_a_sampler_whose_epoch_is_never_set_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_whose_epoch_is_never_set_is_told_once(
+    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
     torchs_own = DistributedSampler.__iter__
 
     def sampler(*, shuffle: bool) -> DistributedSampler[int]:
@@ -480,6 +484,7 @@ def test_a_sampler_whose_epoch_is_never_set_is_told_once(caplog: pytest.LogCaptu
     assert "set_epoch" not in caplog.text
     list(forgotten)
     list(forgotten)
-    assert caplog.text.count("the same order in every epoch: call sampler.set_epoch(epoch)") == 1
+    assert caplog.text.count("sampler.set_epoch(epoch)") == 1
+    assert caplog.messages[-1] == snapshot
     distributed.cleanup_distributed()
     assert DistributedSampler.__iter__ is torchs_own

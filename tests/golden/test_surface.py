@@ -1,14 +1,15 @@
 """What people's scripts rely on is frozen: commands, flags, exit codes, settings, public names.
 
-If a change is meant, run ``scripts/check tests tests/golden --force-regen`` and read the difference.
+If a change is meant, run ``scripts/check tests tests/golden --snapshot-update`` and read the difference.
 """
 
 import argparse
 from collections.abc import Iterator
 
 import pytest
-from pytest_regressions.file_regression import FileRegressionFixture
+from syrupy.assertion import SnapshotAssertion
 
+from text_snapshots import TextFile
 from torchmuster import distributed
 from torchmuster.cli.main import root_parser
 from torchmuster.config import fields
@@ -16,6 +17,11 @@ from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS, MusterError
 from torchmuster.monitor.catalogue import METRICS
 from torchmuster.notebook.command_line import parser as notebook_parser
+
+
+@pytest.fixture
+def surface(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    return snapshot.use_extension(TextFile)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -38,49 +44,49 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield from _commands(subcommand)
 
 
-def test_commands_and_flags(file_regression: FileRegressionFixture) -> None:
-    file_regression.check("\n".join(_commands(root_parser())) + "\n", basename="commands")
+def test_commands_and_flags(surface: SnapshotAssertion) -> None:
+    assert "\n".join(_commands(root_parser())) + "\n" == surface
 
 
-def test_notebook_commands(file_regression: FileRegressionFixture) -> None:
-    file_regression.check("\n".join(_commands(notebook_parser())) + "\n", basename="notebook")
+def test_notebook_commands(surface: SnapshotAssertion) -> None:
+    assert "\n".join(_commands(notebook_parser())) + "\n" == surface
 
 
-def test_exit_codes(file_regression: FileRegressionFixture) -> None:
+def test_exit_codes(surface: SnapshotAssertion) -> None:
     lines = [f"{code.value} {code.name}: {text}" for code, text in EXIT_CODE_MEANINGS.items()]
-    file_regression.check("\n".join(lines) + "\n", basename="exit-codes")
+    assert "\n".join(lines) + "\n" == surface
 
 
-def test_errors(file_regression: FileRegressionFixture) -> None:
+def test_errors(surface: SnapshotAssertion) -> None:
     def tree(kind: type[MusterError], depth: int = 0) -> Iterator[str]:
         yield f"{'  ' * depth}{kind.__name__} {kind.exit_code.value}"
         for child in sorted(kind.__subclasses__(), key=lambda one: one.__name__):
             yield from tree(child, depth + 1)
 
-    file_regression.check("\n".join(tree(MusterError)) + "\n", basename="errors")
+    assert "\n".join(tree(MusterError)) + "\n" == surface
 
 
-def test_settings(file_regression: FileRegressionFixture) -> None:
+def test_settings(surface: SnapshotAssertion) -> None:
     lines = [
         f"{path} ({fields.describe(path)}) = {leaf.default} ${variable_name(path)}"
         for path, leaf in fields.leaves().items()
     ]
-    file_regression.check("\n".join(lines) + "\n", basename="settings")
+    assert "\n".join(lines) + "\n" == surface
 
 
-def test_public_functions(file_regression: FileRegressionFixture) -> None:
+def test_public_functions(surface: SnapshotAssertion) -> None:
     import inspect
 
     lines = []
     for name in distributed.__all__:
         signature = inspect.signature(getattr(distributed, name))
         lines.append(f"{name}{signature}")
-    file_regression.check("\n".join(lines) + "\n", basename="distributed")
+    assert "\n".join(lines) + "\n" == surface
 
 
-def test_metrics(file_regression: FileRegressionFixture) -> None:
+def test_metrics(surface: SnapshotAssertion) -> None:
     lines = [f"{one.kind} {one.name} {' '.join(one.all_labels)}" for one in METRICS]
-    file_regression.check("\n".join(lines) + "\n", basename="metrics")
+    assert "\n".join(lines) + "\n" == surface
 
 
 @pytest.mark.parametrize("words", [[], ["gpus"], ["gpus", "pick"], ["config", "show"]], ids=str)

@@ -611,12 +611,12 @@ INSTALLATION = [
                 host="node2",
                 files={
                     "torch/__init__.py": "",
-                    "torch/version.py": "__version__ = '2.8.0+cpu'\ncuda = None\nhip = None\n",
+                    "torch/version.py": "__version__ = '2.12.0+cpu'\ncuda = None\nhip = None\n",
                 },
             )
         ],
         finding="torch-version",
-        says=["node2", "2.8.0"],
+        says=["node2", "2.12.0"],
         fix="pip install",
         today="nothing, or a silent hang",
     ),

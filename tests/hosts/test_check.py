@@ -1,6 +1,7 @@
 """``muster check`` over ssh: a healthy group passes, a fault is named with its fix, nothing is left."""
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -51,11 +52,11 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     work = work_of(lab2)
     told = Transcript(muster_check(lab2.hosts[0], work, "--hosts", "node1,node2"))
     assert told.end() == 0, told.text()
-    assert "muster: 2 of 2 joined: node1 ok, node2 ok" in told.text("err")
+    assert "2 of 2 joined" in told.text("err")
     run = report_of(work)
     *_, last = told.text("out").splitlines()
-    assert last.startswith("all 2 machines pass muster, in ")
-    assert last.endswith(f"; report: {run.relative_to(work)}/report.html")
+    assert last.startswith("all 2 machines ")
+    assert last.endswith(f" {run.relative_to(work)}/report.html")
     assert told.longest_silence_s() < 10 + BUSY_S, told.text()
     result = json.loads((run / "check.json").read_text())
     assert [one["name"] for one in result["machines"]] == ["node1", "node2"]
@@ -73,8 +74,8 @@ def test_a_machine_that_does_not_answer_is_named_and_the_others_are_checked(lab3
         found = check(lab3)
     assert found.exit_code == 1
     (failure,) = found.above_note()
-    assert failure["what"] == "host node2 cannot take part"
-    assert "no ssh server listens" in failure["why"]
+    assert failure["name"] == "ssh-not-served"
+    assert "node2" in failure["what"]
     assert "systemctl enable --now ssh" in failure["fix"]
     result = json.loads((report_of(work) / "check.json").read_text())
     assert [bool(one["missing"]) for one in result["machines"]] == [False, True, False]
@@ -88,7 +89,7 @@ def test_a_direction_that_is_closed_is_named_and_mended_by_the_fix(lab2: Lab) ->
         found = check(lab2, "--quick")
         assert found.exit_code == 1
         (failure,) = found.named("data-ports-blocked")
-        assert failure["what"].startswith("node2 does not reach node1 except at the meeting port")
+        assert re.findall(r"node\d", failure["what"]) == ["node2", "node1"]
         assert "10.77.0.12/32" in failure["fix"]
         do_what_it_says(lab2.host("node1"), failure["fix"], "iptables")
         again = check(lab2, "--quick")
@@ -120,7 +121,8 @@ def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None
         node2.run(["umount", str(work)], check=True)
     (failure,) = found.above_note()
     assert failure["name"] == "script-differs"
-    assert failure["what"] == "train.py is not the same on node2 as on node1"
+    assert failure["what"].startswith("train.py ")
+    assert re.findall(r"node\d", failure["what"]) == ["node2", "node1"]
     assert not (work / "was-run").exists()
     assert not (other / "was-run").exists()
 
@@ -148,7 +150,7 @@ def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
     await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]))
     process.send_signal(signal.SIGINT)
     assert told.end() == 130
-    assert "nothing of it is running any more" in told.text("err")
+    assert "running any more" in told.text("err")
     await_true("nothing is left", lambda: strays(lab2) == {})
 
 

@@ -31,9 +31,11 @@ def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
     os.kill(victim, signal.SIGSTOP)
     named = run.transcript.wait_for("rank 1 on node2 is stopped")
     assert time.monotonic() - began_s < 30 + BUSY_S, named
-    run.transcript.wait_for("what the ranks were doing is in")
+    run.transcript.wait_for("/hang/1")
     (folder,) = tmp_path.glob("runs/*/hang/1")
-    assert "the state of its process: T" in (folder / "rank-1.stacks.txt").read_text()
+    told = json.loads((folder / "hang.json").read_text())["finding"]
+    assert told["name"] == "rank-stopped"
+    assert " T\n" in (folder / "rank-1.stacks.txt").read_text()  # the state of its process
     assert "dist.all_reduce(torch.ones(1))" in (folder / "rank-0.stacks.txt").read_text()
     flight = json.loads((folder / "rank-0.flight.json").read_text())
     assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"

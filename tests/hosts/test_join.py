@@ -66,7 +66,7 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert hosting.end() == 0
     assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
-    assert "2 of 2 joined: node1 ok, node2 ok" in hosting.text("err")
+    assert "2 of 2 joined" in hosting.text("err")
     assert f"to be run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
     assert "the run ended well" in joining.text("err")
     await_true("nothing is left", lambda: (leftovers(lab), strays(lab)) == ({}, {}))
@@ -83,8 +83,7 @@ def test_places_are_those_of_the_codes_in_whatever_order_machines_join(
     hosting = host_smoke(first, tmp_path, nodes=3)
     late = start(third, ["join", code_for(hosting, 3)], tmp_path)
     hosting.wait_for("2 of 3 joined")
-    # Who is missing is said, and what it would take.
-    assert "machine 2 missing (its code is not used yet" in hosting.text("err")
+    assert "machine 2 missing (" in hosting.text("err")
     early = start(second, ["join", code_for(hosting, 2)], tmp_path)
     assert [hosting.end(), early.end(), late.end()] == [0, 0, 0]
     assert smoke_lines(3) <= set(rank_lines(hosting))
@@ -173,3 +172,43 @@ def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: P
     assert joining.end() == 1
     assert "the launcher has gone" in joining.text("err")
     await_true("nothing left on the host either", lambda: leftovers(lab) == {})
+
+
+# What a host would like to run on a machine that joined: code of its own, through the standard library.
+_OPENS = "open({place!r} + '/ran-' + __import__('os').environ['RANK'], 'w')"
+
+
+@pytest.mark.parametrize("trusted", [False, True], ids=["untrusted", "trusted"])
+def test_machine_runs_a_module_outside_its_folder_only_with_trust_host(
+    lab: Lab, tmp_path: Path, trusted: bool
+) -> None:
+    first, second = lab.hosts
+    (tmp_path / "host").mkdir()
+    (tmp_path / "guest").mkdir()
+    flags = ["--nnodes", "2", "--device", "cpu", "--ranks", "1", "--env", "SOME_NAME=1"]
+    timeit = ["-m", "timeit", "-n", "1", "-r", "1", _OPENS.format(place=str(tmp_path))]
+    hosting = start(first, ["host", *flags, *timeit], tmp_path / "host")
+    words = ["join", *(["--trust-host"] if trusted else []), code_for(hosting, 2)]
+    joining = start(second, words, tmp_path / "guest")
+    if trusted:
+        assert [hosting.end(), joining.end()] == [0, 0]
+        assert sorted(path.name for path in tmp_path.glob("ran-*")) == ["ran-0", "ran-1"]
+        return
+    assert [hosting.end(), joining.end()] == [2, 1]
+    assert not list(tmp_path.glob("ran-*"))
+    assert hosting.text("out").count("muster join ") == 1  # no new code for a run that is over
+    for told in (hosting, joining):
+        assert "module 'timeit'" in told.text("err")
+        assert "--trust-host" in told.text("err")
+
+
+def test_machine_refuses_a_variable_that_could_load_code(lab: Lab, tmp_path: Path) -> None:
+    first, second = lab.hosts
+    (tmp_path / "train.py").write_text("raise AssertionError('must not run')\n")
+    flags = ["--nnodes", "2", "--device", "cpu", "--ranks", "1", "--env", f"PYTHONPATH={tmp_path}"]
+    hosting = start(first, ["host", *flags, "train.py"], tmp_path)
+    joining = start(second, ["join", code_for(hosting, 2)], tmp_path)
+    assert [hosting.end(), joining.end()] == [2, 1]
+    for told in (hosting, joining):
+        assert "PYTHONPATH" in told.text("err")
+    assert "must not run" not in hosting.text("out") + hosting.text("err")

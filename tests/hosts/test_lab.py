@@ -244,7 +244,7 @@ def test_names_lead_astray(lab2: Lab) -> None:
     with faults.injected(lab2, faults.own_name_is_unknown("node1")):
         program = "import socket; socket.gethostbyname(socket.gethostname())"
         failed = node1.run([*PYTHON, program])
-        assert "socket.gaierror: [Errno -3] Temporary failure in name resolution" in failed.stderr
+        assert "socket.gaierror: [Errno -3]" in failed.stderr
         assert node2.run(["ssh", "node1", "hostname"]).stdout == "node1\n"
     with faults.injected(lab2, faults.NameLeadsTo(host="node2", name="node1", address="10.9.9.9")):
         assert node2.run(resolve).stdout.split()[0] == "10.9.9.9"

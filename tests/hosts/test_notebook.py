@@ -70,10 +70,10 @@ def test_by_a_code(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(2, ssh=False)
     told = begin(lab.hosts[0], tmp_path, "--nnodes", "2")
     await_true("the code", lambda: "muster join" in told.text("err"))
-    found = re.search(r"muster join (\S+)", told.text("err"))
+    found = re.search(r"muster join --trust-host (\S+)", told.text("err"))
     assert found is not None
     guest = lab.hosts[1].popen(
-        muster_argv(["join", found[1]]),
+        muster_argv(["join", "--trust-host", found[1]]),
         cwd=tmp_path,
         env={"NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,

@@ -188,8 +188,8 @@ CODE = [
     ),
     Refusal(
         name="another torch",
-        faults=[OtherTorch(host="node2", version="2.8.0+cpu")],
-        what="torch differs: {torch} on node1; 2.8.0 on node2",
+        faults=[OtherTorch(host="node2", version="2.12.0+cpu")],
+        what="torch differs: {torch} on node1; 2.12.0 on node2",
         why="different versions may connect and then hang, or calculate different things",
         fix="python -m pip install torch=={torch} # on node2",
     ),

@@ -200,7 +200,7 @@ TROUBLES = [
         faults=[
             Packages(
                 host="node2",
-                files={"torch/__init__.py": "", "torch/version.py": "__version__ = '2.8.0+cpu'\n"},
+                files={"torch/__init__.py": "", "torch/version.py": "__version__ = '2.12.0+cpu'\n"},
             )
         ],
         quoted="[W TCPStore.cpp:106] [c10d] recvValue failed on SocketImpl(fd=3): Connection reset by peer\n"
@@ -208,7 +208,7 @@ TROUBLES = [
         cause="connection-reset",
         next_line=_CHECK,
         finding="torch-version",
-        says=["torch differs", "2.8.0 on node2"],
+        says=["torch differs", "2.12.0 on node2"],
     ),
     Trouble(
         name="the ssh key is refused",

@@ -154,7 +154,7 @@ def test_restarts(folder: Path) -> None:
         assert watchers.value(catalogue.STEPS) == steps
     lines = [json.loads(one) for one in (it.run.metrics / "steps.jsonl").read_text().splitlines()]
     made = [line["step"] for line in lines]
-    assert made == list(range(1, steps + 1)), "what was made again is there once"
+    assert made == list(range(1, steps + 1))  # what was made again is there once
     state = json.loads(it.run.state.read_text())
     lasted_s = state["since_unix_s"] - state["started_unix_s"]
     in_steps_s = sum(line["step_s"] * (1 - line["checkpoint_share"]) for line in lines)
@@ -170,7 +170,7 @@ def test_a_tracker_that_is_gone_and_comes_back(folder: Path) -> None:
         assert it.process.poll() is None, "the training goes on"
         with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
             watchers.await_over(*SINKS)
-            assert kept.points("train/loss")[0][0] == 1, "it got the numbers from before as well"
+            assert kept.points("train/loss")[0][0] == 1  # also the numbers from before
 
 
 def test_gpus(machine: Callable[[Scenario], Path], folder: Path) -> None:

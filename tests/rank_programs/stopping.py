@@ -239,7 +239,7 @@ def when_the_store_is_gone(world: World) -> tuple[list[int], bool]:
             due = stop.due(1)
     else:
         dist.barrier()
-        _MODULE._get_default_store = lambda: None
+        _MODULE.group_store = lambda: None
         del store
         dist.barrier()
     dist.barrier()
@@ -295,5 +295,5 @@ def _meet_at_a_tcp_store(world: World) -> Any:
     port = tell_all(store.port if store else None, world)[0]
     if store is None:
         store = _DIST.TCPStore("127.0.0.1", port, timeout=timeout)
-    _MODULE._get_default_store = lambda: store
+    _MODULE.group_store = lambda: store
     return store

@@ -41,8 +41,15 @@ raise SystemExit(3 if len(sys.argv) > 3 else 0)
 """
 
 
-def asked(folder: Path, *words: str, **differences: object) -> Asked:
-    (folder / "train.py").write_text(TRAINING)
+# As when a run resumes: torch makes the optimiser's states by a step of its own.
+STATES_MADE = """
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+get_optimizer_state_dict(model, optimizer)
+"""
+
+
+def asked(folder: Path, *words: str, script: str = TRAINING, **differences: object) -> Asked:
+    (folder / "train.py").write_text(script)
     into = capture.new_folder(folder / "profile")
     question = Asked(
         command=(str(folder / "train.py"), *words), folder=str(folder), ranks=1, device="cpu",
@@ -116,6 +123,13 @@ def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
     question = asked(tmp_path, "1000", str(tmp_path / "weights.pt"))
     assert verifying.tried(question, [Change(kind="buckets", value=5)], say=said.append) == ()
     assert any("made no difference" in line for line in said)
+
+
+def test_a_step_that_only_makes_the_optimisers_states_is_not_counted(tmp_path: Path) -> None:
+    script = TRAINING.replace("loader = iter", STATES_MADE + "loader = iter")
+    with pytest.raises(Impossible) as caught:  # counted with it there are ten, as many as asked for
+        capture.record(asked(tmp_path, "9", str(tmp_path / "weights.pt"), script=script))
+    assert "step 9" in caught.value.what
 
 
 def test_a_training_that_ends_too_soon_or_fails_is_told(tmp_path: Path) -> None:

@@ -32,10 +32,8 @@ def test_nodes_with_different_numbers_of_gpus_are_refused(cluster: SlurmLab) -> 
     assert allocation.gpus == (4, 1)
     with pytest.raises(Impossible) as caught:
         check_counts(allocation, JobSpec(name="j", command=("t.py",), folder="/"))
-    assert caught.value.what == (
-        f"the nodes of Slurm job {allocation.job} have different numbers of GPUs"
-    )
-    assert caught.value.why == "srun cannot give all of them to one step: node1 4, node2 1"
+    assert allocation.job in caught.value.what
+    assert "node1 4, node2 1" in caught.value.why
     assert caught.value.fix == "sbatch --nodes=2 --gpus-per-node=4"
 
 

@@ -15,6 +15,7 @@ from patience import BUSY_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.slurm import jobs
+from torchmuster.launch.slurm.allocation import Allocation
 from torchmuster.launch.slurm.follow import LogLine, Rhythm, follow
 from torchmuster.launch.slurm.jobs import JobState
 from torchmuster.launch.slurm.script import SlurmRequest, render
@@ -169,9 +170,8 @@ def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submi
             break
     gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(heard)]
     assert max(gaps) < 2 * FAST.say_s + BUSY_S
-    assert heard[-1][1].words.startswith(
-        f"job {second} waits: waiting for enough nodes, GPUs or memory to become free (Resources)"
-    )
+    assert heard[-1][1].words.startswith(f"job {second} ")
+    assert "(Resources)" in heard[-1][1].words
     cancel(first)
     assert kinds(list(follow(second, rhythm=FAST)))[-1] == "done"
 
@@ -193,35 +193,21 @@ def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Sub
     )
     last = last_state(events)
     assert last.hopeless
-    assert last.words == (
-        f"job {job} will not start by itself: it asks for more nodes than the partition has or"
-        " allows (PartitionNodeLimit)"
-    )
+    assert last.words.startswith(f"job {job} ")
+    assert last.words.endswith("(PartitionNodeLimit)")
 
 
 @pytest.mark.parametrize(
-    ("request_", "what", "fix"),
+    ("request_", "what", "fix"),  # in Slurm's own words
     [
-        (
-            {"partition": "nosuch"},
-            "Slurm did not take the job: Invalid partition name specified",
-            "partitions here: main*; hi (* is the default)",
-        ),
+        ({"partition": "nosuch"}, "Invalid partition name specified", "main*; hi"),
         (
             {"gpus_per_node": 9},
-            "Slurm did not take the job: Requested node configuration is not available",
-            "main* 3 nodes with 4 cores, 4000 MB, GPUs: gpu:a100:4",
+            "Requested node configuration is not available",
+            "4 cores, 4000 MB, GPUs: gpu:a100:4",
         ),
-        (
-            {"mem": "9000G"},
-            "Slurm did not take the job: Requested node configuration is not available",
-            "4000 MB",
-        ),
-        (
-            {"time": "soon"},
-            "Slurm did not take the job: Invalid --time specification",
-            "time limits here: main* 1:00:00; hi 1:00:00",
-        ),
+        ({"mem": "9000G"}, "Requested node configuration is not available", "4000 MB"),
+        ({"time": "soon"}, "Invalid --time specification", "main* 1:00:00; hi 1:00:00"),
     ],
 )
 def test_what_slurm_refuses_has_its_words_and_a_way_out(
@@ -229,7 +215,7 @@ def test_what_slurm_refuses_has_its_words_and_a_way_out(
 ) -> None:
     with pytest.raises(Impossible) as caught:
         start("exit", "0", **request_)
-    assert caught.value.what == what
+    assert caught.value.what.endswith(f": {what}")
     assert "sbatch: error: " in caught.value.why
     assert fix in caught.value.fix
     assert caught.value.exit_code == ExitCode.IMPOSSIBLE
@@ -257,9 +243,8 @@ def test_a_requeued_job_goes_on_in_the_same_log(
     (next_folder / "enough").touch()
     second += until(events, has_told(restart="1"))
     assert told(second)[0] == {"signal": "SIGTERM"}
-    assert again.words.startswith(
-        f"job {job} was put back into the queue (once so far) and waits: "
-    )
+    assert again.words.startswith(f"job {job} ")
+    assert again.restarts == 1
     await_until(lambda: jobs.poll(job).kind == "running", "Slurm, too, says that it runs")
     log = jobs.poll(job).log
     assert log is not None
@@ -302,25 +287,30 @@ def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) 
         assert kinds(seen)[-1] == "requeued"
         last = seen[-1]
         assert isinstance(last, JobState)
-        assert "waits: nodes that it needs are down, drained" in last.words
+        assert f"({last.reason.partition(',')[0]})" in last.words
         own_cluster.start_machine("node2")
         seen += until(events, has_told(restart="1"))
     else:
         seen = list(events)
         last = last_state(seen)
         assert (last.kind, last.final) == ("node-fail", True)
-        assert last.words.startswith(f"job {job} was ended on node")
-        assert last.words.endswith(": a node failed")
+        assert last.words.startswith(f"job {job} ")
     assert any(isinstance(one, LogLine) and "DUE TO NODE FAILURE" in one.text for one in seen)
 
 
 def test_inside_a_job_its_allocation_is_known(cluster: SlurmLab, start: Submit) -> None:
     job = start("allocation", nodes=2, gpus_per_node=3, cpus_per_node=2)
     (_, answer) = told(list(follow(job, rhythm=FAST)))
-    assert answer["allocation"] == (
-        f"Allocation(job='{job}', nodes=('node1', 'node2'), gpus=(3, 3), cores=2,"
-        " tasks_per_node=1, copies=1, restarts=0)"
+    known = Allocation(
+        job=job,
+        nodes=("node1", "node2"),
+        gpus=(3, 3),
+        cores=2,
+        tasks_per_node=1,
+        copies=1,
+        restarts=0,
     )
+    assert answer["allocation"] == repr(known)
 
 
 def test_a_job_inherits_the_shell_but_not_the_allocation_around_it(

@@ -1,6 +1,7 @@
 """Slurm takes the nodes away, or warns of the end: the training saves, waits in the queue, and goes on."""
 
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -86,10 +87,10 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     await_until(lambda: _phase(job_folder) == "finished", "its end")
 
     log = (job_folder / "runs" / f"slurm-{job}.log").read_text()
-    assert f"saved at step {first} at a request to end (SIGTERM to rank " in log
-    assert f"saved at step {second} at a request to end (SIGUSR1 to rank " in log
-    assert log.count(f"job {job} goes back into the queue, and goes on when it starts") == 1
-    assert log.count("Slurm has started the job again: going on in ") == 2
+    assert re.search(rf"saved at step {first} .*\(SIGTERM to rank ", log)
+    assert re.search(rf"saved at step {second} .*\(SIGUSR1 to rank ", log)
+    assert log.count(f"job {job} goes back into the queue") == 1
+    assert log.count("started the job again") == 2
     assert f"going on from step {first}" in log
     assert f"going on from step {second}" in log
     assert "failure" not in log
@@ -108,7 +109,7 @@ def _train(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 
 def _run(folder: Path) -> RunFolder | None:
     runs = list_runs(folder / "runs")
-    assert len(runs) <= 1, "each start went on in the same folder"
+    assert len(runs) <= 1  # each start went on in the same folder
     return runs[0] if runs else None
 
 

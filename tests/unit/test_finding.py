@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ConfigError, DevicesBusy, ExitCode, Mistake
 from torchmuster.finding import Finding, Status, exit_code, from_error, render, worst_first
@@ -145,16 +146,12 @@ def test_an_error_becomes_one_failure_with_its_three_parts() -> None:
     ]
 
 
-def test_wrong_settings_become_one_failure_each() -> None:
+def test_wrong_settings_become_one_failure_each(snapshot: SnapshotAssertion) -> None:
     error = ConfigError(
         [
             Mistake(where="c.yaml:1:1", what="modle is not a setting", fix="did you mean model?"),
             Mistake(where="$TORCHMUSTER_X", what="is not a setting"),
         ]
     )
-    assert render(from_error(error)) == (
-        "failure  c.yaml:1:1: modle is not a setting\n"
-        "         fix  did you mean model?\n"
-        "failure  $TORCHMUSTER_X: is not a setting"
-    )
+    assert render(from_error(error)) == snapshot
     assert {one.name for one in from_error(error)} == {"config-error"}

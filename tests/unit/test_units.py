@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.units import (
     GiB,
@@ -75,21 +76,21 @@ def refusal(parse: Callable[[str], float], text: str) -> str:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "1e9", "1.GiB", "1 2", "9" * 400])
 def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
-    told = f"{text!r} is not a size; write for example 30GiB, 24GB or 512MiB"
-    assert refusal(parse_bytes, text) == told
+    told = refusal(parse_bytes, text)
+    assert told.startswith(f"{text!r} is not a size; ")
+    assert "30GiB" in told
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1:30", "1h30m", "9" * 400])
 def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
-    told = f"{text!r} is not a duration; write for example 30s, 5m, 2h or 1d"
-    assert refusal(parse_seconds, text) == told
+    told = refusal(parse_seconds, text)
+    assert told.startswith(f"{text!r} is not a duration; ")
+    assert "30s" in told
 
 
-def test_an_unknown_unit_is_named() -> None:
-    told = "'30 GiBs' is not a size: unknown unit 'gibs'; use B, KiB, MiB, GiB or TiB"
-    assert refusal(parse_bytes, "30 GiBs") == told
-    told = "'500ms' is not a duration: unknown unit 'ms'; use s, m, h or d"
-    assert refusal(parse_seconds, "500ms") == told
+def test_an_unknown_unit_is_named(snapshot: SnapshotAssertion) -> None:
+    assert refusal(parse_bytes, "30 GiBs") == snapshot
+    assert refusal(parse_seconds, "500ms") == snapshot
 
 
 @pytest.mark.parametrize(

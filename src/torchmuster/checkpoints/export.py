@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a folder that others read: safetensors in the way of transformers.
+"""A checkpoint's weights as a folder that others read: safetensors in the way of transformers, or of peft.
 
 Pieces of tensors go from the ranks' files to their places in the new ones, a few MiB at a time: neither a tensor
 nor a file is ever in memory as a whole. The files of the ranks are read one after another, each once.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchmuster.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, MOST_BYTES, Chunk, Index
 from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.checkpoints.tensor_file import head, read_head
@@ -23,15 +24,6 @@ from torchmuster.units import format_bytes
 _MODEL = "model."
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
 _PIECE_BYTES = 4 * 2**20
-# What belongs to a model beside its weights.
-_BESIDE: tuple[str, ...] = (
-    "config.json",
-    "generation_config",
-    "tokenizer",
-    "special_tokens_map.json",
-    "vocab.json",
-)
-_BESIDE += ("merges.txt", "chat_template", "preprocessor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +50,42 @@ def export_weights(
     folder: Path,
     *,
     beside: Path | None = None,
+    as_it_is: bool = False,
+    finish: Callable[[Path], None] = lambda folder: None,
     most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Exported:
     """Write the weights of a checkpoint that was verified into a new folder, under the model's own names.
 
-    The folder appears when it is complete. ``beside`` is a folder from which config.json and the tokenizer's files
-    are taken along. ``on_bytes`` hears of each piece. Of tied parameters the first is written.
+    ``beside`` is a folder whose files are put next to them: config.json and the tokenizer. Where it has an
+    adapter_config.json, LoRA's matrices alone are written, as peft reads them. A checkpoint with LoRA but without
+    that file is refused unless ``as_it_is``: next to a config.json, its names would load random weights.
+    The folder appears when it is complete and ``finish``, which may check or change it, has returned. ``on_bytes``
+    is called for each piece. Of tied parameters the first is written.
     """
     index = _weights(store, name)
+    adapter = not as_it_is and beside is not None and (beside / ADAPTER_CONFIG).is_file()
+    if not as_it_is:
+        index = _adapter(store, name, index) if adapter else _without_adapter(store, name, index)
     folder = folder.absolute()
     _refuse_what_cannot_be(folder, index)
     unfinished = folder.parent / f".{folder.name}.{os.urandom(4).hex()}.unfinished"
     try:
         unfinished.mkdir(parents=True)
-        files = _files(index, most_in_a_file_bytes)
+        files = (
+            {ADAPTER_WEIGHTS: list(index.tensors)}
+            if adapter
+            else _files(index, most_in_a_file_bytes)
+        )
         places = _write_heads(unfinished, files, index)
         _copy_chunks(store, name, unfinished, index, places, on_bytes)
         if len(files) > 1:
             _write_map(unfinished, index, places)
-        taken = _take_along(beside, unfinished) if beside is not None else ()
+        if beside is not None:
+            shutil.copytree(beside, unfinished, dirs_exist_ok=True)
+        finish(unfinished)
         _make_durable(unfinished)
+        exported = _exported(unfinished)
         unfinished.rename(folder)
     except OSError as error:
         raise MusterError(
@@ -88,12 +95,7 @@ def export_weights(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Exported(
-        files=tuple(files),
-        tensors=len(index.tensors),
-        size_bytes=_size_bytes(index),
-        beside=taken,
-    )
+    return exported
 
 
 def contiguous_runs(
@@ -135,6 +137,36 @@ def _weights(store: Store, name: str) -> Index:
             fix="give the checkpoint of a training",
         )
     return Index(tensors=tensors)
+
+
+def _adapter(store: Store, name: str, index: Index) -> Index:
+    """Return LoRA's matrices alone, under the names that peft has for them."""
+    tensors = {
+        other: tensor
+        for one, tensor in index.tensors.items()
+        if (other := name_in_adapter(one)) is not None
+    }
+    if not tensors:
+        raise _strange(
+            store,
+            name,
+            INDEX,
+            f"the run trained LoRA, but none of {len(index.tensors)} tensors is LoRA's",
+        )
+    return Index(tensors=tensors)
+
+
+def _without_adapter(store: Store, name: str, index: Index) -> Index:
+    lora = [one for one in index.tensors if name_in_adapter(one) is not None]
+    if lora:
+        raise Impossible(
+            f"{name} is a checkpoint of LoRA, and its {ADAPTER_CONFIG} is not known",
+            why=f"{len(lora)} of its {len(index.tensors)} tensors are LoRA's, such as {lora[0]}; without that file "
+            "no program can load them",
+            fix="give the run instead of its checkpoints: muster checkpoint export RUN; a run of an older version "
+            "writes the file once it is resumed: muster train --resume RUN",
+        )
+    return index
 
 
 def _size_bytes(index: Index) -> int:
@@ -262,19 +294,29 @@ def _write_map(folder: Path, index: Index, places: Mapping[str, _Place]) -> None
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _take_along(source: Path, folder: Path) -> tuple[str, ...]:
-    taken = []
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name.startswith(_BESIDE):
-            shutil.copyfile(file, folder / file.name)
-            taken.append(file.name)
-    return tuple(taken)
+def _exported(folder: Path) -> Exported:
+    """Read from the files themselves what was written."""
+    tensors, size_bytes = 0, 0
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as stream:
+            entries = read_head(stream, file.stat().st_size)
+        tensors += len(entries)
+        size_bytes += sum(one.end - one.begin for one in entries.values())
+    others = sorted(one.name for one in folder.iterdir() if ".safetensors" not in one.name)
+    return Exported(
+        files=tuple(one.name for one in files),
+        tensors=tensors,
+        size_bytes=size_bytes,
+        beside=tuple(others),
+    )
 
 
 def _make_durable(folder: Path) -> None:
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
 
 
 def _strange(store: Store, name: str, file: str, why: str) -> MusterError:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from torchmuster.checkpoints.adapters import ADAPTER_CONFIG
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.manifest import Manifest
 from torchmuster.checkpoints.store import step_of
 from torchmuster.checkpoints.verify import look, verify
-from torchmuster.cli import output, parsers
+from torchmuster.cli import export_check, output, parsers
 from torchmuster.cli.checkpoint_places import Meant, meant_by
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
@@ -59,12 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "export",
         "write a checkpoint's weights as safetensors that transformers loads",
-        more="The newest good checkpoint, if none is named. It is verified first. Memory stays small.",
-        examples=["muster checkpoint export --to my-model"],
+        more="The newest good checkpoint, if none is named. It is verified first, and the result is checked with "
+        "transformers. Of a LoRA run it writes an adapter that peft loads. Memory stays small.",
+        examples=[
+            "muster checkpoint export --to my-model",
+            "muster checkpoint export --merge --to my-model",
+        ],
     )
     _add_place(export)
     export.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
+    )
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="LoRA: add the adapter to the base model's weights (needs memory for the whole model)",
     )
     export.set_defaults(run=_export)
 
@@ -177,24 +187,53 @@ def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding])
 
 def _export(options: argparse.Namespace) -> int:
     meant = _place(options)
+    beside = meant.model_files()
+    if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
+        raise Impossible(
+            "there is no LoRA adapter to merge",
+            why=f"no {ADAPTER_CONFIG} is known for {meant.store.where}: a run that trains the whole model has none",
+            fix="leave out --merge, or give a LoRA run",
+        )
     name = _good_one(meant)
     manifest, _ = look(meant.store, name)
+    unchecked = ""
+
+    def finish(folder: Path) -> None:
+        nonlocal unchecked
+        if options.merge:
+            output.say("adding the adapter to the base model's weights")
+            export_check.merge(folder, dtype=meant.dtype())
+        elif any((folder / one).is_file() for one in ("config.json", ADAPTER_CONFIG)):
+            output.say("checking the export with the library that loads it")
+            unchecked = export_check.check(folder)
+
     done = export_weights(
         meant.store,
         name,
         options.to,
-        beside=meant.folder_beside(),
+        beside=beside,
+        as_it_is=meant.is_own_model(),
+        finish=finish,
         on_bytes=_Progress("written", manifest),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     tensors = "1 tensor" if done.tensors == 1 else f"{done.tensors} tensors"
     size = format_bytes(done.size_bytes)
     print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
-    if "config.json" in done.beside:
-        print(f"beside them: {', '.join(done.beside)}")
-    else:
-        print("no config.json is known for this model; transformers needs it beside the weights")
+    if done.beside:
+        print(f"next to {'it' if len(done.files) == 1 else 'them'}: {', '.join(done.beside)}")
+    if unchecked:
+        output.say(f"warning: not checked with the library that loads it: {unchecked}")
+    print(_how_to_load(options.to, done.beside))
     return ExitCode.GOOD
+
+
+def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
+    if ADAPTER_CONFIG in beside:
+        return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    if "config.json" in beside:
+        return f'load it with: transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
+    return "no config.json is known for this model; transformers needs it next to the weights"
 
 
 def _good_one(meant: Meant) -> str:

@@ -41,14 +41,21 @@ class Meant:
             )
         return chosen
 
-    def folder_beside(self) -> Path | None:
-        """Return a folder with the model's config.json: the run's result, or the model it began with."""
-        if self.run is None:
-            return None
-        settings = _settings_of(self.run)
-        model = settings.model.model_name_or_path if settings else None
-        places = [self.run.checkpoints / "final", *([Path(model).expanduser()] if model else [])]
-        return next((one for one in places if (one / "config.json").is_file()), None)
+    def model_files(self) -> Path | None:
+        """Return the folder with what belongs to the run's model next to its weights, if the run has one."""
+        return self.run.model if self.run is not None and self.run.model.is_dir() else None
+
+    def is_own_model(self) -> bool:
+        """Say whether the weights are of a model that the user's code builds, which alone knows their names."""
+        settings = _settings_of(self.run) if self.run is not None else None
+        if settings is None:
+            return False
+        return settings.model.build is not None and settings.model.lora_rank is None
+
+    def dtype(self) -> str:
+        """Return the dtype that the run holds the weights of its base model in."""
+        settings = _settings_of(self.run) if self.run is not None else None
+        return (settings.model.torch_dtype if settings else None) or "float32"
 
 
 def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
+from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
     from torchmuster.launch.join.code import Code
@@ -17,10 +19,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster join``."""
     parser.description = (
-        f"{parser.description}\nThe script runs in this folder, with this machine's Python. Nothing is "
-        "sent to a host\nwhose certificate is not the one in the code."
+        f"{parser.description}\nRuns only scripts and modules inside this folder, with this machine's "
+        "Python, and takes only\nvariables that can neither load code nor name a file; --trust-host lifts "
+        "both limits. Sends nothing\nto a host whose certificate is not the one in the code."
     )
-    parsers.show_examples(parser, ["muster join CODE    the line that muster host printed"])
+    parsers.show_examples(
+        parser,
+        [
+            "muster join CODE                 the line that muster host printed",
+            "muster join --trust-host CODE    run whatever the host asks for, as this user",
+        ],
+    )
     parser.add_argument("code", nargs="+", metavar="CODE", help="as the host printed it")
     parser.add_argument(
         "--patience",
@@ -31,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-discovery", action="store_true", help="do not look for the host on the local network"
+    )
+    parser.add_argument(
+        "--trust-host",
+        action="store_true",
+        help="run any command with any variables for the host (default: only code in this folder)",
     )
     parser.set_defaults(run=_run)
 
@@ -55,7 +69,16 @@ async def _join(code: "Code", options: argparse.Namespace) -> int:
         patience_s=options.patience,
     )
     _say("joined; the host says when it begins, and Ctrl-C leaves")
-    keeper = Keeper(channel, folder=Path.cwd(), tell=_say)
+    folder = Path.cwd()
+    allowed = None
+    if options.trust_host:
+        _say("the host may run any command as this user (--trust-host)")
+    else:
+        from torchmuster.launch.keeper import join_policy
+
+        allowed = functools.partial(join_policy.allowed, folder=folder)
+        _say(f"the host may start only code in {folder}")
+    keeper = Keeper(channel, folder=folder, allowed=allowed, tell=_say)
     exit_code = await keeper.run()
     _say(keeper.words or "the host has ended the run")
     sys.stdout.flush()
@@ -64,4 +87,5 @@ async def _join(code: "Code", options: argparse.Namespace) -> int:
 
 
 def _say(words: str) -> None:
-    output.say(f"muster: {words}")
+    for line in harmless(words).splitlines():
+        output.say(f"muster: {line}")

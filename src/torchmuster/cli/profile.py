@@ -215,6 +215,13 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
     resolved = with_absolute_folder(settings_from(options))
     check_trainable(resolved, file=str(config))
     check_here(resolved)
+    steps, last = resolved.settings.train.steps, options.steps[1]
+    if steps is not None and steps < last:
+        raise Impossible(
+            f"asked for a trace of step {last}, but the training has {steps} steps",
+            why=f"train.steps is {steps}, by {resolved.sources['train.steps'].where}",
+            fix=f"--set train.steps={last}",
+        )
     # Nobody looks for a profile among the runs of a tracker.
     needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
     words = (_WORKER, *as_words(resolved, needed))

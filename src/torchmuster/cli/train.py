@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WORKER = "torchmuster.worker"
 _TO_SAVE_S = 30.0  # for ranks that are asked to end; Slurm and Kubernetes give them as long
 # torch's allocator on GPUs: segments that grow leave fewer gaps between tensors, and muster plan counts with them.
-_GROWING_SEGMENTS = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 _DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 
 
@@ -137,7 +137,7 @@ def _job(options: argparse.Namespace, resolved: Resolved) -> JobSpec:
         return dataclasses.replace(spec, command=(*spec.command, "--device", "cpu"))
     if any(name.endswith("_ALLOC_CONF") for name in spec.environment):
         return spec  # people know what they want
-    name, value = _GROWING_SEGMENTS
+    name, value = ALLOCATOR_SETTING
     return dataclasses.replace(spec, environment={**spec.environment, name: value})
 
 

@@ -17,6 +17,7 @@ from torchmuster.known_errors.as_finding import as_finding
 from torchmuster.known_errors.explain import Explanation, explain
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import evidence, ledger
+from torchmuster.launch.hangs import hang_words
 from torchmuster.launch.story import Story
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
@@ -24,12 +25,6 @@ from torchmuster.units import format_seconds
 _LOGS_NAMED = 8
 _LOGS_READ = 16
 _LOG_BYTES = 64 * 1024
-_OF_HANGS = (
-    "rank-keeps-others-waiting",
-    "rank-stopped",
-    "collectives-differ",
-    "collective-does-not-end",
-)
 # Where the run's folder was when it was written does not matter to whoever has it now.
 _PATH_INSIDE = re.compile(r"(?<![\w/])/\S*/((?:logs/rank-|hang/\d+|checkpoints/)\S*)")
 
@@ -103,7 +98,7 @@ def _failed(story: Story, state: ledger.State) -> Finding:
             f"{_times(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
         )
     hang = story.hang_now
-    if hang is not None and finding.name not in _OF_HANGS:
+    if hang is not None and finding.name not in hang_words.NAMES:
         why.append(f"shortly before it was told: {hang.finding.what}")
     said = [one.what for one in hang.analysis] if hang is not None else []
     return dataclasses.replace(

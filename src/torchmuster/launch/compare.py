@@ -15,6 +15,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import wire
 from torchmuster.launch.fingerprint import code_folder
 from torchmuster.launch.network.reach import several
+from torchmuster.launch.record import LEAST_TORCH, torch_too_old
 from torchmuster.launch.spec import JobSpec
 from torchmuster.units import format_seconds
 
@@ -128,7 +129,16 @@ def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
             why="it was looked for with the Python that runs torchmuster there",
             fix=_install(next(iter(releases), ""), "torch", missing),
         )
-    if len(releases) > 1:
+    old = [one.name for one in having if torch_too_old(one.record.torch or "")]
+    if old:
+        yield Finding(
+            name="torch-too-old",
+            status=Status.FAILURE,
+            what=f"torch on {several(old)} is older than {LEAST_TORCH}",
+            why=f"torchmuster uses parts of torch that older versions do not have: {_shares(releases)}",
+            fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {several(old)}",
+        )
+    elif len(releases) > 1:
         yield Finding(
             name="torch-version",
             status=Status.FAILURE,

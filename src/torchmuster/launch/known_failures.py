@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """An exit code that came without an error's text."""
+    """An exit code that came without an error's text; ``name`` is that of the finding."""
 
     words: str
     why: str
     fix: str = ""
+    name: str = "rank-failed"
 
 
 _LESS_MEMORY = (
@@ -26,6 +27,7 @@ _MORE_SHARED_MEMORY = (
     "of medium Memory at /dev/shm; or use DataLoader(num_workers=0)"
 )
 OUT_OF_MEMORY = Exit(
+    name="rank-oom-killed",
     words="killed by the kernel: out of memory",
     why="the machine, or this job's share of it, had no memory left",
     fix=_LESS_MEMORY,
@@ -33,55 +35,66 @@ OUT_OF_MEMORY = Exit(
 
 EXITS: dict[int, Exit] = {
     -9: Exit(
+        name="rank-killed",
         words="killed (SIGKILL)",
         why="it was killed from outside: kill -9, a scheduler's limit, systemd-oomd or earlyoom",
         fix="ask the scheduler (sacct -j JOB), or journalctl and dmesg on {host}, who did it",
     ),
     -6: Exit(
+        name="rank-crashed",
         words="aborted (SIGABRT)",
         why="a C++ library gave up, which Python cannot catch; the lines above tell more",
         fix="read the end of its log; TORCH_SHOW_CPP_STACKTRACES=1 shows where it was",
     ),
     -7: Exit(
+        name="rank-crashed",
         words="bus error (SIGBUS)",
         why="it touched memory that could not be had: most often /dev/shm is full (DataLoader)",
         fix=_MORE_SHARED_MEMORY,
     ),
     -11: Exit(
+        name="rank-crashed",
         words="segmentation fault (SIGSEGV)",
         why="native code touched memory that is not its own: a broken or mismatched extension",
         fix="the stack in its log names the library; reinstall it for this torch and Python",
     ),
     -4: Exit(
+        name="rank-crashed",
         words="illegal instruction (SIGILL)",
         why="a library was built for a newer processor than the one of {host}",
         fix="install builds made for this processor on {host}",
     ),
     -8: Exit(
+        name="rank-crashed",
         words="arithmetic fault (SIGFPE)",
         why="native code divided an integer by zero",
         fix="the stack in its log names the library",
     ),
     -15: Exit(
+        name="rank-terminated",
         words="ended from outside (SIGTERM)",
         why="somebody asked it to end: a scheduler, a service manager, or kill",
         fix="ask the scheduler, or journalctl on {host}, who did it",
     ),
     -2: Exit(
+        name="rank-terminated",
         words="interrupted (SIGINT)",
         why="somebody interrupted it: Ctrl-C, or kill -2",
     ),
     -10: Exit(
+        name="rank-terminated",
         words="ended by SIGUSR1",
         why="a scheduler sends this signal as a warning, and the script has no handler for it",
         fix="signal.signal(signal.SIGUSR1, …) in the script, and save a checkpoint there",
     ),
     -12: Exit(
+        name="rank-terminated",
         words="ended by SIGUSR2",
         why="a scheduler sends this signal as a warning, and the script has no handler for it",
         fix="signal.signal(signal.SIGUSR2, …) in the script, and save a checkpoint there",
     ),
     -24: Exit(
+        name="rank-terminated",
         words="ended by SIGXCPU",
         why="its allowance of processor time (ulimit -t) was used up",
         fix="raise the limit on {host}: ulimit -t unlimited",
@@ -113,6 +126,8 @@ EXITS: dict[int, Exit] = {
     ),
 }
 
+NAMES = frozenset(one.name for one in (OUT_OF_MEMORY, *EXITS.values()))
+
 
 def by_signal(exit_code: int) -> int:
     """Return -9 for 137, which is how shells report a signal; other codes as they are."""
@@ -125,7 +140,11 @@ def exit_of(exit_code: int) -> Exit:
     if code in EXITS:
         return EXITS[code]
     if code < 0:
-        return Exit(words=f"ended by signal {-code}", why="somebody sent it this signal")
+        return Exit(
+            name="rank-terminated",
+            words=f"ended by signal {-code}",
+            why="somebody sent it this signal",
+        )
     return Exit(
         words=f"exit code {exit_code}",
         why="the script ended itself with this code (sys.exit) and showed no traceback",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow
+from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow, NotTrusted
 from torchmuster.launch import wire
 from torchmuster.launch.channel import Channel
 
@@ -168,12 +168,18 @@ class Node:
                     return
 
     async def _take_in(self, on_output: Callable[[int, str], None]) -> None:
+        """Take in what the machine says; one whose message cannot be handled is lost."""
+        try:
+            await self._take_in_all(on_output)
+        except wire.Garbled as error:
+            self.lose(f"it cannot be understood: {error}")
+        except Exception as error:
+            self.lose(f"what it sent could not be handled: {type(error).__name__}: {error}")
+            await self.channel.close()
+
+    async def _take_in_all(self, on_output: Callable[[int, str], None]) -> None:
         while True:
-            try:
-                message = await self.channel.receive()
-            except wire.Garbled as error:
-                self.lose(f"it cannot be understood: {error}")
-                return
+            message = await self.channel.receive()
             self.heard_s = time.monotonic()
             match message:
                 case None:
@@ -207,6 +213,9 @@ class Node:
 def error_from(trouble: wire.Trouble, host: str = "") -> MusterError:
     """Turn what a machine refused with into the error it was there."""
     kinds: dict[int, type[MusterError]] = {2: Impossible, 3: NotNow}
+    kind = kinds.get(trouble.exit_code, MusterError)
+    if trouble.name == "not-trusted":
+        kind = NotTrusted
     what = f"{host}: {trouble.what}" if host else trouble.what
     why = "\n".join(part for part in (trouble.why, trouble.evidence) if part)
-    return kinds.get(trouble.exit_code, MusterError)(what, why=why, fix=trouble.fix)
+    return kind(what, why=why, fix=trouble.fix)

@@ -19,6 +19,7 @@ from torchmuster.launch import wire
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 
+LEAST_TORCH = "2.12"  # also in pyproject.toml; docs/versions.md has what was run
 _VERSION = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
@@ -37,6 +38,15 @@ def this_node(*, interfaces: Sequence[Interface] | None = None) -> wire.NodeReco
         clock_unix_s=time.time(),
         addresses=tuple(network_interfaces.candidates(interfaces)),
     )
+
+
+def torch_too_old(version: str) -> bool:
+    """Say whether a version of torch is below the least that torchmuster works with."""
+    return _numbers(version) < _numbers(LEAST_TORCH)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
 
 
 def torch_version(folders: Sequence[str] | None = None) -> str | None:

@@ -264,7 +264,7 @@ def _was_out_of_memory(failure: wire.Failure) -> bool:
 def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> Finding:
     why, fix = _explanation(first)
     if failure := first.failure:
-        name, what = "rank-failed", f"{who} failed: {_cause(first)}"
+        name, what = _exit(failure).name, f"{who} failed: {_cause(first)}"
         if failure.what.startswith(f"{who} "):  # it says itself who it is
             what = _cause(first)
         shown = "" if failure.what else failure.traceback or failure.last_lines
@@ -295,13 +295,19 @@ def _cause(report: _Report) -> str:
     """Return the cause in a few words, for the headline."""
     if report.failure is None:
         return _headline(report.text)
-    code = _code(report.failure)
-    if code == _KILLED and _was_out_of_memory(report.failure):
-        return known_failures.OUT_OF_MEMORY.words
-    exit_words = known_failures.exit_of(code).words
-    if not report.text:
-        return exit_words
-    return f"{exit_words}: {_headline(report.text)}" if code < 0 else _headline(report.text)
+    exit_ = _exit(report.failure)
+    if exit_ is known_failures.OUT_OF_MEMORY or not report.text:
+        return exit_.words
+    by_signal = _code(report.failure) < 0
+    return f"{exit_.words}: {_headline(report.text)}" if by_signal else _headline(report.text)
+
+
+def _exit(failure: wire.Failure) -> known_failures.Exit:
+    """Return what is known of how a rank ended."""
+    code = _code(failure)
+    if code == _KILLED and _was_out_of_memory(failure):
+        return known_failures.OUT_OF_MEMORY
+    return known_failures.exit_of(code)
 
 
 def _headline(text: str) -> str:
@@ -324,9 +330,7 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     elif found := _known(report):
         why, fix = "; ".join(part for part in (found.what, found.why) if part), found.fix
     elif failure is not None and (_code(failure) != 1 or not report.text):
-        killed_by_kernel = _code(failure) == _KILLED and _was_out_of_memory(failure)
-        exit_ = known_failures.exit_of(_code(failure))
-        exit_ = known_failures.OUT_OF_MEMORY if killed_by_kernel else exit_
+        exit_ = _exit(failure)
         why, fix = exit_.why, exit_.fix
         if place := traceback_text.crashed_at(failure.last_lines):
             why = f"{why}\nit happened at {place}"

@@ -12,17 +12,25 @@ cut into lines of at most ``LINE_LIMIT`` characters (srun breaks longer ones): `
 """
 
 import json
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.pulse import Integer, Pulse
 
 PROTOCOL = 1
 LINE_LIMIT = 900
 # A message is small; whoever sends more than this is not one of us.
 MESSAGE_LIMIT = 4 * 2**20
+_ERROR_LIMIT = 200
+
+# It names processes to be killed, so an empty one would mean all of them; and it is written to pipes
+# line by line.
+Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]
+ExitStatus = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Read = TypeVar("Read")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -41,13 +49,13 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     user: str
-    pid: int
+    pid: Integer
     system: str  # linux, darwin, win32
     machine: str  # x86_64, arm64, …
     python: str  # 3.11.7
     torch: str | None  # 2.13.0+cpu; None if it is not installed
     torchmuster: str
-    cores: int
+    cores: Integer
     clock_unix_s: float
     addresses: tuple[Address, ...]
 
@@ -57,7 +65,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     script_sha256: str
     code_sha256: str  # of all Python files in the script's folder, or "" where there are too many
-    code_files: int
+    code_files: Integer
     packages_sha256: str
 
 
@@ -67,9 +75,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     ``ago_s`` is how long before the message was sent it happened, so that clocks need not agree.
     """
 
-    rank: int
-    local_rank: int
-    exit_code: int  # negative: the signal that ended it
+    rank: Integer
+    local_rank: Integer
+    exit_code: Integer  # negative: the signal that ended it
     ago_s: float
     error: str = ""  # "RuntimeError: …", the last line of the traceback
     # What an error of ours says of itself, in its three parts; "" where it is another's.
@@ -78,7 +86,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
     traceback: str = ""
     last_lines: str = ""
-    peak_rss_bytes: int | None = None
+    peak_rss_bytes: Integer | None = None
     evidence: str = ""  # what the machine knows of the cause: "the kernel killed it: out of memory"
 
 
@@ -90,7 +98,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     fix: str = ""
     evidence: str = ""
-    exit_code: int = 1
+    exit_code: Integer = 1
 
 
 # ---- from the launcher
@@ -100,12 +108,12 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     """Take devices and look at the code; nothing is started yet."""
 
     run_id: str
-    token: str  # in the environment of every process of the run, so that all of them can be found
+    token: Token  # in the environment of every process of the run, so that all of them can be found
     command: tuple[str, ...]  # the script and its arguments
     module: bool  # the first word of the command is a module (python -m)
     folder: str  # the working directory
     device: str  # auto, gpu, cpu
-    ranks: int | None  # None: one for each device
+    ranks: Ranks | None  # None: one for each device
     gpu_ids: tuple[str, ...] | None = None
     share: bool = False
     wait_s: float = 0.0
@@ -121,7 +129,7 @@ class Listen(Message, frozen=True, kw_only=True, tag="listen"):
     """Open a port: on the first machine the one to meet at, on others one to be tried."""
 
     nonce: str  # what to answer to those who try the port, so that they know whom they reached
-    port: int | None  # None: the usual one or the next that is free; 0: any
+    port: Integer | None  # None: the usual one or the next that is free; 0: any
     address: str | None = None  # listen only here
 
 
@@ -129,7 +137,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """An address and port to be tried."""
 
     address: str
-    port: int
+    port: Integer
 
 
 class Reach(Message, frozen=True, kw_only=True, tag="reach"):
@@ -143,19 +151,19 @@ class Reach(Message, frozen=True, kw_only=True, tag="reach"):
 class Start(Message, frozen=True, kw_only=True, tag="start"):
     """Start this machine's ranks."""
 
-    attempt: int
-    node_rank: int
-    nodes: int
-    first_rank: int
-    world_size: int
+    attempt: Integer
+    node_rank: Integer
+    nodes: Integer
+    first_rank: Integer
+    world_size: Integer
     backend: str  # muster, c10d, etcd-v2
     endpoint: str  # HOST:PORT of the rendezvous
     address: str  # of the first machine, as all reach it
-    port: int
+    port: Integer
     local_address: str
     interface: str | None  # None: leave the choice to the libraries (one machine)
     timeout_s: float
-    max_restarts: int
+    max_restarts: Integer
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
@@ -174,7 +182,7 @@ class Signal(Message, frozen=True, kw_only=True, tag="signal"):
 class Examine(Message, frozen=True, kw_only=True, tag="examine"):
     """Have these ranks show what they are doing: stacks, and what they wrote down of collectives."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[Integer, ...]
 
 
 class TellPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
@@ -185,7 +193,7 @@ class Engage(Message, frozen=True, kw_only=True, tag="engage"):
     """Start a program of ours beside the keeper; it ends with the keeper, or when asked."""
 
     program: str  # a module of torchmuster's, run as python -m
-    token: str  # of this keeper's part in the run: the program's is below it
+    token: Token  # of this keeper's part in the run: the program's is below it
 
 
 class Relay(Message, frozen=True, kw_only=True, tag="relay"):
@@ -201,7 +209,7 @@ class Alive(Message, frozen=True, kw_only=True, tag="alive"):
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """The run is over for this keeper; the words are for whoever watches its terminal."""
 
-    exit_code: int
+    exit_code: ExitStatus
     words: str
 
 
@@ -211,7 +219,7 @@ class Leave(Message, frozen=True, kw_only=True, tag="leave"):
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """The first message: who is here."""
 
-    protocol: int
+    protocol: Integer
     record: NodeRecord
 
 
@@ -230,7 +238,7 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     """Devices are held and the code has been looked at."""
 
-    ranks: int
+    ranks: Ranks
     devices: tuple[str, ...]
     reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None where no other machine takes part
@@ -239,7 +247,7 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
     """The port is open at these addresses, best first."""
 
-    port: int
+    port: Integer
     addresses: tuple[Address, ...]
     reason: str  # why this port
 
@@ -262,21 +270,21 @@ class Reached(Message, frozen=True, kw_only=True, tag="reached"):
 class Started(Message, frozen=True, kw_only=True, tag="started"):
     """The ranks are being started."""
 
-    attempt: int
-    pid: int
+    attempt: Integer
+    pid: Integer
 
 
 class Output(Message, frozen=True, kw_only=True, tag="output"):
     """Whole lines that a rank wrote."""
 
-    rank: int
+    rank: Integer
     text: str
 
 
 class Pulses(Message, frozen=True, kw_only=True, tag="pulses"):
     """What this machine's ranks are doing, every two seconds."""
 
-    attempt: int
+    attempt: Integer
     pulses: tuple[Pulse, ...]
     kept: bool = False  # the machine has written it into the run's folder itself
 
@@ -284,7 +292,7 @@ class Pulses(Message, frozen=True, kw_only=True, tag="pulses"):
 class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     """A file that shows what a rank is doing."""
 
-    rank: int
+    rank: Integer
     name: str  # stacks.txt, flight.json
     text: str
 
@@ -296,10 +304,10 @@ class Examined(Message, frozen=True, kw_only=True, tag="examined"):
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     """None of this machine's processes is alive any more."""
 
-    attempt: int
+    attempt: Integer
     good: bool
     failures: tuple[Failure, ...] = ()
-    finished: tuple[int, ...] = ()  # where some failed: the ranks whose script had ended well
+    finished: tuple[Integer, ...] = ()  # where some failed: the ranks whose script had ended well
     words: str = ""  # of the agent itself, where it and not a rank failed
 
 
@@ -312,13 +320,13 @@ class Packages(Message, frozen=True, kw_only=True, tag="packages"):
 class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     """The program was started."""
 
-    pid: int
+    pid: Integer
 
 
 class Disengaged(Message, frozen=True, kw_only=True, tag="disengaged"):
     """The engaged program has ended."""
 
-    exit_code: int | None  # negative: the signal that ended it; None: not known
+    exit_code: Integer | None  # negative: the signal that ended it; None: not known
     words: str = ""  # its last words on standard error
 
 
@@ -367,6 +375,17 @@ class Garbled(ValueError):
     """Something that is not a message of this protocol."""
 
 
+def read_with(decode: Callable[[bytes], Read], data: bytes) -> Read:
+    """Decode bytes of another machine; raises ``Garbled`` whatever is wrong with them.
+
+    Decoders raise more than their own errors: ``RecursionError`` for deep nesting, ``UnicodeDecodeError``.
+    """
+    try:
+        return decode(data)
+    except Exception as error:
+        raise Garbled(str(error)[:_ERROR_LIMIT] or type(error).__name__) from error
+
+
 def encode(message: Message) -> bytes:
     """Return a message as JSON, without a line end."""
     return _encode(message)
@@ -374,19 +393,13 @@ def encode(message: Message) -> bytes:
 
 def decode_to_keeper(data: bytes) -> ToKeeper:
     """Read a message of the launcher's."""
-    try:
-        message: ToKeeper = _decode_to_keeper(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Garbled(str(error)) from error
+    message: ToKeeper = read_with(_decode_to_keeper, data)
     return message
 
 
 def decode_from_keeper(data: bytes) -> FromKeeper:
     """Read a message of a keeper's."""
-    try:
-        message: FromKeeper = _decode_from_keeper(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Garbled(str(error)) from error
+    message: FromKeeper = read_with(_decode_from_keeper, data)
     return message
 
 

@@ -52,7 +52,7 @@ class Connection:
             if size > LONGEST_MESSAGE:
                 return None
             return decoder.decode(self._read(size))
-        except (OSError, EOFError, ValueError, msgspec.DecodeError):
+        except (OSError, EOFError, ValueError, RecursionError, msgspec.DecodeError):
             return None
 
     def close(self) -> None:

@@ -150,7 +150,9 @@ def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
         port=None,
         announce=True,
         on_event=lambda words: tell(Said(words)),
-        on_code=lambda place, code: tell(Code(place + 1, f"muster join {encode(code)}")),
+        on_code=lambda place, code: tell(
+            Code(place + 1, f"muster join --trust-host {encode(code)}")
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torchmuster.finding import Finding, render
 from torchmuster.launch import node_ranks
 from torchmuster.launch.console import Folder, rank_words
+from torchmuster.launch.hangs.hang_words import KEEPS_WAITING
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
@@ -17,7 +18,6 @@ _PLACES_AFTER_S = 5.0
 # A mistake in a cell is mostly made by all ranks, and shown once then.
 _OTHERS_FOLLOW_WITHIN_S = 2.0
 _GROUPS_SHOWN = 6
-_KEEPS_WAITING = "rank-keeps-others-waiting"
 
 
 class Lines:
@@ -99,7 +99,7 @@ class CellShown:
         """Show what the launcher found; it does not know that a rank has ended its cell."""
         self.lines.show_due()
         self._write(f"{render(findings)}\n")
-        if self._done and any(one.name == _KEEPS_WAITING for one in findings):
+        if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
             ended = standing(self._done, (), {})
             self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
 
 _LOWER = (torch.bfloat16, torch.float16)
 _NOTHING = nullcontext()
@@ -41,10 +42,7 @@ class FlopsPerSample:
 
 def is_compiled(model: nn.Module) -> bool:
     """Say whether ``torch.compile`` has made code for a model or a part of it."""
-    return any(
-        getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
-        for part in model.modules()
-    )
+    return any(is_compiled_part(part) for part in model.modules())
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]

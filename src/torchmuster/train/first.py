@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import MusterError
+from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.world import World
 
 _DONE = "done"
@@ -36,8 +37,7 @@ def first(
     if world.world_size == 1:
         yield
         return
-    # There is no public way to the store; a second one would need a port that all know.
-    store = PrefixStore("torchmuster/first", _get_default_store())
+    store = PrefixStore("torchmuster/first", group_store())
     visit = store.add(f"visits/{world.global_rank}", 1)  # all ranks come equally often
     # The host's name too: not every launcher numbers the nodes.
     node = f"{socket.gethostname()}/{world.node_rank}"

@@ -1,6 +1,6 @@
 """The names people gave to parts of their model, without what wrappers add to them."""
 
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}  # recomputation, torch.compile
+from torchmuster.train.torch_private import WRAPPED
 
 
 def own_name(name: str) -> str:
@@ -8,4 +8,4 @@ def own_name(name: str) -> str:
     parts = name.split(".")
     if parts[0] == "module":  # DDP's
         parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPERS)
+    return ".".join(part for part in parts if part not in WRAPPED)

@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import ExitCode
 from torchmuster.launch.agent import GRACE_VARIABLE
+from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train import neighbours
 from torchmuster.train.signal_reader import SignalReader
 from torchmuster.train.world import World
@@ -100,8 +101,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if self._world.world_size > 1:
-            # There is no public way to the store; a second one would need a port that all know.
-            store = PrefixStore("torchmuster/stop", _get_default_store())
+            store = PrefixStore("torchmuster/stop", group_store())
             visit = store.add(f"visits/{self._world.global_rank}", 1)
             self._store = PrefixStore(f"{visit}", store)
             self._store.set(f"address/{self._world.global_rank}", neighbours.address())

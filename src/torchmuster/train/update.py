@@ -28,6 +28,7 @@ from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.loss_scale import LossScale, refuse_half_weights
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.torch_private import multiply_all
 from torchmuster.train.world import World
 
 _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
@@ -234,7 +235,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], by: float) -> None:
             for grad in (one.grad for one in parameters)
             if grad is not None
         ]
-        torch._foreach_mul_(gradients, by)
+        multiply_all(gradients, by)
 
 
 def _no_loss(given: Any) -> MusterError:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -32,12 +33,13 @@ def save_weights(
     folder: Path,
     world: World,
     *,
+    beside: Path | None = None,
     most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
 ) -> None:
     """Write a model's weights into a folder, under the model's own names; all ranks call it.
 
-    The folder appears when it is complete, in the place of one that is there already. Of tied parameters
-    the first is written, as transformers does it.
+    The folder appears when it is complete, in the place of one that is there already, and gets the files of
+    the folder ``beside``. Of tied parameters the first is written, as transformers does it.
     """
     state = strategy.state_dict(model)["model"]
     names = [one for one in state if one not in _tied_names(model)]
@@ -45,7 +47,10 @@ def save_weights(
     problem = ""
     if world.is_first:
         try:
-            _write_folder(folder, tensors, _files(state, names, most_in_a_file_bytes))
+            with replaced_folder(folder) as unfinished:
+                if beside is not None:
+                    shutil.copytree(beside, unfinished, dirs_exist_ok=True)
+                _write_files(unfinished, tensors, _files(state, names, most_in_a_file_bytes))
         except (OSError, SafetensorError) as error:
             problem = str(error)
     for _ in tensors:  # every rank takes part in putting each tensor together
@@ -57,6 +62,26 @@ def save_weights(
             why=problem,
             fix="make room there, or write them elsewhere",
         )
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder that takes the place of ``folder`` once all is written; after an error nothing changes."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        if folder.exists():
+            before = folder.parent / f".{folder.name}.{os.getpid()}.before"
+            folder.rename(before)
+            unfinished.rename(folder)
+            shutil.rmtree(before)
+        else:
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,27 +126,6 @@ def _files(state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int)
         files[-1].append(name)
         filled += size
     return files
-
-
-def _write_folder(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[list[str]]
-) -> None:
-    """Write all files beside the folder's place, then put them there at once."""
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
-    unfinished.mkdir()
-    try:
-        _write_files(unfinished, tensors, files)
-        if folder.exists():
-            before = folder.parent / f".{folder.name}.{os.getpid()}.before"
-            folder.rename(before)
-            unfinished.rename(folder)
-            shutil.rmtree(before)
-        else:
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_files(

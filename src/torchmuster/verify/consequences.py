@@ -4,13 +4,14 @@ import re
 from collections.abc import Sequence
 
 from torchmuster.finding import Finding, worst_first
+from torchmuster.launch import known_failures
 
 # By name: if one of the causes was found anywhere, the consequence is not told.
 _CAUSES: dict[str, frozenset[str]] = {
     # Ranks wait in vain for one that failed; that one says best why.
-    "collective-hangs": frozenset({"rank-failed", "agent-failed", "host-lost"}),
+    "collective-hangs": known_failures.NAMES | {"agent-failed", "host-lost"},
     "no-carrier": frozenset({"own-cable-out"}),
-    "probe-hangs": frozenset({"collective-hangs", "rank-failed"}),
+    "probe-hangs": known_failures.NAMES | {"collective-hangs"},
 }
 # The same, if the cause is as bad and tells of the same machines.
 _CAUSES_THERE: dict[str, frozenset[str]] = {

@@ -64,7 +64,12 @@ class Examiner:
         try:
             said = json.loads(word.text)
             answer = self._asked[said["id"]]
-        except (ValueError, KeyError, TypeError):  # given up by whoever asked, or not an answer
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # given up by whoever asked, or not an answer
             return
         if answer.done():
             return

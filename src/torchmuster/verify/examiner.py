@@ -85,7 +85,7 @@ async def _serve() -> None:
     async def deal_with(line: bytes) -> None:
         try:
             said = await answer(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             said = _error(None, MusterError(f"not a question: {error}"))
         async with writing:
             await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)

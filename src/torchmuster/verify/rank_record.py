@@ -136,7 +136,7 @@ def records_from(lines: Iterable[str]) -> list[RankRecord]:
             continue
         try:
             record = msgspec.json.decode(text, type=RankRecord)
-        except msgspec.MsgspecError:  # cut short, or another program's
+        except (msgspec.MsgspecError, RecursionError):  # cut short, or another program's
             continue
         last[record.rank] = record
     return [last[rank] for rank in sorted(last)]

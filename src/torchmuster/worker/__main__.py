@@ -8,17 +8,17 @@ Also under plain torchrun::
 """
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.config.layers import Flag
+from torchmuster.config import worker_arguments
 from torchmuster.config.resolve import Resolved, resolve
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
 from torchmuster.config.written import as_yaml
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.alike import refuse_differences
@@ -100,25 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Train from settings, as one rank.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
-    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="KEY=VALUE")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument(
-        "--run-folder",
-        type=Path,
-        metavar="DIR",
-        help="where checkpoints, metrics and weights go; a run that is there goes on; else runs/…",
-    )
+    worker_arguments.add_to(parser)
     return parser
-
-
-def _setting(text: str) -> Flag:
-    path, _, value = text.partition("=")
-    return Flag(flag=f"--set {path}", path=path, text=value)
 
 
 if __name__ == "__main__":
     try:
         main()
     finally:
-        gc.freeze()  # looking through all of torch's objects once more takes as long as importing them
+        freeze_objects()

@@ -10,12 +10,14 @@ from torchmuster.checkpoints.manifest import committed
 from torchmuster.config.settings import Settings
 from torchmuster.config.training import checkpoint_place
 from torchmuster.errors import MusterError
+from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision, schedules
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.assembly import portions_of
 from torchmuster.train.data.kinds import loader_for
 from torchmuster.train.data.step import Loader
-from torchmuster.train.models import hugging_face, lora, named
+from torchmuster.train.data.text import TextRows
+from torchmuster.train.models import lora, named
 from torchmuster.train.models.making import Recipe, with_weights_of
 from torchmuster.train.out_of_memory import naming_memory
 from torchmuster.train.saving.in_training import Saving
@@ -28,6 +30,7 @@ from torchmuster.units import parse_seconds
 from torchmuster.worker.comparing import reports_of
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
 from torchmuster.worker.model import model_of, recipe_of
+from torchmuster.worker.model_files import write_model_files
 from torchmuster.worker.peak import peak_flop_s
 from torchmuster.worker.sinks import sent_beside
 from torchmuster.worker.speaking import say
@@ -42,15 +45,19 @@ def train(settings: Settings, world: World, folder: Path) -> None:
     stop = StopRequest(world) if settings.checkpoint.enabled else None
     with naming_memory(world):
         recipe = recipe_of(settings, world)
-        trainer = _trainer(settings, recipe, world, folder, stop)
-    place = folder / "checkpoints" / "final"
+        rows = rows_of(settings, world)
+        trainer = _trainer(settings, recipe, rows, world, folder, stop)
+    run = RunFolder(folder)
+    tokenizer = None if rows is None else rows.tokenizer
+    write_model_files(run.model, recipe, tokenizer, trainer.model, world)
+    place = run.checkpoints / "final"
     with sent_beside(settings, world, folder):
         with stop or nullcontext():
             if stop is not None:
                 trainer.resume()
             begun_at = trainer.step
             last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
-        _save(trainer, recipe, place)
+        _save(trainer, recipe, place, beside=run.model)
     if trainer.step == begun_at:
         say(world, f"it had finished: nothing is left to train after step {begun_at}")
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
@@ -58,12 +65,16 @@ def train(settings: Settings, world: World, folder: Path) -> None:
 
 
 def _trainer(
-    settings: Settings, recipe: Recipe, world: World, folder: Path, stop: StopRequest | None
+    settings: Settings,
+    recipe: Recipe,
+    rows: TextRows | None,
+    world: World,
+    folder: Path,
+    stop: StopRequest | None,
 ) -> Trainer:
     wanted = settings.train
     seed_everything(wanted.seed, world)
     saving = None if stop is None else _saving(settings, folder, stop)
-    rows = rows_of(settings, world)
     batches = batches_of(
         settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
     )
@@ -164,13 +175,11 @@ def _schedule(
     )
 
 
-def _save(trainer: Trainer, recipe: Recipe, place: Path) -> None:
-    """Leave what was trained: LoRA's matrices alone, or the whole model with what belongs to it."""
+def _save(trainer: Trainer, recipe: Recipe, place: Path, *, beside: Path) -> None:
+    """Leave what was trained: LoRA's matrices alone, or the whole model; with what belongs to it."""
     strategy = trainer.strategy.value
     if recipe.lora is not None:
         state = strategy.state_dict(trainer.model)["model"]
-        lora.save_adapters(trainer.model, state, place, trainer.world)
+        lora.save_adapters(trainer.model, state, place, trainer.world, beside=beside)
         return
-    save_weights(trainer.model, strategy, place, trainer.world)
-    if recipe.files is not None and trainer.world.is_first:
-        hugging_face.save_beside(recipe.files, place)
+    save_weights(trainer.model, strategy, place, trainer.world, beside=beside)

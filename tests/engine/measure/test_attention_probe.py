@@ -1,10 +1,12 @@
 """Every kind of attention gives the same as float64, or is found out; memory is what scores take."""
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.measure.attention import AttentionAnswer, AttentionRequest
 from torchmuster.measure.probes import attention, attention_kinds
@@ -47,9 +49,8 @@ def test_all_kinds_of_this_device_give_the_same_forward_and_backward(causal: boo
         assert one.error < 1e-5
         assert one.forward_s
         assert one.training_s
-    assert found.missing == {
-        "efficient": "No viable backend for scaled_dot_product_attention was found"
-    }
+    assert found.missing.keys() == {"efficient"}
+    assert "No viable backend" in found.missing["efficient"]
 
 
 def test_sixteen_bits_are_allowed_their_rounding() -> None:
@@ -99,12 +100,12 @@ def test_plain_attention_takes_the_memory_of_its_scores_and_flash_does_not() -> 
     assert flash.training_bytes < scores_bytes
 
 
-def test_what_would_take_too_long_is_left_out_with_how_long() -> None:
+def test_what_would_take_too_long_is_left_out_with_how_long(snapshot: SnapshotAssertion) -> None:
     found = measured(lengths=(32, 64), kinds=("plain",), longest_s=1e-9)
     first, second = found.measured
     assert first.training_s
     assert not second.training_s
-    assert second.left_out.startswith("a forward and backward would take about ")
+    assert re.sub(r"[\d.]+ \w+$", "TIME", second.left_out) == snapshot
 
 
 def test_without_a_compiler_flex_is_left_out_with_the_reason(
@@ -112,7 +113,7 @@ def test_without_a_compiler_flex_is_left_out_with_the_reason(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = measured(kinds=("plain", "flex"), lengths=(32,))
-    assert found.missing["flex"].startswith("not compiled: there is no C++ compiler")
+    assert "no C++ compiler" in found.missing["flex"]
 
 
 def test_what_is_asked_and_answered_is_json(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import Dataset, IterableDataset
 
 from made_up_worlds import made_up_world
@@ -144,12 +145,14 @@ def test_threads_that_do_little_do_not_count() -> None:
     assert _computing([0.0]) == 1
 
 
-def test_what_is_drawn_at_random_is_told_from_what_no_seed_reaches() -> None:
+def test_what_is_drawn_at_random_is_told_from_what_no_seed_reaches(
+    snapshot: SnapshotAssertion,
+) -> None:
     drawn = loader_choice.same_data(reads(Drawing(), (0, 1, 2)))
     assert drawn.name == "data-same"
-    assert "differs between no workers and some" in drawn.what
+    assert drawn == snapshot(name="drawn at random")
     unseeded = loader_choice.same_data(reads(Unseeded(), (1, 2)))
-    assert "another content each time" in unseeded.what
+    assert unseeded == snapshot(name="unseeded")
 
 
 def test_a_short_dataset_is_read_again_and_again() -> None:

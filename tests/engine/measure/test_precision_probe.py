@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
@@ -100,7 +101,7 @@ def test_all_precisions_train_the_same_model_with_the_same_data(tmp_path: Path) 
     )
     ways = {one.precision: one for one in found.ways}
     assert list(ways) == ["fp32", "bf16", "fp16"]
-    assert found.missing == {"tf32": "a mode of accelerators' float32 units"}
+    assert found.missing.keys() == {"tf32"}
     first = [one.losses[0] for one in found.ways]
     assert all(loss == pytest.approx(first[0], rel=1e-2) for loss in first)
     for one in found.ways:
@@ -125,11 +126,14 @@ def test_what_is_asked_and_answered_is_json(tmp_path: Path) -> None:
     assert [one.precision for one in answer.ways] == ["fp32", "bf16", "fp16"]
 
 
-def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(tmp_path: Path) -> None:
+def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     found = precision.measure(request(work_of(tmp_path, "overflows")), made_up_world())
     ways = {one.precision: one for one in found.ways}
     assert ways["fp16"].skipped == 4
-    assert ways["fp16"].trouble == "step 0: rank 0's layer grow gave Inf from finite inputs"
+    assert "layer grow gave Inf" in ways["fp16"].trouble
+    assert ways["fp16"].trouble == snapshot
     assert ways["bf16"].skipped == 0
     assert not ways["bf16"].trouble
 

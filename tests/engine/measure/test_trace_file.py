@@ -46,7 +46,7 @@ def test_a_trace_that_would_be_too_large_has_fewer_steps_and_says_so(tmp_path: P
     kept = traced(tmp_path, trace_most_bytes=1)
     assert kept is not None
     assert (kept.first_step, kept.last_step) == (7, 7)
-    assert kept.why_cut.endswith("1 B are allowed: 1 of 3 steps were kept")
+    assert "1 of 3 steps" in kept.why_cut
     assert marks(tmp_path / kept.file) == ["muster:step#7"]
 
 

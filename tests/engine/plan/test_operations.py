@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as _registers_the_operations_of_f
 
 from torchmuster.plan.probes.live_storage import LiveStorages
 from torchmuster.plan.probes.log import Done
-from torchmuster.plan.probes.private_torch import FakeTensorMode
+from torchmuster.plan.torch_private import FakeTensorMode
 
 pytestmark = pytest.mark.engine
 

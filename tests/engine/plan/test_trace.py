@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,11 +19,11 @@ from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.private_torch import single_allocations
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.trace import answer, trace
 from torchmuster.plan.proof.real_steps import Steps
 from torchmuster.plan.record import Allocation, Collective, Record, Request
+from torchmuster.plan.torch_private import single_allocations
 from torchmuster.train.strategies.sharding import Layout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
@@ -223,13 +224,14 @@ def test_a_gradient_is_added_to_where_it_lies_unless_it_is_a_view(own: Work) -> 
             assert gradients // record.states["parameters"] == times, (name, kernels)
 
 
-def test_parameters_that_ddp_would_wait_for_are_named(own: Work) -> None:
+def test_parameters_that_ddp_would_wait_for_are_named(
+    own: Work, snapshot: SnapshotAssertion
+) -> None:
     candidate = Candidate(strategy="ddp", layout=Layout(copies=4, shards=1))
     with pytest.raises(MusterError) as caught:
         trace(Request(work=built_by("with_spare", own), candidate=candidate))
-    assert caught.value.what == (
-        "a trained parameter got no gradient in the first step on any rank: spare"
-    )
+    assert caught.value.what.endswith(": spare")
+    assert caught.value.what == snapshot
 
 
 def test_packed_rows_take_the_masks_that_they_need(llama: Work) -> None:
@@ -434,24 +436,24 @@ def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_pat
     assert {one.stream for one in events} == {"compute", "gather", "reduce"}
 
 
-def test_what_reads_values_is_refused_by_name(own: Work) -> None:
+def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAssertion) -> None:
     work = built_by("reads_values", own)
     candidate = single(micro_batch_size=2)
     request = Request(work=work, candidate=candidate)
     with pytest.raises(Impossible) as caught:
         trace(request)
-    assert caught.value.what == "this model cannot be followed without values: in blocks.2, forward"
-    assert caught.value.why.startswith(
-        "aten._local_scalar_dense.default (.item(), float() or an if)"
-    )
-    assert "estimate" in caught.value.fix
+    assert "in blocks.2, forward" in caught.value.what
+    assert caught.value.why.startswith("aten._local_scalar_dense.default (.item(), ")
+    assert caught.value.what == snapshot
+    assert caught.value.fix == snapshot
     told = answer(msgspec.json.encode(request), None)
     assert told["refused"]["what"] == caught.value.what
 
 
-def test_many_shards_are_not_traced(llama: Work) -> None:
-    with pytest.raises(Impossible, match="asked to trace shards over 128 ranks"):
+def test_many_shards_are_not_traced(llama: Work, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="128 ranks") as refused:
         trace(Request(work=llama, candidate=fsdp(1, 128)))
+    assert refused.value == snapshot
 
 
 def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
@@ -463,13 +465,10 @@ def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
     assert "no module 'no_such_module'" in told["refused"]["what"]
 
 
-def test_nothing_says_what_a_batch_looks_like(own: Work) -> None:
-    with pytest.raises(Impossible, match="nothing says what a batch looks like"):
-        build(
-            replace(own, dataset=None),
-            single(),
-            made_up_world(),
-        )
+def test_nothing_says_what_a_batch_looks_like(own: Work, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible) as refused:
+        build(replace(own, dataset=None), single(), made_up_world())
+    assert refused.value == snapshot
 
 
 def test_a_model_of_fewer_layers_is_the_same_otherwise(own: Work) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torchmuster.plan.probes import workspace
-from torchmuster.plan.probes.private_torch import FakeTensorMode
 from torchmuster.plan.probes.workspace import workspace_bytes
+from torchmuster.plan.torch_private import FakeTensorMode
 
 pytestmark = pytest.mark.engine
 

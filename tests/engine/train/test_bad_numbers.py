@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.engine
 WORLD = made_up_world()
 
 
-def test_statistics_that_took_a_nan_in_are_named() -> None:
+def test_statistics_that_took_a_nan_in_are_named(snapshot: SnapshotAssertion) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     inputs = torch.ones(4, 3)
     inputs[2] = float("nan")
@@ -22,13 +23,9 @@ def test_statistics_that_took_a_nan_in_are_named() -> None:
     found = BadNumbers(model, WORLD).examine(
         3, [micro], lambda model, batch: model(batch["pixels"]).mean()
     )
-    assert found.what == (
-        "step 3: rank 0's input batch has NaN (batch['pixels']); all ranks skipped this step"
-    )
-    assert found.why == (
-        "sample 7 of the dataset; the buffer 1.running_mean is not finite either: it keeps what it took "
-        "in until it is set anew"
-    )
+    assert "batch['pixels']" in found.what
+    assert "1.running_mean" in found.why
+    assert found == snapshot
 
 
 def test_what_a_loss_does_not_use_is_not_blamed() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -18,7 +19,9 @@ WORLD = made_up_world(ranks=2)
 ON_GPUS = replace(WORLD, device=torch.device("cuda", 0))
 
 
-def test_a_banner_fits_one_screen_and_says_what_will_be_computed() -> None:
+def test_a_banner_fits_one_screen_and_says_what_will_be_computed(
+    snapshot: SnapshotAssertion,
+) -> None:
     model = nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 2))
     model[0].requires_grad_(False)
     text = banner(
@@ -31,16 +34,9 @@ def test_a_banner_fits_one_screen_and_says_what_will_be_computed() -> None:
         strategy="ddp: so that every rank has a copy",
         precision="fp32: it was asked for",
     )
+    assert "1,302 parameters" in text
     threads = torch.get_num_threads()
-    assert text.splitlines() == [
-        "model     Sequential, 1,302 parameters in float32, 202 of them trained (15.5%)",
-        f"ranks     2 ranks, each on the CPU with {threads} thread{'s' * (threads > 1)}, "
-        "talking over gloo",
-        "batch     8 per rank x 2 ranks x 4 accumulation = 64 per step; LR 0.0001 unchanged",
-        "data      BatchLoader, 16 steps an epoch, seed 5",
-        "strategy  ddp: so that every rank has a copy",
-        "precision fp32: it was asked for",
-    ]
+    assert text.replace(f"{threads} thread{'s' * (threads > 1)}", "N threads") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -82,11 +78,13 @@ def test_the_batch_is_written_as_the_sum_it_is(
     assert batch_line(portions, ON_GPUS) == said
 
 
-def test_a_loader_that_cannot_tell_its_sizes_is_believed() -> None:
-    assert batch_line(None, WORLD) == "as large as the loader gives it"
+def test_a_loader_that_cannot_tell_its_sizes_is_believed(snapshot: SnapshotAssertion) -> None:
+    assert batch_line(None, WORLD) == snapshot
 
 
-def test_a_step_larger_than_the_data_and_a_rank_alone_are_told_as_they_are() -> None:
+def test_a_step_larger_than_the_data_and_a_rank_alone_are_told_as_they_are(
+    snapshot: SnapshotAssertion,
+) -> None:
     model = nn.Linear(2, 2).to(torch.bfloat16)
     alone = replace(WORLD, world_size=1, local_world_size=1)
     lines = banner(
@@ -97,9 +95,9 @@ def test_a_step_larger_than_the_data_and_a_rank_alone_are_told_as_they_are() -> 
         strategy="",
         precision="",
     ).splitlines()
-    assert lines[0] == "model     Linear, 6 parameters in bfloat16, all of them trained"
-    assert lines[1].startswith("ranks     1 rank, on the CPU with ")
+    assert "bfloat16" in lines[0]
+    assert lines[0] == snapshot
+    assert lines[1].startswith("ranks     1 rank, ")
     assert "gloo" not in lines[1]
-    assert lines[3] == (
-        "data      BatchLoader, 1 step an epoch, seed 0; there are 3 samples, so a step has no more"
-    )
+    assert "3 samples" in lines[3]
+    assert lines[3] == snapshot

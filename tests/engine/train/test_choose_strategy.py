@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -21,19 +22,17 @@ LARGE = Sizes(parameter_bytes=28 * GiB, trained_bytes=28 * GiB)
 WORLD = made_up_world()
 
 
-def test_fp16_with_shards_in_the_hosts_memory_is_refused_on_accelerators() -> None:
+def test_fp16_with_shards_in_the_hosts_memory_is_refused_on_accelerators(
+    snapshot: SnapshotAssertion,
+) -> None:
     offload = Sharding(cpu_offload=True)
     build("fsdp", WORLD, sharding=offload, precision=FP16)
     world = replace(WORLD, device=torch.device("cuda", 0), backend="nccl")
     build("fsdp", world, sharding=offload, precision=BF16)
     with pytest.raises(Impossible) as refused:
         build("fsdp", world, sharding=offload, precision=FP16)
-    assert str(refused.value).splitlines() == [
-        "asked for fsdp_cpu_offload with precision fp16",
-        "its loss scale looks for overflows where the gradients are, in the host's memory, and the ranks "
-        "cannot tell each other from there: they talk over nccl",
-        "precision bf16 or fp32, or leave fsdp_cpu_offload out",
-    ]
+    assert "fsdp_cpu_offload" in refused.value.what
+    assert refused.value == snapshot
 
 
 def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
@@ -105,28 +104,28 @@ def test_what_is_asked_for_is_taken(asked: str) -> None:
     assert (decision.value, decision.reason) == (asked, f"{asked}: asked for")
 
 
-def test_options_of_fsdp_ask_for_fsdp() -> None:
+def test_options_of_fsdp_ask_for_fsdp(snapshot: SnapshotAssertion) -> None:
     offload = Sharding(cpu_offload=True)
     decision = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=offload)
-    assert (decision.value, decision.reason) == (
-        "fsdp",
-        "fsdp: fsdp_cpu_offload is a way of sharding",
-    )
+    assert decision.value == "fsdp"
+    assert "fsdp_cpu_offload" in decision.reason
     hybrid = Sharding(kind="hybrid_shard")
     decision = choose("auto", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
-    assert (decision.value, decision.reason) == ("fsdp", "fsdp: hybrid_shard is a way of sharding")
+    assert decision.value == "fsdp"
+    assert "hybrid_shard" in decision.reason
+    assert decision.reason == snapshot
     alone = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
     assert alone.value == "single"
 
 
-def test_no_shard_is_ddp() -> None:
+def test_no_shard_is_ddp(snapshot: SnapshotAssertion) -> None:
     none = Sharding(kind="no_shard")
     decision = choose("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
     assert decision.value == "ddp"
-    assert decision.reason == "ddp: it is what no_shard means, a copy on each rank"
+    assert decision.reason == snapshot
     with pytest.raises(Impossible, match="asked for fsdp with no_shard"):
         Fsdp(WORLD, sharding=none)
-    with pytest.raises(Impossible, match="asked for no_shard together with options of fsdp"):
+    with pytest.raises(Impossible, match="no_shard") as refused:
         choose(
             "fsdp",
             ranks=4,
@@ -134,25 +133,22 @@ def test_no_shard_is_ddp() -> None:
             memory_bytes=GiB,
             sharding=Sharding(kind="no_shard", cpu_offload=True),
         )
+    assert refused.value == snapshot
 
 
-def test_contradictions_are_refused() -> None:
-    with pytest.raises(Impossible) as single:
+def test_contradictions_are_refused(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="4 ranks") as single:
         choose("single", ranks=4, sizes=SMALL, memory_bytes=GiB)
-    assert str(single.value) == (
-        "asked for strategy single with 4 ranks\neach would train a model of its own\n"
-        "start one process, or take ddp, fsdp or auto"
-    )
+    assert single.value == snapshot
     with pytest.raises(Impossible) as options:
         choose("ddp", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=Sharding())
-    assert str(options.value) == (
-        "asked for ddp together with options of fsdp\nddp shards nothing\n"
-        "leave them out, or take fsdp"
-    )
-    with pytest.raises(Impossible, match="asked for ddp together with options of fsdp"):
+    assert options.value == snapshot
+    with pytest.raises(Impossible) as refused:
         build("ddp", WORLD, sharding=Sharding(cpu_offload=True))
-    with pytest.raises(Impossible, match="asked for find_unused_parameters with fsdp\nonly ddp"):
+    assert str(refused.value) == str(options.value)
+    with pytest.raises(Impossible, match="find_unused_parameters") as refused:
         build("fsdp", WORLD, find_unused_parameters=True)
+    assert refused.value == snapshot
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])

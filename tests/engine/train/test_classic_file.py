@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import Impossible, MusterError
@@ -107,7 +108,9 @@ class Hostile:
 
 
 @pytest.mark.parametrize("writer", ["torch.save", "old torch.save", "pickle"])
-def test_a_pickle_is_refused_and_not_run(tmp_path: Path, writer: str) -> None:
+def test_a_pickle_is_refused_and_not_run(
+    tmp_path: Path, writer: str, snapshot: SnapshotAssertion
+) -> None:
     bad = Hostile(str(tmp_path / "executed"))
     if writer == "pickle":
         (tmp_path / "bad.pt").write_bytes(pickle.dumps(bad))
@@ -116,11 +119,8 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path, writer: str) -> None:
     with pytest.raises(Impossible) as refused:
         one_file.read(tmp_path / "bad.pt")
     assert not (tmp_path / "executed").exists()
-    assert refused.value.what.endswith(
-        "it is a file of torch.save (a pickle), not of save_checkpoint"
-    )
-    assert refused.value.why == "loading a pickle can run any code that its writer put there"
     assert "torch.load(path, weights_only=True)" in refused.value.fix
+    assert refused.value == snapshot
 
 
 @pytest.mark.parametrize("first", [b"\x80", b"PK"])
@@ -137,14 +137,16 @@ def test_a_checkpoint_whose_length_begins_as_a_pickle_does_is_read(
     assert one_file.read(path) == {"text": text}
 
 
-def test_files_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
-    with pytest.raises(Impossible, match=r"there is no checkpoint to read at .*missing"):
+def test_files_that_are_no_checkpoint_are_named(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    with pytest.raises(Impossible, match="missing") as refused:
         one_file.read(tmp_path / "missing")
+    assert refused.value == snapshot
     save_file({"weight": torch.zeros(2)}, tmp_path / "weights")
-    with pytest.raises(
-        Impossible, match="is a safetensors file, but not a checkpoint of a trainer"
-    ):
+    with pytest.raises(Impossible, match="weights") as refused:
         one_file.read(tmp_path / "weights")
+    assert refused.value == snapshot
     for header in ({"__tensor__": "gone"}, {"__tuple__": 3}, "["):
         text = header if isinstance(header, str) else json.dumps(header)
         save_file({"weight": torch.zeros(2)}, tmp_path / "odd", metadata={"torchmuster": text})
@@ -162,29 +164,35 @@ def test_a_damaged_file_is_named_wherever_it_is_cut(tmp_path: Path) -> None:
             one_file.read(tmp_path / "cut")
 
 
-def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Impossible, match=r"optimizer/hook cannot be kept .*: it is a function"):
+def test_what_cannot_be_kept_is_named(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="optimizer/hook") as refused:
         one_file.write(tmp_path / "a", {"optimizer": {"hook": trained}})
+    assert refused.value == snapshot
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_model_or_optimiser_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_another_model_or_optimiser_is_refused_before_anything_changes(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     model, optimizer = trained()
     tree = tree_of(model, optimizer)
     wider = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5), nn.Linear(5, 1))
-    with pytest.raises(Impossible, match="the checkpoint x is of another model") as refused:
+    with pytest.raises(Impossible) as refused:
         states.put_back(tree, wider, None, Path("x"))
-    assert "2.weight: (2, 4) in the file, (5, 4) in the model" in refused.value.why
-    assert "missing in the file: 3.weight" in refused.value.why
+    assert "2.weight: (2, 4)" in refused.value.why
+    assert "3.weight" in refused.value.why
+    assert refused.value == snapshot
 
     other, _ = trained(seed=1)
     before = other.state_dict()["0.weight"].clone()
     with pytest.raises(Impossible) as refused:
         states.put_back(tree, other, torch.optim.SGD(other.parameters()), Path("x"))
-    assert refused.value.why == "it is of AdamW, and this is SGD"
+    assert "AdamW" in refused.value.why
+    assert refused.value == snapshot
     with pytest.raises(Impossible) as refused:
         states.put_back(tree, other, torch.optim.AdamW(other.parameters()), Path("x"))
-    assert refused.value.why == "its groups of parameters are not those of this optimiser"
+    assert refused.value == snapshot
     assert torch.equal(other.state_dict()["0.weight"], before)
-    with pytest.raises(Impossible, match="a parameter that is not in the trainer's model"):
+    with pytest.raises(Impossible) as refused:
         states.of_optimizer(optimizer, other)
+    assert refused.value == snapshot

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from torchmuster import distributed
@@ -90,11 +91,10 @@ def test_it_is_torchs_dataloader_with_a_distributed_sampler() -> None:
     assert create_distributed_dataloader(Numbers(3), 2).sampler.num_replicas == 1  # type: ignore[attr-defined]
 
 
-def test_fewer_samples_than_ranks_are_refused_in_training() -> None:
-    with pytest.raises(Impossible) as refused:
+def test_fewer_samples_than_ranks_are_refused_in_training(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="3 samples") as refused:
         create_distributed_dataloader(Numbers(3), 1, 0, 4)
-    assert refused.value.what == "3 samples cannot be dealt out to 4 ranks"
-    assert refused.value.fix == "start at most 3 ranks, or take a larger dataset"
+    assert refused.value == snapshot
 
 
 class Draws(Numbers):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.train.models.compiling import can_compile, compile_blocks
@@ -72,30 +73,30 @@ def test_blocks_share_what_is_compiled_and_give_the_same_gradients(tmp_path: Pat
     )
     told = json.loads(done.stdout)
     assert told.pop("reason").startswith("10 blocks compiled with ")
-    assert told.pop("whole").startswith("the model as one compiled with ")
+    assert "compiled with " in told.pop("whole")
     # One of the graphs is for the first block, whose input needs no gradient.
     assert told == {"graphs": 2, "names": True, "gradients": True, "same": True}
     assert list(tmp_path.rglob("*.so"))  # a compiler was at work
 
 
 def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     chosen = compile_blocks(nn.Linear(2, 2), CPU)
     assert chosen.value == 0
-    assert chosen.reason == (
-        "not compiled: there is no C++ compiler (g++ or clang++, or one named by CXX)"
-    )
+    assert chosen.reason == snapshot
     compiler = tmp_path / "my-compiler"
     compiler.touch(mode=0o755)
     monkeypatch.setenv("CXX", "my-compiler")
     assert can_compile(CPU).reason == f"compiled with {compiler}"
 
 
-def test_code_for_cuda_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_cuda_needs_triton(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert can_compile(torch.device("cuda")).reason == (
-        "not compiled: triton, which makes code for cuda, is missing"
-    )
+    reason = can_compile(torch.device("cuda")).reason
+    assert "triton" in reason
+    assert reason == snapshot

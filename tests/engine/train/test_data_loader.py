@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from made_up_worlds import made_up_world
@@ -139,38 +140,31 @@ def test_at_the_end_of_an_epoch_nothing_is_left_of_it_and_the_next_is_whole() ->
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        (
-            {"size": 101},
-            "100 samples, shuffled, seed 0; this loader has 101 samples, shuffled, seed 0",
-        ),
-        (
-            {"seed": 1},
-            "100 samples, shuffled, seed 0; this loader has 100 samples, shuffled, seed 1",
-        ),
-        ({"shuffle": False}, "shuffled, seed 0; this loader has 100 samples, in order, seed 0"),
-    ],
+    ("other", "fact"),
+    [({"size": 101}, "101 samples"), ({"seed": 1}, "seed 1"), ({"shuffle": False}, "in order")],
+    ids=["size", "seed", "shuffle"],
 )
-def test_a_position_of_other_data_is_refused(other: dict[str, Any], told: str) -> None:
+def test_a_position_of_other_data_is_refused(
+    other: dict[str, Any], fact: str, snapshot: SnapshotAssertion
+) -> None:
     state = BatchLoader(Rows(100), made_up_world(), global_batch_size=8).state()
     dataset = Rows(other.pop("size", 100))
     loader = BatchLoader(dataset, made_up_world(), global_batch_size=8, **other)
     with pytest.raises(Impossible) as refused:
         loader.restore(state)
-    assert refused.value.what == f"the position was saved with {told}".replace(
-        "with shuffled", "with 100 samples, shuffled"
-    )
-    assert refused.value.why == "its samples would come in another order: some twice, some never"
+    assert fact in refused.value.what
+    assert refused.value == snapshot
 
 
-def test_the_tail_can_be_left_out_and_an_epoch_without_a_step_is_refused() -> None:
+def test_the_tail_can_be_left_out_and_an_epoch_without_a_step_is_refused(
+    snapshot: SnapshotAssertion,
+) -> None:
     loader = BatchLoader(Rows(20), made_up_world(), global_batch_size=8, drop_tail=True)
     assert [step.samples for step in loader.epoch(0)] == [8, 8]
     assert loader.steps_in_epoch() == 2
-    with pytest.raises(Impossible) as refused:
+    with pytest.raises(Impossible, match="7 samples") as refused:
         BatchLoader(Rows(7), made_up_world(), global_batch_size=8, drop_tail=True)
-    assert refused.value.what == "an epoch of 7 samples has no step"
+    assert refused.value == snapshot
 
 
 def test_a_step_that_was_not_read_to_its_end_leaves_nothing_to_the_next() -> None:
@@ -306,7 +300,7 @@ def test_workers_draw_other_numbers_on_every_rank_worker_and_epoch() -> None:
     resumed.close()
 
 
-def test_workers_serve_many_epochs_also_after_one_was_left() -> None:
+def test_workers_serve_many_epochs_also_after_one_was_left(snapshot: SnapshotAssertion) -> None:
     random_state = torch.get_rng_state()
     loader = BatchLoader(Rows(30), made_up_world(), global_batch_size=4, workers=2)
     alone = BatchLoader(Rows(30), made_up_world(), global_batch_size=4)
@@ -314,8 +308,9 @@ def test_workers_serve_many_epochs_also_after_one_was_left() -> None:
     left = loader.epoch(1)
     read(next(left))
     assert [read(step) for step in loader.epoch(2)] == [read(step) for step in alone.epoch(2)]
-    with pytest.raises(Impossible, match="two epochs of one loader were read at the same time"):
+    with pytest.raises(Impossible) as refused:
         read(next(left))
+    assert refused.value == snapshot
     loader.close()
     assert torch.equal(torch.get_rng_state(), random_state)  # dropout stays as it would have been
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import TensorDataset
 
 from made_up_worlds import made_up_world
@@ -24,7 +25,7 @@ MiB = 1024**2
 
 
 def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(workers, "free_bytes", lambda: 64 * MiB)
     dataset = TensorDataset(torch.zeros(64, MiB // 4))
@@ -32,15 +33,9 @@ def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
     with pytest.raises(Impossible) as refused:
         list(next(loader.epoch(0)))
     loader.close()
-    assert str(refused.value).splitlines() == [
-        "/dev/shm is too small for 2 loader workers: 256 MiB are needed, 64.0 MiB are free",
-        "workers hand batches over through it: 32.0 MiB a batch x 4 on their way x 2 ranks on this "
-        "machine; without room they die with “Bus error”",
-        "docker run --shm-size=8g …  # or --ipc=host",
-        "volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at "
-        "/dev/shm",
-        "fewer workers, smaller micro-batches, or workers=0, which needs no shared memory",
-    ]
+    assert "256 MiB" in refused.value.what
+    assert "docker run --shm-size=8g" in refused.value.fix
+    assert refused.value == snapshot
 
 
 def test_with_room_enough_nothing_is_said() -> None:
@@ -52,7 +47,9 @@ def test_with_room_enough_nothing_is_said() -> None:
     assert isinstance(free_bytes(), int)
 
 
-def test_waiting_for_data_is_measured_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_data_is_measured_and_judged(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(starvation, "usable_cores", lambda: SimpleNamespace(value=8))
@@ -72,21 +69,18 @@ def test_waiting_for_data_is_measured_and_judged(monkeypatch: pytest.MonkeyPatch
     assert watching.waited_s == 8.0
     found = watching.verdict(workers=0, ranks=2)
     assert (found.name, found.status) == ("data-starvation", Status.WARNING)
-    assert found.what == "33 % of the time the device waits for data"
-    assert found.fix == "workers 0 -> try 4 (8 cores / 2 ranks)"
+    assert "33 %" in found.what
+    assert "try 4 (8 cores / 2 ranks)" in found.fix
+    assert found == snapshot
 
 
-def test_advice_goes_no_further_than_the_cores() -> None:
+def test_advice_goes_no_further_than_the_cores(snapshot: SnapshotAssertion) -> None:
     assert advice(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
     assert advice(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
     assert advice(workers=12, cores=64, ranks=4) == "workers 12 -> try 16 (64 cores / 4 ranks)"
-    assert advice(workers=4, cores=8, ranks=2).startswith(
-        "4 workers have no more cores to use (8 cores / 2 ranks): make a sample cheaper to read"
-    )
+    assert advice(workers=4, cores=8, ranks=2) == snapshot
     assert judge(0.09, workers=0, cores=8, ranks=1).status is Status.OK
-    assert judge(0.52, workers=0, cores=8, ranks=2).what == (
-        "52 % of the time the device waits for data"
-    )
+    assert judge(0.52, workers=0, cores=8, ranks=2).status is Status.WARNING
 
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -72,16 +72,39 @@ def test_weights_come_back(tmp_path: Path) -> None:
         hugging_face.find(str(tmp_path / "saved"))
 
 
-def test_what_belongs_to_a_model_is_put_beside_its_weights(tmp_path: Path) -> None:
+def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
     files = hugging_face.find(folder(tmp_path / "m", model_type="llama"))
-    for name in ("tokenizer.json", "README.md"):
+    for name in ("generation_config.json", "preprocessor_config.json", "README.md"):
         (tmp_path / "m" / name).write_text("{}")
     (tmp_path / "out").mkdir()
-    hugging_face.save_beside(files, tmp_path / "out")
+    hugging_face.save_configs(files, tmp_path / "out")
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == [
         "config.json",
-        "tokenizer.json",
+        "generation_config.json",
+        "preprocessor_config.json",
     ]
+
+
+def test_others_find_a_model_by_its_absolute_path_or_by_its_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    folder(tmp_path / "m", model_type="llama")
+    found = hugging_face.find("m")
+    assert (found.name, found.revision) == (str(tmp_path / "m"), None)
+    # As huggingface_hub keeps what it has fetched.
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    kept = tmp_path / "hub" / "models--owner--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(revision)
+    (kept / "snapshots").mkdir()
+    folder(kept / "snapshots" / revision, model_type="llama")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = hugging_face.find("owner/name")
+    assert (found.name, found.revision) == ("owner/name", revision)
+    assert found.folder.name == revision
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import Impossible
@@ -44,18 +45,14 @@ def test_a_curve_goes_on_from_its_state_which_is_json() -> None:
     assert curve.get_last_lr() == [0.5]
 
 
-def test_what_cannot_be_a_curve_is_refused() -> None:
-    with pytest.raises(Impossible) as refusal:
+def test_what_cannot_be_a_curve_is_refused(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="'cosine'") as refusal:
         schedule(_optimizer(), "cosine", warmup_steps=3)
-    assert str(refusal.value) == (
-        "the schedule 'cosine' needs the number of steps, which is not known here\n"
-        "the data shows only at its end how long it is; without that only a constant rate is possible\n"
-        "say how many steps to train, or use the schedule 'constant'"
-    )
+    assert refusal.value == snapshot
     assert schedule(_optimizer(), "constant", warmup_steps=4).get_last_lr() == [0.5]
-    with pytest.raises(Impossible, match="a warm-up of 9 steps does not fit in 8 steps"):
+    with pytest.raises(Impossible, match="9 steps") as refused:
         schedule(_optimizer(), "linear", warmup_steps=9, total_steps=8)
-    with pytest.raises(
-        Impossible, match="'square' is not known\nuse one of constant, linear, cosine"
-    ):
+    assert refused.value == snapshot
+    with pytest.raises(Impossible, match="'square'") as refused:
         schedule(_optimizer(), "square")  # type: ignore[arg-type]
+    assert refused.value == snapshot

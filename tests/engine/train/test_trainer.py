@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -78,15 +79,16 @@ def test_a_run_prints_its_banner_once_and_then_lines(capsys: pytest.CaptureFixtu
     starts = [line.split("|")[0].strip() for line in lines]
     banner = [line.split()[0] for line in lines[:6]]
     assert banner == ["model", "ranks", "batch", "data", "strategy", "precision"]
-    assert lines[4] == "strategy  single: there is one rank"
+    assert lines[4].startswith("strategy  single: ")
     assert starts[6:] == ["step 1/3", "step 3/3", "step 6/6"]
 
 
-def test_an_end_is_asked_for_and_kept_to() -> None:
+def test_an_end_is_asked_for_and_kept_to(snapshot: SnapshotAssertion) -> None:
     trainer = make()
     with pytest.raises(Impossible) as told:
         trainer.fit()
-    assert str(told.value) == "fit() was not told when to end\ngive epochs=… or steps=…"
+    assert "epochs=… or steps=…" in told.value.why + told.value.fix
+    assert told.value == snapshot
     trainer.fit(epochs=1)
     assert (trainer.epoch, trainer.step) == (1, 3)
     trainer.fit(steps=5)
@@ -98,27 +100,24 @@ def test_an_end_is_asked_for_and_kept_to() -> None:
     assert (trainer.epoch, trainer.step) == (4, 12)
 
 
-def test_a_loader_without_steps_does_not_keep_a_run_waiting() -> None:
-    with pytest.raises(Impossible, match="the loader gave no step in epoch 1"):
+def test_a_loader_without_steps_does_not_keep_a_run_waiting(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="epoch 1") as refused:
         make(loader=Nothing()).fit(steps=5)
+    assert refused.value == snapshot
 
 
-def test_a_schedule_that_comes_or_goes_is_refused() -> None:
+def test_a_schedule_that_comes_or_goes_is_refused(snapshot: SnapshotAssertion) -> None:
     def with_schedule() -> Trainer:
         return make(schedule=lambda optimizer: schedule(optimizer, "constant"))
 
     with_one, without = with_schedule(), make()
-    for trainer, state, what in (
-        (without, with_one.state(), "with a schedule, and this training has none"),
-        (with_one, without.state(), "with no schedule, and this training has one"),
+    for case, trainer, state in (
+        ("goes", without, with_one.state()),
+        ("comes", with_one, without.state()),
     ):
-        with pytest.raises(Impossible) as refusal:
+        with pytest.raises(Impossible, match="schedule") as refusal:
             trainer.restore(state)
-        assert str(refusal.value) == (
-            f"what is to go on was trained {what}\n"
-            "its learning rates would be others from here on\n"
-            "train with the schedule that it had, or begin a new run"
-        )
+        assert refusal.value == snapshot(name=case)
 
 
 def test_a_run_in_pieces_is_the_run_in_one_piece() -> None:
@@ -181,7 +180,9 @@ def test_an_epoch_that_ends_with_the_steps_is_evaluated_once(tmp_path: Path) -> 
     assert [(one["step"], one["epoch"]) for one in map(json.loads, lines)] == [(4, 0), (8, 1)]
 
 
-def test_the_first_weights_are_those_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_weights_are_those_of_the_seed(
+    capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
+) -> None:
     first, again, other = (
         make(seed=seed, reports=Reports(WORLD)).model.get_parameter("weight") for seed in (5, 5, 6)
     )
@@ -189,21 +190,17 @@ def test_the_first_weights_are_those_of_the_seed(capsys: pytest.CaptureFixture[s
     assert not torch.equal(first, other)
     make(seed=6, reports=Reports(WORLD)).fit(steps=1)
     said = capsys.readouterr().out.splitlines()
-    assert (
-        said[0]
-        == "model     Linear, 4 parameters in float32, all of them trained, drawn with seed 6"
-    )
+    assert said[0].endswith("seed 6")
+    assert said[0] == snapshot
 
 
-def test_a_loader_for_training_and_evaluation_at_once_is_refused() -> None:
+def test_a_loader_for_training_and_evaluation_at_once_is_refused(
+    snapshot: SnapshotAssertion,
+) -> None:
     loader = BatchLoader([torch.ones(3)] * 8, WORLD, global_batch_size=8)
     with pytest.raises(Impossible) as told:
         make(loader=loader, evaluation=Evaluation(loader=loader, measure=lambda model, batch: {}))
-    assert str(told.value) == (
-        "the training's loader was also given for the evaluation\n"
-        "a loader has one position: an evaluation would move that of the training\n"
-        "give Evaluation a loader of its own, which may read the same dataset"
-    )
+    assert told.value == snapshot
 
 
 @pytest.mark.usefixtures("lines_by_steps_alone")
@@ -340,9 +337,7 @@ def test_other_ranks_say_and_write_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
+def test_a_model_with_nothing_to_train_is_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refusal:
         make(model=lambda: nn.Linear(3, 1).requires_grad_(False))
-    assert str(refusal.value).startswith(
-        "Linear has nothing to train\nnone of its parameters requires a gradient\n"
-    )
+    assert refusal.value == snapshot

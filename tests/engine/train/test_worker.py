@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve
@@ -31,18 +32,19 @@ def given(**values: str) -> Resolved:
     )
 
 
-def test_several_ranks_are_refused_where_distributed_is_off() -> None:
+def test_several_ranks_are_refused_where_distributed_is_off(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as error:
         check_ranks(given(enabled="false"), TWO)
-    assert error.value.what == "distributed.enabled is false, but 2 ranks were started"
-    assert error.value.why == "by --set distributed.enabled: false means one process"
+    assert "--set distributed.enabled" in error.value.why
+    assert error.value == snapshot
 
 
-def test_another_number_of_gpus_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_number_of_gpus_is_told(
+    capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
+) -> None:
     check_ranks(given(num_gpus="2"), TWO)
     assert capsys.readouterr().out == ""
     check_ranks(given(num_gpus="4"), TWO)
-    assert capsys.readouterr().out == (
-        "distributed.num_gpus is 4, but 2 ranks were started on this machine: the launcher decides, "
-        "here --nproc-per-node\n"
-    )
+    said = capsys.readouterr().out
+    assert "distributed.num_gpus is 4" in said
+    assert said == snapshot

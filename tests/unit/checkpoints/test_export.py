@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import A_WEIGHT, Whole, boxes, cut_out, save
 from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
@@ -92,7 +93,8 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
     beside = tmp_path / "beside"
     beside.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "training_args.bin"):
+    for name in ("config.json", "tokenizer.json", "additional_chat_templates/tool.jinja"):
+        (beside / name).parent.mkdir(exist_ok=True)
         (beside / name).write_text(name)
     name = save(store, 5, TENSORS, ranks=3, tied={"model.head": "model.layers.0.weight"}).name
     done = export_weights(store, name, tmp_path / "a" / "out", beside=beside)
@@ -100,7 +102,7 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
         files=("model.safetensors",),
         tensors=5,
         size_bytes=67,
-        beside=("config.json", "tokenizer.json"),
+        beside=("additional_chat_templates", "config.json", "tokenizer.json"),
     )
     assert _read(tmp_path / "a" / "out" / "model.safetensors") == {
         name.removeprefix("model."): (one.dtype, one.shape, one.content)
@@ -112,7 +114,79 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
         in (tmp_path / "a" / "out" / "model.safetensors").read_bytes()
     )
     assert sorted(one.name for one in (tmp_path / "a").iterdir()) == ["out"]
-    assert (tmp_path / "a" / "out" / "config.json").read_text() == "config.json"
+    for name in ("config.json", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "a" / "out" / name).read_text() == name
+
+
+LORA = {
+    f"model.base_model.model.{name}": A_WEIGHT
+    for name in (
+        "model.embed_tokens.base_layer.weight",
+        "model.embed_tokens.lora_embedding_A.default",
+        "model.layers.0.q_proj.base_layer.weight",
+        "model.layers.0.q_proj.lora_A.default.weight",
+        "model.layers.0.norm.weight",
+        "default.weight",
+    )
+}
+
+
+def test_of_lora_the_adapter_alone_under_the_names_of_peft(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    name = save(store, 5, {**LORA, "optimizer.x": A_WEIGHT}).name
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    done = export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
+    assert done == Exported(
+        files=("adapter_model.safetensors",),
+        tensors=2,
+        size_bytes=2 * len(A_WEIGHT.content),
+        beside=("adapter_config.json",),
+    )
+    assert set(_read(tmp_path / "out" / "adapter_model.safetensors")) == {
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.layers.0.q_proj.lora_A.weight",
+    }
+
+
+def test_lora_without_its_config_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """Next to a config.json, these names would give a model with random weights."""
+    store = FolderStore(tmp_path / "c")
+    name = save(store, 5, LORA).name
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for beside in (None, tmp_path / "model"):
+        with pytest.raises(Impossible) as refused:
+            export_weights(store, name, tmp_path / "out", beside=beside)
+        assert str(refused.value).replace(name, "NAME") == snapshot(name="refusal")
+        assert not (tmp_path / "out").exists()
+    done = export_weights(store, name, tmp_path / "out", as_it_is=True)  # a model of the user's
+    assert done.files == ("model.safetensors",)
+    assert done.tensors == len(LORA)
+
+
+def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    name = save(store, 5).name
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(MusterError, match="the run trained LoRA"):
+        export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_is_found_wrong_leaves_nothing(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    seen = []
+
+    def refuse(folder: Path) -> None:
+        seen.append(sorted(one.name for one in folder.iterdir()))
+        raise MusterError("it is wrong")
+
+    with pytest.raises(MusterError, match="it is wrong"):
+        export_weights(store, save(store, 5).name, tmp_path / "out", finish=refuse)
+    assert seen == [["model.safetensors"]]
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
@@ -134,25 +208,27 @@ def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
     assert len(read) == 5
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     store = FolderStore(tmp_path / "c")
     good = save(store, 5).name
     without = save(store, 6, {"optimizer.x": A_WEIGHT}).name
     with pytest.raises(Impossible) as refused:
         export_weights(store, without, tmp_path / "out")
-    assert str(refused.value).splitlines()[:2] == [
-        f"{without} has no weights to export",
-        "none of its 1 tensors has a name that begins with model.",
-    ]
+    assert without in refused.value.what
+    assert str(refused.value).replace(without, "NAME") == snapshot
     with pytest.raises(Impossible, match="is there already"):
         export_weights(store, good, tmp_path / "c")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 31}))
-    with pytest.raises(Impossible, match=r"they take 32 B, 31 B are free"):
+    with pytest.raises(Impossible, match=r"32 B, 31 B"):
         export_weights(store, good, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     store = FolderStore(tmp_path / "c")
     name = save(store, 5).name
 
@@ -162,11 +238,9 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(MusterError) as refused:
         export_weights(store, name, tmp_path / "out")
-    assert str(refused.value).splitlines() == [
-        f"the weights could not be written to {tmp_path / 'out'}",
-        "No space left on device",
-        "make room there, or give another folder: --to",
-    ]
+    assert str(tmp_path / "out") in refused.value.what
+    assert refused.value.why == os.strerror(28)
+    assert refused.value.fix == snapshot
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 

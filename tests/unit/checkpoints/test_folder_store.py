@@ -1,10 +1,12 @@
 """A folder as a store: a file is there whole, or not at all; names cannot lead elsewhere."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.places import open_store, place_of
@@ -78,14 +80,14 @@ def test_names_are_in_the_order_of_steps_and_only_of_checkpoints(tmp_path: Path)
 def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     store = FolderStore(tmp_path)
     for use in (store.sizes, store.delete, lambda one: store.open(one, "a")):
-        with pytest.raises(Impossible, match=r"is not the name of a checkpoint"):
+        with pytest.raises(Impossible, match=re.escape(repr(name))):
             use(name)
 
 
 @pytest.mark.parametrize("file", ["../a", "/etc/passwd", ".hidden", "a/b", "a\n", "x" * 101])
 def test_a_file_cannot_lie_elsewhere(tmp_path: Path, file: str) -> None:
     store = FolderStore(tmp_path)
-    with pytest.raises(Impossible, match=r"is not the name of a file of a checkpoint"):
+    with pytest.raises(Impossible, match=re.escape(repr(file))):
         store.open(NAME, file)
     with pytest.raises(Impossible), store.create(NAME, file):
         pass
@@ -97,7 +99,7 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path: Path)
     (tmp_path / NAME / "a.json").mkdir(parents=True)
     os.mkfifo(tmp_path / NAME / MARKER)  # a reader would wait for a writer
     for file in (MARKER, "a.json"):
-        with pytest.raises(OSError, match=r"it is not a regular file"):
+        with pytest.raises(OSError, match=r"regular file"):
             store.open(NAME, file)
     with pytest.raises(FileNotFoundError):
         store.open(NAME, "b.json")
@@ -158,17 +160,14 @@ def test_room_is_told_of_the_disk_also_before_the_folder_is_there(tmp_path: Path
     assert (FolderStore(tmp_path / "not" / "yet").free_bytes() or 0) > 0
 
 
-def test_places_are_folders_and_addresses(tmp_path: Path) -> None:
+def test_places_are_folders_and_addresses(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     assert open_store(f"file://{tmp_path}").where == str(tmp_path)
     assert open_store(tmp_path).where == str(tmp_path)
     assert open_store("~/x").where == str(Path.home() / "x")
     with pytest.raises(Impossible) as refused:
         open_store("nosuch://bucket/x")
-    assert str(refused.value).splitlines() == [
-        "checkpoints at nosuch:// cannot be used here",
-        "Protocol not known: nosuch",
-        "install the package that fsspec names for it",
-    ]
+    assert refused.value.why == "Protocol not known: nosuch"
+    assert (refused.value.what, refused.value.fix) == snapshot
     run = RunFolder(Path("runs/20260131-120000-a-57b9"))
     assert place_of(run, None) == "runs/20260131-120000-a-57b9/checkpoints"
     assert place_of(run, "s3://bucket/x/") == "s3://bucket/x/20260131-120000-a-57b9"
@@ -181,8 +180,6 @@ def test_what_s3_needs_is_said_where_it_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torchmuster.checkpoints.object_storage.url_to_fs", missing)
     with pytest.raises(Impossible) as refused:
         open_store("s3://bucket/x")
-    assert str(refused.value).splitlines() == [
-        "checkpoints at s3:// cannot be used here",
-        "Install s3fs to access S3",
-        "pip install 'torchmuster[s3]'",
-    ]
+    assert "s3://" in refused.value.what
+    assert refused.value.why == "Install s3fs to access S3"
+    assert refused.value.fix == "pip install 'torchmuster[s3]'"

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
 from torchmuster.checkpoints.local import FolderStore
@@ -77,8 +78,8 @@ HOSTILE = json.loads(GOOD.to_json())["files"]["a.json"]
         ({"files": {"a": {**HOSTILE, "sha256": "zz"}}}, "matching regex"),
         ({"world_size": 0}, "Expected `int` >= 1"),
         ({"step": 2**80}, r"Expected `int` <="),
-        ({"step": 121}, "its name and its step do not agree"),
-        ({"name": "../x"}, "its name and its step do not agree"),
+        ({"step": 121}, "name and its step"),
+        ({"name": "../x"}, "name and its step"),
         ({"unheard_of": 1}, "unknown field `unheard_of`"),
         ({"made_unix_s": "now"}, "Expected `float`"),
         ({"made_unix_s": 1e300}, "Expected `float` <= "),
@@ -98,7 +99,7 @@ def test_a_careful_forger_could_have_written_a_good_one() -> None:
 
 @pytest.mark.parametrize("version", [2, "1", None, [1]])
 def test_another_version_is_named(version: object) -> None:
-    with pytest.raises(ForeignVersion, match=r"^its format is .*, this one reads 1$"):
+    with pytest.raises(ForeignVersion, match=r"reads 1$"):
         Manifest.from_json(_altered(format=version))
 
 
@@ -124,17 +125,17 @@ def test_without_its_marker_it_is_not_committed(tmp_path: Path) -> None:
     assert save(store, 3).serial == 2  # later, although its step is smaller
 
 
-def test_files_that_are_elsewhere_are_not_committed(tmp_path: Path) -> None:
+def test_files_that_are_elsewhere_are_not_committed(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     store = FolderStore(tmp_path)
     manifest = write(store, 5)
     (tmp_path / manifest.name / "rank-00001.json").unlink()
     with pytest.raises(MusterError) as refused:
         commit(store, manifest)
-    assert str(refused.value).splitlines() == [
-        f"{manifest.name} cannot be committed: rank-00001.json is not there as it was written",
-        f"1 of 6 files are not in {tmp_path} as seen from here",
-        "save to a folder that all machines share, or to object storage",
-    ]
+    assert "rank-00001.json" in refused.value.what
+    text = str(refused.value).replace(manifest.name, "NAME").replace(str(tmp_path), "FOLDER")
+    assert text == snapshot
     assert read_manifest(store, manifest.name) is None
 
 
@@ -163,19 +164,15 @@ class _Forgetful(FolderStore):
 
 @pytest.mark.parametrize(
     ("instead", "why"),
-    [
-        (b"12", "3 bytes were written, 2 are there"),
-        (
-            b"124",
-            "the size is right, the hash is not: the disk, its controller or memory is at fault",
-        ),
-    ],
+    [(b"12", "3 bytes were written, 2"), (b"124", "hash")],
+    ids=["cut", "changed"],
 )
-def test_what_is_written_is_read_back(tmp_path: Path, instead: bytes, why: str) -> None:
+def test_what_is_written_is_read_back(
+    tmp_path: Path, instead: bytes, why: str, snapshot: SnapshotAssertion
+) -> None:
     name = new_name(1)
     with pytest.raises(MusterError) as refused:
         write_file(_Forgetful(tmp_path, instead), name, "a.json", [b"1", memoryview(b"23")])
-    assert refused.value.what == (
-        f"a.json was written to {tmp_path}/{name}, and what can be read there is something else"
-    )
-    assert refused.value.why == why
+    assert refused.value.what.startswith(f"a.json was written to {tmp_path}/{name}, ")
+    assert why in refused.value.why
+    assert (refused.value.why, refused.value.fix) == snapshot

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
 from torchmuster.checkpoints.places import open_store
@@ -52,14 +53,14 @@ def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_cannot_lead_elsewhere(store: Store) -> None:
-    with pytest.raises(Impossible, match="is not the name of a file of a checkpoint"):
+    with pytest.raises(Impossible, match=r"\.\./secret"):
         store.open("step-00000010-00aa", "../secret")
-    with pytest.raises(Impossible, match="is not the name of a checkpoint"):
+    with pytest.raises(Impossible, match=r"'\.\.'"):
         store.delete("..")
 
 
 def test_a_service_that_fails_is_not_a_damaged_checkpoint(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     name = save(store, 10).name
 
@@ -70,8 +71,6 @@ def test_a_service_that_fails_is_not_a_damaged_checkpoint(
     for use in (lambda: verify(store, name), lambda: keep_newest(store, 1)):
         with pytest.raises(MusterError) as told:
             use()
-        assert str(told.value).splitlines() == [
-            "memory:///bucket/run cannot be used",
-            "ConnectionError: refused, token=[redacted]",
-            "check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
-        ]
+        assert told.value.what.startswith("memory:///bucket/run ")
+        assert told.value.why == "ConnectionError: refused, token=[redacted]"
+        assert told.value.fix == snapshot

@@ -95,12 +95,10 @@ def client(url: str, port: int, **more: str) -> Iterator[Client]:
 def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: Path) -> None:
     pytest.importorskip("moto")
     with service() as (server, port), client("s3://bucket/run", port) as saver:
-        nowhere = saver.ask("save 1")["error"]
-        assert nowhere == [
-            "s3://bucket/run cannot be used",
-            "FileNotFoundError: The specified bucket does not exist",
-            "check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
-        ]
+        what, why, fix = saver.ask("save 1")["error"]
+        assert what.startswith("s3://bucket/run ")
+        assert why.startswith("FileNotFoundError: ")
+        assert "AWS_ENDPOINT_URL" in fix
         saver.ask("bucket bucket")
         old, new = saver.ask("save 10"), saver.ask("save 20")
         assert saver.ask("names") == {old: 7, new: 7}
@@ -125,10 +123,10 @@ def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: 
         server.wait()
         saver.send("go on")
         killed = saver.answer()["error"]
-        assert killed[0] == "s3://bucket/run cannot be used"
-        assert killed[1].startswith("EndpointConnectionError: Could not connect to the endpoint")
+        assert killed[0].startswith("s3://bucket/run ")
+        assert killed[1].startswith("EndpointConnectionError: ")
         assert SECRET not in "".join(killed)
-        assert saver.ask("newest")["error"][0] == "s3://bucket/run cannot be used"
+        assert saver.ask("newest")["error"][0] == what
 
         with service(port):
             saver.ask("bucket bucket")

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_records import elsewhere, keep, made_up
 from nvml_stub import scenarios
@@ -49,7 +51,10 @@ def options(**given: object) -> argparse.Namespace:
 
 
 def test_a_report_is_shown_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    snapshot: SnapshotAssertion,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert bench.finish(report(), options()) == ExitCode.GOOD
@@ -62,10 +67,8 @@ def test_a_report_is_shown_and_kept(
     }
     assert record.read(folder / "record.json") == report().record
     shown = capsys.readouterr().out
-    assert shown.startswith("how fast are products here? (12 s)\n\nproducts\n")
-    assert "… and 16 more, which the page has\n  of squares\n" in shown
-    assert "chosen  bf16: 1.9 times as fast\n" in shown
-    assert shown.endswith(f"kept in bench/{folder.name}: report.html, record.json\n")
+    assert f"bench/{folder.name}" in shown
+    assert shown.replace(folder.name, "FOLDER") == snapshot
 
 
 def test_a_page_has_everything_and_nothing_from_outside(
@@ -80,12 +83,12 @@ def test_a_page_has_everything_and_nothing_from_outside(
 
 
 def test_a_busy_machine_is_told_and_fails_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     busy = replace(report(), record=elsewhere(report().record, busy_before_cores=6.0))
     assert bench.finish(busy, options(out=tmp_path / "here")) == ExitCode.GOOD
-    warning = "6.0 of 8 cores were busy with other things"
-    assert f"warning  {warning}\n" in capsys.readouterr().out
+    (warning,) = re.findall("^warning  (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert warning == snapshot
     assert warning in (tmp_path / "here" / "report.html").read_text()
 
 
@@ -115,11 +118,14 @@ def test_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
         bench.finish(report(), options(out=tmp_path / "file"))
 
 
-def test_where_to_measure_is_said_with_its_reason(machine: Callable[[Scenario], Path]) -> None:
+def test_where_to_measure_is_said_with_its_reason(
+    machine: Callable[[Scenario], Path], snapshot: SnapshotAssertion
+) -> None:
     machine(scenarios.no_gpus())
     assert bench.device_of(options()) == Decision(value="cpu", reason="no GPU is visible here")
-    with pytest.raises(Impossible, match="asked to measure on a GPU"):
+    with pytest.raises(Impossible) as refused:
         bench.device_of(options(device="gpu"))
+    assert refused.value == snapshot
     machine(scenarios.eight_a100_idle())
     assert bench.device_of(options()) == Decision(value="gpu", reason="GPUs 0-7 can be seen")
     assert bench.device_of(options(device="cpu")).reason == "as --device says"
@@ -145,60 +151,49 @@ def sides(folder: Path, *, slower: float = 0.0, in_turns: bool = True) -> tuple[
 
 
 def test_a_slow_down_is_told_and_ends_in_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     assert main(["bench", "compare", *sides(tmp_path, slower=0.03)]) == ExitCode.FAILED
-    shown = capsys.readouterr().out
-    assert "measured alike, as far as is known" in shown
-    assert "failure  1 of 2 got worse, by +3.0% at most\n" in shown
-    assert "seen step: 1.00 s before, 1.03 s after, +3.0%" in shown
-    assert "in turns" not in shown
+    assert capsys.readouterr().out == snapshot
 
 
 def test_nothing_changed_and_what_would_have_been_seen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     assert main(["bench", "compare", *sides(tmp_path)]) == ExitCode.GOOD
-    shown = capsys.readouterr().out
-    assert "ok       nothing changed beyond the noise\n" in shown
-    assert "a change of 1.0% would have been seen in half of the series" in shown
+    assert capsys.readouterr().out == snapshot
 
 
 def test_sides_that_were_not_measured_in_turns_are_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     main(["bench", "compare", *sides(tmp_path, in_turns=False)])
     shown = capsys.readouterr().out
-    assert "warning  all records of one side are older than all of the other" in shown
-    assert 'muster bench turns --pairs 16 "muster bench matmul …"' in shown
+    assert "muster bench turns --pairs 16" in shown
+    assert shown == snapshot
 
 
 def test_one_record_each_says_what_it_cannot_tell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     samples = [1 + one / 1000 for one in range(15)]
     before = keep(tmp_path / "a", [made_up({"step": samples})]) / "0"
     after = keep(tmp_path / "b", [made_up({"step": [one * 1.05 for one in samples]})]) / "0"
     assert main(["bench", "compare", str(before), str(after / "record.json")]) == ExitCode.GOOD
-    shown = capsys.readouterr().out
-    assert "within noise" in shown
-    assert "note     only changes beyond 10% count" in shown
-    assert "for 1 series it takes at least 5 records on each side" in " ".join(shown.split())
+    assert capsys.readouterr().out == snapshot
 
 
-def test_what_else_differs_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_else_differs_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
+) -> None:
     one = made_up({"step": [1.0]})
     other = replace(elsewhere(one, torch="2.12.0", busy_before_cores=5.0, busy_after_cores=5.0), settings={"sizes": [256]})  # fmt: skip
     keep(tmp_path / "a", [one])
     keep(tmp_path / "b", [other])
     main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")])
     shown = capsys.readouterr().out
-    assert "warning  5.0 of 8 cores were busy with other things\n" in shown
-    assert shown.splitlines()[1:4] == [
-        "  not the same torch: 2.13.0 and 2.12.0",
-        "  not the same load: 0.1 and 5.0 cores were busy with other things",
-        "  not the same sizes: [128] and [256]",
-    ]
+    assert ["2.13.0" in line for line in shown.splitlines()][:2] == [False, True]
+    assert shown == snapshot
 
 
 def test_programs_get_the_comparison_too(
@@ -209,14 +204,15 @@ def test_programs_get_the_comparison_too(
     assert main(["bench", "compare", *words]) == ExitCode.FAILED
     document = json.loads(capsys.readouterr().out)
     assert document["records"] == [8, 8]
+    assert not document["in_pairs"]
     assert [one["verdict"] for one in document["changes"]] == ["worse", "within noise"]
     assert 'class="failure">worse</b>' in page.read_text()
 
 
 def test_a_folder_without_records_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     before, _ = sides(tmp_path)
     (tmp_path / "empty").mkdir()
     assert main(["bench", "compare", before, str(tmp_path / "empty")]) == ExitCode.IMPOSSIBLE
-    assert "neither it nor a folder in it has a record.json" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot

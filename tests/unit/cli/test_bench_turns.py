@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.cli.main import main
 from torchmuster.errors import ExitCode, Impossible
@@ -46,16 +47,13 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_small_change_is_told_and_ends_in_1(
-    bench: str, capsys: pytest.CaptureFixture[str]
+    bench: str, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     words = ["--pairs", "8", "--out", "kept", f"{bench} 1.0 5", f"TOLD=x {bench} 1.03 5"]
     assert main(["bench", "turns", *words]) == ExitCode.FAILED
     told = capsys.readouterr()
-    assert "failure  1 of 1 got worse, by +3.0% at most\n" in told.out
-    assert "both sides took turns, sample by sample" in told.out
-    assert "not the same told: None and x" in told.out
-    assert "busy with other things" not in told.out, "that was the other side"
-    assert told.out.endswith("kept in kept\n")
+    assert "busy" not in told.out, "that was the other side"
+    assert told.out == snapshot
     assert "pair 8 of 8" in told.err
 
     # What is there is not measured again, and more pairs make it more certain.
@@ -102,16 +100,12 @@ def test_a_command_is_read_as_it_would_be_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "it is empty"),
-        ("A=1", "it is empty"),
-        ("muster bench data --out x", "--out is given to it: each pair has a folder of its own"),
-        ("muster bench data --out=x", "--out is given to it: each pair has a folder of its own"),
-        ("muster 'bench", "No closing quotation"),
-    ],
+    "text",
+    ["", "A=1", "muster bench data --out x", "muster bench data --out=x", "muster 'bench"],
 )
-def test_a_command_that_cannot_be_measured_is_refused(text: str, why: str) -> None:
+def test_a_command_that_cannot_be_measured_is_refused(
+    text: str, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(Impossible) as refusal:
         parsed(text)
-    assert refusal.value.why == why
+    assert refusal.value == snapshot

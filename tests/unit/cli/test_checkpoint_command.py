@@ -1,10 +1,10 @@
 """``muster checkpoint``: what it lists, what it finds damaged, what it exports, and how it is asked."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
 from muster_command import Muster
@@ -23,24 +23,17 @@ def run(own_machine: Path) -> RunFolder:
     names = [save(store, step).name for step in (10, 20, 30)]
     (run.checkpoints / names[2] / "state.json").write_text("{}")
     write(store, 40)
-    final = run.checkpoints / "final"
-    final.mkdir()
-    (final / "config.json").write_text("{}")
+    run.model.mkdir()
+    (run.model / "tokenizer.json").write_text("{}")
     return run
 
 
-def test_a_run_s_checkpoints_are_listed_newest_first(muster: Muster, run: RunFolder) -> None:
+def test_a_run_s_checkpoints_are_listed_newest_first(
+    muster: Muster, run: RunFolder, snapshot: SnapshotAssertion
+) -> None:
     listed = muster("checkpoint", "ls", env={"TZ": "UTC"})
     assert listed.code == 0
-    lines = [re.sub(r"-[0-9a-f]{4}\b", "-0000", line) for line in listed.out.splitlines()]
-    assert lines[:6] == [
-        "step  saved                ranks  strategy   size  state       name",
-        "  40  -                        -  -             -  unfinished  step-00000040-0000",
-        "  30  2026-01-31 12:00:30      2  fsdp      500 B  damaged     step-00000030-0000",
-        "  20  2026-01-31 12:00:20      2  fsdp      500 B  complete    step-00000020-0000",
-        "  10  2026-01-31 12:00:10      2  fsdp      500 B  complete    step-00000010-0000",
-        "failure  step-00000030-0000 is damaged: state.json is cut off",
-    ]
+    assert listed.out == snapshot
     as_json = json.loads(muster("checkpoint", "ls", str(run.path), "--json").out)
     assert [one["state"] for one in as_json] == ["unfinished", "damaged", "complete", "complete"]
     assert as_json[3]["world_size"] == 2
@@ -50,35 +43,74 @@ def test_a_run_s_checkpoints_are_listed_newest_first(muster: Muster, run: RunFol
     assert as_json[1]["findings"][0]["name"] == "checkpoint-file-truncated"
 
 
-def test_damage_is_an_exit_code(muster: Muster, run: RunFolder) -> None:
+def test_damage_is_an_exit_code(
+    muster: Muster, run: RunFolder, snapshot: SnapshotAssertion
+) -> None:
     everything = muster("checkpoint", "verify")
     assert everything.code == 1
-    assert "is damaged: state.json is cut off" in everything.out
-    assert everything.out.count("good: 6 files, 500 B, all as written") == 2
+    assert everything.out == snapshot
     one = muster("checkpoint", "verify", "last", "20", "--json")
     assert one.code == 0
     assert [(row["step"], row["state"]) for row in json.loads(one.out)] == [(20, "good")]
     assert muster("checkpoint", "verify", "last", "40").code == 1  # asked for, and not finished
 
 
-def test_the_newest_good_one_is_exported(muster: Muster, run: RunFolder, own_machine: Path) -> None:
+def test_the_newest_good_one_is_exported(
+    muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     done = muster("checkpoint", "export", "--to", "my-model")
     assert done.code == 0
-    assert "is damaged: state.json is cut off" in done.err  # what is passed over is said
-    assert re.sub(r"-[0-9a-f]{4}\b", "-0000", done.out).splitlines() == [
-        "my-model: model.safetensors, 1 tensor, 32 B, from step-00000020-0000",
-        "beside them: config.json",
-    ]
+    assert "step-00000030-" in done.err  # the damaged one is passed over, which is reported
+    assert "step-00000020-" in done.out
+    assert done.err + done.out == snapshot
     assert sorted(one.name for one in (own_machine / "my-model").iterdir()) == [
-        "config.json",
         "model.safetensors",
+        "tokenizer.json",
     ]
     damaged = muster("checkpoint", "export", "last", "30", "--to", "other")
     assert damaged.code == 1
-    assert "nothing was exported: step-00000030-" in damaged.err
-    assert "is not good" in damaged.err
+    assert "step-00000030-" in damaged.err
+    assert damaged.err == snapshot
     assert muster("checkpoint", "export", "--to", "my-model").code == 2
     assert not (own_machine / "other").exists()
+
+
+def test_weights_that_are_not_those_of_the_model_are_an_error(
+    muster: Muster, run: RunFolder, own_machine: Path
+) -> None:
+    """transformers would fill a model with random weights, and say so only in passing."""
+    described = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+    described |= {"num_attention_heads": 2, "intermediate_size": 16}
+    (run.model / "config.json").write_text(json.dumps(described))
+    done = muster("checkpoint", "export", "--to", "my-model")
+    assert done.code == 1
+    assert "its weights are not those of the model" in done.err
+    assert "missing: lm_head.weight, model.embed_tokens.weight" in done.err
+    assert not (own_machine / "my-model").exists()
+    assert not [one for one in own_machine.iterdir() if "unfinished" in one.name]
+
+
+def test_what_cannot_be_checked_is_a_warning(
+    muster: Muster, run: RunFolder, own_machine: Path
+) -> None:
+    (run.model / "config.json").write_text("{}")
+    (own_machine / "shadow" / "transformers").mkdir(parents=True)
+    (own_machine / "shadow" / "transformers" / "__init__.py").write_text(
+        "raise ImportError('broken')"
+    )
+    done = muster(
+        "checkpoint", "export", "--to", "out", env={"PYTHONPATH": f"{own_machine}/shadow"}
+    )
+    assert done.code == 0, done.err
+    assert "warning: not checked" in done.err
+    assert "transformers cannot be imported here: broken" in done.err
+
+
+def test_only_lora_can_be_merged(muster: Muster, run: RunFolder, own_machine: Path) -> None:
+    done = muster("checkpoint", "export", "--merge", "--to", "my-model")
+    assert done.code == 2
+    assert "there is no LoRA adapter to merge" in done.err
+    assert not (own_machine / "my-model").exists()
 
 
 def test_what_can_be_meant(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +120,7 @@ def test_what_can_be_meant(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> N
         meant = meant_by(place, "", runs=runs)
         assert meant.store.where == str(run.checkpoints), place
         assert meant.names() == names[::-1]
-        assert meant.folder_beside() == run.checkpoints / "final"
+        assert meant.model_files() == run.model
     assert meant_by(names[1], "", runs=runs).names() == [names[1]]
     assert meant_by("last", "10", runs=runs).names() == [names[0]]
     assert meant_by(f"{run.checkpoints}/{names[1]}/", "", runs=runs).names() == [names[1]]

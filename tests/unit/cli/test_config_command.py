@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from torchmuster.config import fields
@@ -26,15 +27,6 @@ def broken(own_machine: Path) -> Path:
     path = own_machine / "broken.yaml"
     path.write_text("distributed:\n  num_gpu: 2\n  gpu_ids: [0, -1]\n  enabled: yes\n")
     return path
-
-
-BROKEN = """\
-failure  broken.yaml:2:3: distributed.num_gpu is not a setting
-         fix  did you mean distributed.num_gpus?
-failure  broken.yaml:3:16: item 2 of distributed.gpu_ids must be a whole number of at least 0 or a text; this is the number -1
-failure  broken.yaml:4:12: distributed.enabled must be true or false; this is the text 'yes'
-         fix  YAML 1.2 knows only true and false
-"""
 
 
 def test_show_prints_every_setting_its_value_and_its_source(muster: Muster, config: Path) -> None:
@@ -117,68 +109,43 @@ def test_values_as_they_are_typed(
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("line", "place"),
     [
-        (
-            ["--set", "nonsense=1"],
-            "failure  --set nonsense: nonsense is not a setting\n",
-        ),
-        (
-            ["--set", "distributed.num_gpu=2"],
-            "failure  --set distributed.num_gpu: distributed.num_gpu is not a setting\n"
-            "         fix  did you mean distributed.num_gpus?\n",
-        ),
-        (
-            ["--set", "model=Qwen/Qwen2.5-7B"],
-            "failure  --set model: model is a group of settings\n"
-            "         fix  name one of them, such as model.model_name_or_path\n",
-        ),
-        (
-            ["--set", "experiment_name="],
-            "failure  --set experiment_name: experiment_name must be a text; this is empty\n"
-            "         fix  leave it out, or give it a value\n",
-        ),
-        (
-            ["--num-gpus", "two"],
-            "failure  --num-gpus: distributed.num_gpus must be a whole number of at least 1; "
-            "this is the text 'two'\n",
-        ),
-        (
-            ["--num-gpus", "2", "--gpu-ids", "0", "1", "2"],
-            "failure  --num-gpus: distributed.num_gpus is 2, but gpu_ids lists 3 (--gpu-ids)\n"
-            "         fix  change one, or leave one out\n",
-        ),
-        (
-            ["--config", "confg.yaml"],
-            "failure  confg.yaml: no such file (in {folder})\n         fix  did you mean config.yaml?\n",
-        ),
+        ("--set nonsense=1", "--set nonsense:"),
+        ("--set distributed.num_gpu=2", "--set distributed.num_gpu:"),
+        ("--set model=Qwen/Qwen2.5-7B", "--set model:"),
+        ("--set experiment_name=", "--set experiment_name:"),
+        ("--num-gpus two", "--num-gpus:"),
+        ("--num-gpus 2 --gpu-ids 0 1 2", "--num-gpus:"),
+        ("--config confg.yaml", "confg.yaml:"),
     ],
 )
 def test_show_refuses_what_is_wrong(
-    words: list[str], text: str, muster: Muster, config: Path
+    line: str, place: str, muster: Muster, config: Path, snapshot: SnapshotAssertion
 ) -> None:
-    done = muster("config", "show", *words)
+    done = muster("config", "show", *line.split())
     assert (done.code, done.out) == (2, "")
-    assert done.err == text.format(folder=config.parent)
+    assert done.err.startswith(f"failure  {place} ")
+    assert done.err == snapshot
 
 
-def test_set_without_a_value_is_wrong_usage(muster: Muster) -> None:
+def test_set_without_a_value_is_wrong_usage(muster: Muster, snapshot: SnapshotAssertion) -> None:
     done = muster("config", "show", "--set", "nonsense")
     assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines()[-1] == (
-        "muster config show: error: argument --set: 'nonsense' is not KEY=VALUE; "
-        "write for example model.torch_dtype=bfloat16"
-    )
+    complaint = done.err.splitlines()[-1]
+    assert "argument --set: 'nonsense'" in complaint
+    assert complaint == snapshot
 
 
-def test_an_unknown_variable_is_refused_and_that_of_the_claims_is_not(muster: Muster) -> None:
+def test_an_unknown_variable_is_refused_and_that_of_the_claims_is_not(
+    muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     env = {"TORCHMUSTER_CLAIMS_DIR": "/x", "TORCHMUSTER_NUM_GPUS": "2"}
     done = muster("config", "show", env=env)
     assert (done.code, done.out) == (2, "")
-    assert done.err == (
-        "failure  $TORCHMUSTER_NUM_GPUS: is not a setting\n"
-        "         fix  did you mean TORCHMUSTER_DISTRIBUTED_NUM_GPUS?\n"
-    )
+    assert "$TORCHMUSTER_NUM_GPUS:" in done.err
+    assert "CLAIMS_DIR" not in done.err
+    assert done.err == snapshot
 
 
 @pytest.mark.parametrize("how", [[], ["--json"]])
@@ -193,7 +160,7 @@ def test_what_looks_like_a_secret_is_not_shown(how: list[str], muster: Muster) -
 def test_a_secret_is_not_shown_in_a_refusal_either(muster: Muster) -> None:
     done = muster("config", "show", "--set", f"hub_token={TOKEN}", "--num-gpus", TOKEN)
     assert done.code == 2
-    assert "--set hub_token: hub_token is not a setting" in done.err
+    assert "--set hub_token:" in done.err
     assert TOKEN not in done.err
 
 
@@ -224,15 +191,13 @@ def test_check_looks_at_the_file_alone(muster: Muster, config: Path) -> None:
     assert done.code == 0
 
 
-def test_check_of_a_bad_file_reports_every_mistake(muster: Muster, broken: Path) -> None:
+def test_check_of_a_bad_file_reports_every_mistake(
+    muster: Muster, broken: Path, snapshot: SnapshotAssertion
+) -> None:
     done = muster("config", "check", "broken.yaml")
     assert (done.code, done.out) == (2, "")
-    assert done.err == BROKEN
-
-
-def test_show_of_a_bad_file_says_the_same(muster: Muster, broken: Path) -> None:
-    done = muster("config", "show", "--config", "broken.yaml")
-    assert (done.code, done.out, done.err) == (2, "", BROKEN)
+    assert done.err == snapshot
+    assert muster("config", "show", "--config", "broken.yaml") == done
 
 
 @pytest.mark.parametrize("words", [["check", "broken.yaml"], ["show", "--config", "broken.yaml"]])
@@ -247,20 +212,16 @@ def test_errors_as_json_are_findings_on_stdout(
         "broken.yaml:3:16",
         "broken.yaml:4:12",
     ]
-    assert found[0] == {
-        "name": "config-error",
-        "status": "failure",
-        "what": "broken.yaml:2:3: distributed.num_gpu is not a setting",
-        "why": "",
-        "fix": "did you mean distributed.num_gpus?",
-        "evidence": "",
-    }
+    assert {(one["name"], one["status"]) for one in found} == {("config-error", "failure")}
+    assert found[0].keys() == {"name", "status", "what", "why", "fix", "evidence"}
+    assert "distributed.num_gpus" in found[0]["fix"]
 
 
-def test_check_of_a_missing_file(muster: Muster, own_machine: Path) -> None:
+def test_check_of_a_missing_file(muster: Muster, snapshot: SnapshotAssertion) -> None:
     done = muster("config", "check", "nowhere.yaml")
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"failure  nowhere.yaml: no such file (in {own_machine})\n"
+    assert "nowhere.yaml:" in done.err
+    assert done.err == snapshot
 
 
 def test_schema_is_one_json_document(muster: Muster) -> None:
@@ -274,33 +235,20 @@ def test_schema_is_one_json_document(muster: Muster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "muster: error: the following arguments are required: COMMAND"),
-        (["config"], "muster config: error: the following arguments are required: ACTION"),
-        (
-            ["config", "check"],
-            "muster config check: error: the following arguments are required: FILE",
-        ),
-        (
-            ["config", "show", "--", "x"],
-            "muster: error: this command does not run another one after --",
-        ),
-        (["config", "show", "x"], "muster: error: unrecognized arguments: x"),
-    ],
+    "line", ["", "config", "config check", "config show -- x", "config show x"]
 )
-def test_wrong_usage(words: list[str], complaint: str, muster: Muster) -> None:
-    done = muster(*words)
+def test_wrong_usage(line: str, muster: Muster, snapshot: SnapshotAssertion) -> None:
+    done = muster(*line.split())
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("usage: muster")
-    assert done.err.splitlines()[-1] == complaint
+    assert done.err.splitlines()[-1] == snapshot
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(muster: Muster) -> None:
     done = muster("frobnicate")
     assert (done.code, done.out) == (2, "")
     complaint = done.err.splitlines()[-1]
-    assert complaint.startswith("muster: error: argument COMMAND: invalid choice: 'frobnicate'")
+    assert "argument COMMAND: invalid choice: 'frobnicate'" in complaint
     assert "config" in complaint
 
 

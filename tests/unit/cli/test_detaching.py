@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.cli.detaching import detach
 from torchmuster.errors import ExitCode
@@ -35,7 +36,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_who_leaves_at_once_is_told_as_well(
-    tmp_path: Path, children: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    children: list[int],
+    capsys: pytest.CaptureFixture[str],
+    snapshot: SnapshotAssertion,
 ) -> None:
     run = create(tmp_path, "left")
 
@@ -51,4 +55,5 @@ def test_who_leaves_at_once_is_told_as_well(
     assert len(children) == 1
     told = capsys.readouterr()
     assert told.out == f"{run.id}\n"
-    assert f"muster: to end it:    muster stop {run.id}" in told.err
+    assert f"muster stop {run.id}" in told.err
+    assert told.err == snapshot

@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Stubs, muster_argv
 from nvml_stub import scenarios
@@ -33,19 +35,28 @@ def own_process(scenario: Scenario, gpu: int, memory: int = 2**30) -> Scenario:
     return scenario
 
 
-def test_the_table_tells_who_uses_what(machine: Machine, muster: Muster) -> None:
+def hostless(said: str) -> str:
+    host = socket.gethostname()
+    return said.replace(f" {host} has", " HOST has").replace(f" on {host}", " on HOST")
+
+
+def test_the_table_tells_who_uses_what(
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     machine(own_process(scenarios.eight_a100_idle(), 3, 40 * 2**30))
     result = muster("gpus", env={"COLUMNS": "120"})
     assert result.code == 0
     headline, _, titles, *rows = result.out.splitlines()
-    assert headline.endswith("8 GPUs, 7 free  ·  driver 570.86.15  ·  CUDA up to 12.8")
+    assert "8 GPUs, 7 free" in headline
+    assert "570.86.15" in headline
     assert titles.split() == ["GPU", "name", "memory", "busy", "temp", "power", "used", "by"]
     assert rows[0].split()[:2] == ["0", "A100-SXM4-80GB"]
     assert rows[0].rstrip().endswith("free")
     assert "40.0 / 80 GiB" in rows[3]
     # The end of a long command is left out, and this one's begins where Python is installed.
     assert psutil.Process().cmdline()[0][:12] in rows[3]
-    assert "7 GPUs free, joined by NVLink (NV12); take: muster gpus pick --num 7" in result.out
+    assert result.out.endswith("muster gpus pick --num 7 -- python train.py\n")
+    assert result.out.splitlines()[-1] == snapshot
 
 
 @pytest.mark.parametrize("width", ["80", "100", "200"])
@@ -62,13 +73,15 @@ def test_the_table_fits_every_terminal(
     assert all(len(line) <= int(width) for line in table)
 
 
-def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(machine: Machine, muster: Muster) -> None:
+def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     machine(scenarios.one_failing())
     result = muster("gpus")
     assert result.code == 1
-    assert "failure  GPU 2 (NVIDIA A100-SXM4-80GB) does not answer" in result.out
+    assert "failure  GPU 2 " in result.out
     assert "fix  sudo dmesg | grep -i xid" in result.out
-    assert "GPU is lost" in result.out
+    assert result.out[result.out.index("failure  ") :] == snapshot
 
 
 def test_without_any_driver_the_cpu_is_shown_and_nothing_is_wrong(
@@ -76,7 +89,7 @@ def test_without_any_driver_the_cpu_is_shown_and_nothing_is_wrong(
 ) -> None:
     result = muster("gpus", env={"LD_LIBRARY_PATH": ""})
     assert result.code == 0
-    assert "no GPU here; programs run on the CPU: " in result.out
+    assert "no GPU here" in result.out
     assert result.err == ""
 
 
@@ -107,7 +120,9 @@ def test_idle_holders_are_named_with_their_minutes(machine: Machine, muster: Mus
     assert re.search("idle 4[23] min", muster("gpus", env={"COLUMNS": "140"}).out)
 
 
-def test_every_rank_on_gpu_0_is_recognised(machine: Machine, muster: Muster) -> None:
+def test_every_rank_on_gpu_0_is_recognised(
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     # C6: ranks that touched CUDA before choosing their device all hold a context on GPU 0.
     scenario = scenarios.eight_a100_idle()
     ranks = [4_300_000 + rank for rank in range(8)]
@@ -117,10 +132,10 @@ def test_every_rank_on_gpu_0_is_recognised(machine: Machine, muster: Muster) -> 
     stray = [{"pid": pid, "memory": 500 * 2**20, "type": "compute"} for pid in ranks[1:]]
     scenario["devices"][0]["processes"] += stray
     machine(scenario)
-    out = muster("gpus", env={"COLUMNS": "140"}).out
-    assert "warning  7 processes that work on other GPUs also hold 3.4 GiB on GPU 0" in out
-    assert "why  each opened a CUDA context there before it chose its own device" in out
-    assert "fix  call torch.cuda.set_device(local_rank) before anything else touches CUDA" in out
+    (found,) = json.loads(muster("gpus", "--json").out)["findings"]
+    assert found["status"] == "warning"
+    assert "torch.cuda.set_device(local_rank)" in found["fix"]
+    assert found == snapshot
 
 
 def test_a_claim_is_shown_with_its_command(machine: Machine, muster: Muster) -> None:
@@ -133,27 +148,23 @@ def test_a_claim_is_shown_with_its_command(machine: Machine, muster: Muster) -> 
 
 
 def test_pick_prints_uuids_for_the_shell_and_the_reason_beside(
-    machine: Machine, muster: Muster
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100())
     result = muster("gpus", "pick", "--num", "2", "--min-free", "30GiB")
     assert result.code == 0
     assert result.out == f"{scenarios.gpu_uuid(6)},{scenarios.gpu_uuid(7)}\n"
-    reason, note = result.err.splitlines()
-    assert reason == (
-        "asked for 2 GPUs with at least 30.0 GiB free: GPUs 6, 7, NVIDIA A100-SXM4-80GB, "
-        "79.5 GiB free on each, joined by NVLink (NV12); GPUs 0-5 are in use by an unknown user"
-    )
-    assert note == "not claimed: to hold them for a run, put the command after --"
+    assert "GPUs 6, 7" in result.err
+    assert result.err == snapshot
 
 
-def test_pick_json(machine: Machine, muster: Muster) -> None:
+def test_pick_json(machine: Machine, muster: Muster, snapshot: SnapshotAssertion) -> None:
     machine(scenarios.eight_a100_idle())
     answer = json.loads(muster("gpus", "pick", "--for-model", "14GB", "--json").out)
     assert [one["number"] for one in answer["devices"]] == ["0"]
     assert answer["environment"] == {"CUDA_VISIBLE_DEVICES": scenarios.gpu_uuid(0)}
     assert answer["strategy"] == "single"
-    assert "they fit on one GPU, so single" in answer["reason"]
+    assert answer["reason"] == snapshot
 
 
 def test_pick_becomes_the_command(machine: Machine, muster: Muster) -> None:
@@ -223,29 +234,30 @@ def test_waiting_ends_when_the_other_process_does(machine: Machine, muster: Must
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "sentence"),
+    ("line", "value"),
     [
-        (["--num", "9"], 2, "failure  asked for 9 GPUs: 8 can be had here"),
-        (["--num", "0"], 2, "'0' is not a number of GPUs; write 1, 2, 3, …"),
-        (["--min-free", "30"], 2, "'30' is less than 1 MiB; write the unit: 30GiB"),
-        (["--for-model", "0"], 2, "'0' is less than 1 MiB"),
-        (["--min-free", "lots"], 2, "'lots' is not a size; write for example 30GiB"),
-        (["--min-free", "100GiB"], 2, "GPUs 0-7 are too small (79.5 GiB when empty)"),
-        (["--gpu-ids", "8"], 2, "failure  there is no GPU 8 on "),
-        (["--wait", "soon"], 2, "'soon' is not a duration"),
-        (["--", "no-such-program-here"], 2, "failure  cannot run 'no-such-program-here'"),
-        (["--"], 2, "failure  there is nothing to run after --"),
+        ("--num 9", "9 GPUs"),
+        ("--num 0", "--num: '0'"),
+        ("--min-free 30", "--min-free: '30'"),
+        ("--for-model 0", "--for-model: '0'"),
+        ("--min-free lots", "--min-free: 'lots'"),
+        ("--min-free 100GiB", "100 GiB"),
+        ("--gpu-ids 8", "GPU 8"),
+        ("--wait soon", "--wait: 'soon'"),
+        ("-- no-such-program-here", "'no-such-program-here'"),
+        ("--", " --"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
-    machine: Machine, muster: Muster, words: list[str], code: int, sentence: str
+    machine: Machine, muster: Muster, line: str, value: str, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100_idle())
-    result = muster("gpus", "pick", *words)
-    assert result.code == code
-    assert sentence in result.err
-    assert result.out == ""
+    result = muster("gpus", "pick", *line.split())
+    assert (result.code, result.out) == (2, "")
+    complaint = re.sub("(?s)^usage: .*\n(?=muster)", "", result.err)
+    assert value in complaint
     assert "Traceback" not in result.err
+    assert hostless(complaint) == snapshot
 
 
 def test_a_refusal_is_json_where_json_was_asked_for(machine: Machine, muster: Muster) -> None:
@@ -297,13 +309,13 @@ def test_a_sweep_within_a_claim_uses_each_gpu_once(machine: Machine, muster: Mus
 
 
 def test_a_broken_driver_is_named_where_gpus_are_asked_for(
-    machine: Machine, muster: Muster
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.driver_mismatch())
-    result = muster("gpus", "pick", env={"COLUMNS": "140"})
+    result = muster("gpus", "pick")
     assert result.code == 2
-    assert "the NVIDIA driver was updated, but the old one is still loaded" in result.err
     assert "fix  sudo reboot\n" in result.err
+    assert hostless(result.err) == snapshot
 
 
 def test_a_terminal_that_is_not_utf_8_is_no_error(machine: Machine, muster: Muster) -> None:
@@ -313,14 +325,15 @@ def test_a_terminal_that_is_not_utf_8_is_no_error(machine: Machine, muster: Must
     assert "does not answer" in result.out
 
 
-def test_a_full_disk_is_told_in_a_sentence(machine: Machine) -> None:
+def test_a_full_disk_is_told_in_a_sentence(machine: Machine, snapshot: SnapshotAssertion) -> None:
     machine(scenarios.eight_a100_idle())
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             muster_argv(["gpus", "--json"]), stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
-    assert done.stderr == "failure  the answer could not be written: No space left on device\n"
+    assert "No space left on device" in done.stderr
+    assert done.stderr == snapshot
 
 
 def test_an_error_of_our_own_is_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +361,7 @@ def test_uuids_are_shown_when_asked_for(machine: Machine, muster: Muster) -> Non
 def test_all_hidden_is_said_and_not_waited_for(machine: Machine, muster: Muster) -> None:
     machine(scenarios.eight_a100_idle())
     result = muster("gpus", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert 'all GPUs are hidden by CUDA_VISIBLE_DEVICES=""' in result.out
+    assert 'hidden by CUDA_VISIBLE_DEVICES=""' in result.out
     assert "--wait" not in result.out
 
 

@@ -3,8 +3,20 @@
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
+from torchmuster.errors import ExitCode
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text("print('never imported here')\n")
+    (tmp_path / "c.yaml").write_text(
+        "model: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n"
+        "train: {steps: 20, learning_rate: 0.1}\n"
+    )
+    return "c.yaml"
 
 
 @pytest.fixture
@@ -33,4 +45,13 @@ def test_what_cannot_be_profiled_is_refused_at_once(
     result = muster("profile", *words)
     assert result.code != 0
     assert said in result.err
+    assert not Path("profile").exists()
+
+
+def test_more_steps_than_the_settings_have_are_refused_at_once(
+    muster: Muster, settings: str, snapshot: SnapshotAssertion
+) -> None:
+    result = muster("profile", "--device", "cpu", settings)
+    assert result.code == ExitCode.IMPOSSIBLE
+    assert result.err == snapshot
     assert not Path("profile").exists()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
 from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
@@ -74,16 +75,13 @@ def resume(muster: Muster, own_machine: Path) -> Resume:
 
 
 def test_it_goes_on_in_its_folder_with_its_settings_device_and_ranks(
-    resume: Resume, own_machine: Path
+    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "stopped")
     done = resume("last", "--dry-run", "--json", "--set", "train.steps=20")
     assert done.code == 0, done
-    assert done.err.splitlines() == [
-        "muster: train.steps is 20 from now on; it was 10",
-        "muster: the schedule cosine goes to 0 at the new end, so the learning rate is another one "
-        "from now on",
-    ]
+    assert ["train.steps" in line for line in done.err.splitlines()] == [True, False]
+    assert done.err == snapshot
     (machine,) = json.loads(done.out)["machines"]
     command = machine["command"]
     assert machine["ranks"] == 3
@@ -109,69 +107,59 @@ def test_a_relative_folder_means_the_one_that_the_run_began_in(
         assert settings.checkpoint.folder == meant
 
 
-def test_a_run_that_has_finished_says_so(resume: Resume, own_machine: Path) -> None:
+def test_a_run_that_has_finished_says_so(
+    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     run = made(own_machine, "finished")
     done = resume("last")
     assert done.code == 0
-    assert done.err == (
-        f"muster: {run.id} has finished: nothing is left to train\n"
-        f"        to train on: muster train --resume {run.id} --set train.steps=…\n"
-    )
+    assert f"muster train --resume {run.id} --set train.steps=…\n" in done.err
+    assert done.err == snapshot
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (("--set", "train.seed=1"), "train.seed is 1 (--set train.seed), but RUN has 0"),
-        (
-            ("--set", "train.learning_rate=0.5"),
-            "train.learning_rate is 0.5 (--set train.learning_rate), but RUN has 0.001",
-        ),
-        (("--set", "checkpoint.folder=/x"), 'checkpoint.folder is "/x" (--set checkpoint.folder)'),
-    ],
+    "setting", ["train.seed=1", "train.learning_rate=0.5", "checkpoint.folder=/x"]
 )
 def test_what_would_be_another_training_is_refused(
-    resume: Resume, own_machine: Path, words: tuple[str, ...], what: str
+    resume: Resume, own_machine: Path, setting: str, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "failed")
-    done = resume("last", *words)
+    done = resume("last", "--set", setting)
     assert done.code == 2
-    first, why, fix = done.err.splitlines()
-    assert first.startswith("failure  " + what.replace("RUN", run.id))
-    assert why == (
-        "         why  a run goes on as it began: with this it would be another training"
-    )
-    path = words[1].partition("=")[0]
+    path = setting.partition("=")[0]
     config = run.config.relative_to(own_machine)
-    assert fix.endswith(f"begin a new run: muster train --config {config} --set {path}=…")
+    assert done.err.endswith(f"muster train --config {config} --set {path}=…\n")
+    assert done.err == snapshot
 
 
-def test_a_run_that_cannot_go_on_says_why(resume: Resume, own_machine: Path) -> None:
+def test_a_run_that_cannot_go_on_says_why(
+    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     without = made(own_machine, "failed", saved=False)
     done = resume("last")
     assert done.code == 2
-    assert done.err.splitlines() == [
-        f"failure  {without.id} has nothing to go on from",
-        f"         why  there is no checkpoint in {without.checkpoints}",
-        f"         fix  begin anew: muster train --config {without.config.relative_to(own_machine)}",
-    ]
+    assert f"muster train --config {without.config.relative_to(own_machine)}\n" in done.err
+    assert done.err == snapshot(name="no checkpoint")
     script = create(own_machine / "runs", "script")
     done = resume(script.id)
     assert done.code == 2
-    assert done.err.startswith(f"failure  {script.id} cannot go on: it has no settings\n")
+    assert script.id in done.err
+    assert done.err == snapshot(name="no settings")
     done = resume(script.id, "--config", "c.yaml")
     assert done.code == 2
-    assert f"--resume {script.id} and --config c.yaml were both given" in done.err
+    assert "--config c.yaml" in done.err
+    assert done.err == snapshot(name="two sources")
     at_work = made(own_machine, "running")
     done = resume(at_work.id)
     assert done.code == 3
-    assert done.err.startswith(f"failure  {at_work.id} is still at work (running)\n")
+    assert done.err == snapshot(name="at work here")
     job = json.loads(at_work.job.read_text())
     job["launcher"]["host"] = "far-away"
     at_work.job.write_text(json.dumps(job))
     done = resume(at_work.id, "--dry-run")
     assert done.code == 3
-    assert "; should far-away be gone, that is known 2 min after it was last heard of" in done.err
+    assert "far-away" in done.err
+    assert done.err == snapshot(name="at work elsewhere")
     os.utime(at_work.state, (1, 1))
     assert resume(at_work.id, "--dry-run").code == 0
 
@@ -182,6 +170,6 @@ def test_a_secret_that_was_not_written_down_is_asked_for(resume: Resume, own_mac
     done = resume("last")
     assert done.code == 2
     assert "hunter2" not in done.err
-    assert "fix  give it again: --set data.files=…" in done.err
+    assert "--set data.files=…" in done.err
     words = ("--set", f"data.files={address}", "--dry-run")
     assert resume("last", *words).code == 0

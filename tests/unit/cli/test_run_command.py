@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
+import torchmuster
 from muster_command import Muster, Result
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
@@ -35,85 +37,74 @@ def run(muster: Muster, own_machine: Path) -> Callable[..., Result]:
 Run = Callable[..., Result]
 
 
-def said(result: Result) -> str:
-    """Return what was said, wrapped lines joined."""
-    return " ".join(result.err.split())
-
-
 @pytest.mark.parametrize(
-    ("words", "what", "fix"),
+    ("words", "fact"),
     [
-        ([], "there is no script to run", "muster run train.py"),
-        (["nope.py"], "there is no script 'nope.py'", "check the name"),
-        (["train"], "'train' is not taken for a script", "muster run train.py"),
-        (["-m", "nope.train"], "there is no module 'nope.train'", "-m package.module"),
-        (
-            ["--device", "cpu", "--num-gpus", "2", "train.py"],
-            "--device cpu uses no GPUs, but GPUs were asked for why by --num-gpus",
-            "--ranks 2",
-        ),
-        (
-            ["--ranks", "3", "--num-gpus", "2", "train.py"],
-            "--ranks 3 and 2 GPUs (--num-gpus) do not fit",
-            "give one of the two",
-        ),
-        (["--hosts", "", "train.py"], "--hosts: launch.hosts must be a list", "leave it out"),
-        (["--hosts", "a,-oProxyCommand=x", "train.py"], "is not a host", "--hosts a,b:4"),
-        (["--hosts", "a,a", "train.py"], "host 'a' is named twice", "--hosts a:2"),
-        (["--env", "NOT_SET_HERE", "train.py"], "--env NOT_SET_HERE is not set here", "=VALUE"),
-        (["--max-restarts", "-1", "train.py"], "launch.max_restarts must be a whole number", ""),
-        (["--max-restarts", "many", "train.py"], "launch.max_restarts", ""),
-        (
-            ["--rdzv-endpoint", "a:2379", "train.py"],
-            "--rdzv-backend etcd-v2 and --rdzv-endpoint belong together",
-            "--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
-        ),
-        (["--rdzv-backend", "etcd-v2", "train.py"], "belong together", ""),
-        (["--set", "nope=1", "train.py"], "nope is not a setting", ""),
+        ([], "muster run train.py"),
+        (["nope.py"], "'nope.py'"),
+        (["train"], "muster run train.py"),
+        (["-m", "nope.train"], "'nope.train'"),
+        (["--device", "cpu", "--num-gpus", "2", "train.py"], "--ranks 2"),
+        (["--ranks", "3", "--num-gpus", "2", "train.py"], "--ranks 3"),
+        (["--hosts", "", "train.py"], "launch.hosts"),
+        (["--hosts", "a,-oProxyCommand=x", "train.py"], "--hosts a,b:4"),
+        (["--hosts", "a,a", "train.py"], "--hosts a:2"),
+        (["--env", "NOT_SET_HERE", "train.py"], "NOT_SET_HERE=VALUE"),
+        (["--max-restarts", "-1", "train.py"], "launch.max_restarts"),
+        (["--max-restarts", "many", "train.py"], "launch.max_restarts"),
+        (["--rdzv-endpoint", "a:2379", "train.py"], "--rdzv-endpoint HOST:2379"),
+        (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-endpoint HOST:2379"),
+        (["--set", "nope=1", "train.py"], "--set nope:"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_cannot_be_is_refused_in_a_sentence(
-    run: Run, words: list[str], what: str, fix: str
+    run: Run, words: list[str], fact: str, snapshot: SnapshotAssertion
 ) -> None:
     result = run(*words)
     assert (result.code, result.out) == (2, "")
-    assert what in said(result)
-    assert fix in said(result)
+    assert fact in result.err
+    assert result.err == snapshot
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "flag"),
     [
-        (["--ranks", "0", "train.py"], "argument --ranks: '0' is not a number from 1 to 4096"),
-        (["--ranks", "-2", "train.py"], "argument --ranks"),
-        (["--port", "0", "train.py"], "'0' is not a port; write a number from 1 to 65535"),
-        (["--port", "70000", "train.py"], "'70000' is not a port"),
-        (["--grace", "soon", "train.py"], "'soon' is not a duration; write for example 30s"),
-        (["--wait", "5x", "train.py"], "unknown unit 'x'"),
-        (["--device", "tpu", "train.py"], "invalid choice: 'tpu'"),
+        (["--ranks", "0", "train.py"], "argument --ranks: '0'"),
+        (["--ranks", "-2", "train.py"], "argument --ranks: '-2'"),
+        (["--port", "0", "train.py"], "argument --port: '0'"),
+        (["--port", "70000", "train.py"], "argument --port: '70000'"),
+        (["--grace", "soon", "train.py"], "argument --grace: 'soon'"),
+        (["--wait", "5x", "train.py"], "argument --wait: "),
         (["--lr", "1", "train.py"], "unrecognized arguments: --lr"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_flag_that_is_not_understood_is_named(run: Run, words: list[str], complaint: str) -> None:
+def test_a_flag_that_is_not_understood_is_named(
+    run: Run, words: list[str], flag: str, snapshot: SnapshotAssertion
+) -> None:
     result = run(*words)
     assert (result.code, result.out) == (2, "")
-    assert complaint in result.err
     assert result.err.startswith("usage: muster")
+    complaint = result.err.splitlines()[-1]
+    assert flag in complaint
+    assert complaint == snapshot
+    assert "invalid choice: 'tpu'" in run("--device", "tpu", "train.py").err
 
 
-def test_complaints_under_another_command_speak_of_that_command(muster: Muster) -> None:
+def test_complaints_under_another_command_speak_of_that_command(
+    muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     result = muster("train", "q.yaml")
     assert result.code == 2
-    assert (
-        "unrecognized arguments: q.yaml; a settings file is given as --config q.yaml" in result.err
-    )
+    assert "--config q.yaml" in result.err
+    assert result.err.splitlines()[-1] == snapshot
     assert "q.yaml;" not in muster("train", "--nope").err
     options = argparse.Namespace(words=["train", "--nodes", "2"], nodes=2)
     with pytest.raises(Impossible) as caught:
         slurm_run.refuse_flags_without_slurm(options)
-    assert caught.value.fix == "muster train --slurm --nodes …, or leave --nodes out"
+    assert "muster train --slurm --nodes" in caught.value.fix
+    assert caught.value == snapshot
 
 
 def test_json_is_for_the_dry_run(run: Run) -> None:
@@ -129,19 +120,21 @@ def plan(result: Result) -> dict[str, Any]:
     return told
 
 
-def test_a_dry_run_shows_the_exact_command_for_this_machine(run: Run, own_machine: Path) -> None:
+def test_a_dry_run_shows_the_exact_command_for_this_machine(
+    run: Run, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     result = run("--dry-run", "--device", "cpu", "--ranks", "2", "train.py", "--lr", "1e-4")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0] == "this machine: 2 ranks"
-    assert lines[1] == "  the CPU, as asked"
-    assert f"  which starts, in {own_machine}:" in lines
     assert "      --nproc-per-node=2 \\" in lines
     assert "      --rdzv-endpoint=127.0.0.1:PORT \\" in lines
     assert f'"logs": "{own_machine}/runs/RUN/logs"' in result.out
     assert "train.py --lr 1e-4" in result.out
     assert "    TORCHMUSTER_RUN_TOKEN=TOKEN" in lines
-    assert lines[-1] == "nothing was started, and nothing is claimed"
+    # How many threads there are differs from machine to machine.
+    shown = "\n".join(line for line in lines if "thread" not in line.lower())
+    assert shown.replace(str(Path(torchmuster.__file__).parent), "PACKAGE") == snapshot
 
 
 def test_a_dry_run_as_json_has_the_same(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, muster_argv
 from patience import GIVE_UP_S
@@ -67,14 +69,19 @@ def test_a_run_of_settings_is_shown_as_it_was_typed(muster: Muster, own_machine:
     assert muster("runs").out.split("2 h  ")[1] == "torchmuster.worker\n"
 
 
-def test_a_folder_without_runs_says_how_to_make_one(muster: Muster) -> None:
+def test_a_folder_without_runs_says_how_to_make_one(
+    muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     result = muster("runs")
     assert result.code == 0
-    assert result.out == "no runs in runs; muster run script.py makes the first\n"
+    assert "muster run script.py" in result.out
+    assert result.out == snapshot
     assert json.loads(muster("runs", "--json").out) == []
 
 
-def test_runs_are_listed_newest_first_with_how_they_went(muster: Muster, own_machine: Path) -> None:
+def test_runs_are_listed_newest_first_with_how_they_went(
+    muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     made(own_machine, "good", "finished", exit_code=0, headline="finished well")
     made(own_machine, "bad", "failed", exit_code=1, headline="rank 1 failed: ValueError\nmore")
     made(own_machine, "killed", "running")
@@ -82,17 +89,21 @@ def test_runs_are_listed_newest_first_with_how_they_went(muster: Muster, own_mac
     made(own_machine, "empty", None)
     shown = muster("runs")
     assert shown.code == 0
-    rows = [line.split(maxsplit=1) for line in shown.out.splitlines()]
-    words = {run.split("-")[2]: " ".join(rest.split()) for run, rest in rows}
-    assert words == {
-        "good": "finished 2 h good.py --hub-token [redacted]",
-        "bad": "failed 2 h rank 1 failed: ValueError",
-        "killed": "died 2 h the launcher was killed",
-        "elsewhere": "running 2 h elsewhere.py --hub-token [redacted]",
-        "empty": "unknown -",
+    ids = [line.split()[0] for line in shown.out.splitlines()]
+    assert {line.split("-")[2]: line.split()[1] for line in shown.out.splitlines()} == {
+        "good": "finished",
+        "bad": "failed",
+        "killed": "died",
+        "elsewhere": "running",
+        "empty": "unknown",
     }
+    assert "hf_a" not in shown.out
+    lines = [
+        re.sub(r"^[\d-]+-([a-z]+)-[0-9a-f]{4} *", r"\1  ", line) for line in shown.out.splitlines()
+    ]
+    assert sorted(lines) == snapshot
     told = json.loads(muster("runs", "--json").out)
-    assert [one["id"] for one in told] == [run for run, _ in rows]
+    assert [one["id"] for one in told] == ids
     by_name = {one["id"].split("-")[2]: one for one in told}
     assert by_name["bad"]["exit_code"] == 1
     assert by_name["killed"]["phase"] == "died"
@@ -133,23 +144,25 @@ def test_attach_after_the_end_shows_everything_and_has_its_exit_code(
 
 
 def test_attach_to_a_run_whose_launcher_was_killed_says_so(
-    muster: Muster, own_machine: Path
+    muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "killed", "running")
     result = muster("attach", "last")
     assert result.code == 1
     assert result.out == run.console.read_text()
-    assert result.err == (
-        f"muster: the launcher was killed; muster stop {run.id} ends what may be left of it\n"
-    )
+    assert f"muster stop {run.id}" in result.err
+    assert result.err == snapshot
 
 
-def test_attach_to_a_run_that_never_began(muster: Muster, own_machine: Path) -> None:
+def test_attach_to_a_run_that_never_began(
+    muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     run = made(own_machine, "empty", None)
     os.utime(run.marker, (1, 1))
     result = muster("attach", "last")
     assert (result.code, result.out) == (1, "")
-    assert result.err == f"muster: {run.id} never began, and its launcher is gone\n"
+    assert run.id in result.err
+    assert result.err == snapshot
 
 
 def test_a_run_of_another_machine_is_followed_but_not_stopped(
@@ -178,28 +191,22 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=GIVE_UP_S)
         assert watching.returncode == 0
-        assert f"{run.id} goes on; to end it: muster stop {run.id}" in err
+        assert f"muster stop {run.id}" in err
 
 
 @pytest.mark.parametrize(
-    ("phase", "headline", "words"),
-    [
-        ("finished", "finished well", "had ended before: finished well"),
-        ("failed", "rank 1 failed", "had ended before: rank 1 failed"),
-        (
-            "running",
-            "",
-            "had ended: the launcher was killed; nothing of it is left on this machine",
-        ),
-    ],
+    ("phase", "headline"),
+    [("finished", "finished well"), ("failed", "rank 1 failed"), ("running", "")],
 )
 def test_stop_of_what_is_over_says_how_it_ended(
-    muster: Muster, own_machine: Path, phase: str, headline: str, words: str
+    muster: Muster, own_machine: Path, phase: str, headline: str, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "over", phase, exit_code=None, headline=headline)
     result = muster("stop", "last")
     assert (result.code, result.out) == (0, "")
-    assert result.err == f"muster: {run.id} {words}\n"
+    assert run.id in result.err
+    assert headline in result.err
+    assert result.err == snapshot
 
 
 def test_stop_ends_what_a_killed_launcher_left(muster: Muster, own_machine: Path) -> None:

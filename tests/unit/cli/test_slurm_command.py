@@ -48,5 +48,6 @@ def test_inside_a_job_its_nodes_are_used(
         },
     )
     assert result.code == 1
-    assert "muster: in Slurm job 41 with 2 nodes" in result.err
-    assert "srun could not start the keeper on n1" in result.err
+    assert "Slurm job 41 with 2 nodes" in result.err
+    assert "on n1" in result.err
+    assert "srun: error: no" in result.err

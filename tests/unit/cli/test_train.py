@@ -1,10 +1,12 @@
 """``muster train`` before anything starts: what it refuses and how, and what ``--dry-run`` shows."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
 from nvml_stub import scenarios
@@ -68,11 +70,8 @@ def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_mac
 def test_the_dry_run_for_people(train: Train) -> None:
     done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
     assert done.code == 0
-    assert done.out.startswith("this machine: 2 ranks\n  the CPU, as asked\n")
-    assert (
-        "torchmuster.worker --set experiment_name=tiny --set distributed.strategy=fsdp" in done.out
-    )
-    assert done.out.endswith("nothing was started, and nothing is claimed\n")
+    assert done.out.startswith("this machine: 2 ranks\n")
+    assert "torchmuster.worker --set experiment_name=tiny --set distributed" in done.out
 
 
 def test_gpus_are_chosen_as_for_a_script(
@@ -113,70 +112,58 @@ def test_one_process_where_distributed_is_off(train: Train) -> None:
     assert done.out.startswith("this machine: 1 rank\n")
 
 
-def test_without_settings_all_that_is_missing_is_said(train: Train) -> None:
+def test_without_settings_all_that_is_missing_is_said(
+    train: Train, snapshot: SnapshotAssertion
+) -> None:
     done = train()
     assert done.code == 2
-    assert done.err.splitlines() == [
-        "failure  the settings: there is no model to train",
-        "         fix  give model.model_name_or_path (a folder or a name on the hub), or model.build "
-        "(module:function)",
-        "failure  the settings: there is no data to train on",
-        "         fix  give data.dataset (module:function), data.files or data.hugging_face",
-    ]
+    assert done.err.count("failure  ") == 2
+    assert done.err == snapshot
 
 
-def test_mistakes_of_a_file_are_said_with_their_places(train: Train, own_machine: Path) -> None:
+def test_mistakes_of_a_file_are_said_with_their_places(
+    train: Train, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     (own_machine / "c.yaml").write_text(CONFIG.replace("steps: 10", "step: 10, lr: 1"))
     done = train("--config", "c.yaml")
     assert done.code == 2
-    assert done.err.splitlines() == [
-        "failure  c.yaml:5:9: train.step is not a setting",
-        "         fix  did you mean train.steps?",
-        "failure  c.yaml:5:19: train.lr is not a setting",
-    ]
+    assert re.findall("^failure  (.*?): ", done.err, re.MULTILINE) == ["c.yaml:5:9", "c.yaml:5:19"]
+    assert done.err == snapshot
     (own_machine / "c.yaml").write_text(CONFIG.replace("steps: 10", "steps: 10, epochs: 2"))
     done = train("--config", "c.yaml")
     assert done.code == 2
-    assert done.err.splitlines()[0] == (
-        "failure  c.yaml:5:16: train.steps and train.epochs (c.yaml:5:28) say the same thing twice"
-    )
+    assert done.err.startswith("failure  c.yaml:5:16: ")
+    assert "c.yaml:5:28" in done.err
+    assert done.err == snapshot
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("line", "fact"),
     [
-        (
-            ["--set", "model.device_map=cpu", "--num-gpus", "2"],
-            "failure  model.device_map is cpu, but GPUs were asked for",
-        ),
-        (
-            ["--set", "distributed.enabled=false", "--ranks", "2", "--device", "cpu"],
-            "failure  several processes were asked for, but distributed.enabled is false",
-        ),
-        (
-            ["--set", "distributed.enabled=false", "--hosts", "a,b"],
-            "failure  several processes were asked for, but distributed.enabled is false",
-        ),
-        (["--json"], '{\n  "findings": ['),
-        (["--nodes", "2"], "failure  --nodes is for Slurm or Kubernetes"),
+        ("--set model.device_map=cpu --num-gpus 2", "model.device_map"),
+        ("--set distributed.enabled=false --ranks 2 --device cpu", "distributed.enabled"),
+        ("--set distributed.enabled=false --hosts a,b", "distributed.enabled"),
+        ("--json", '"name": "impossible"'),
+        ("--nodes 2", "--slurm --nodes"),
     ],
 )
-def test_what_contradicts_is_refused(words: list[str], what: str, train: Train) -> None:
-    done = train("--config", "c.yaml", *words)
+def test_what_contradicts_is_refused(
+    line: str, fact: str, train: Train, snapshot: SnapshotAssertion
+) -> None:
+    done = train("--config", "c.yaml", *line.split())
     assert done.code == 2
-    assert (done.err or done.out).startswith(what), done
+    assert fact in done.err + done.out
+    assert done.err + done.out == snapshot
 
 
 def test_what_is_not_on_this_machine_is_told_before_anything_starts(
-    train: Train, own_machine: Path
+    train: Train, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     missing = ("--config", "c.yaml", "--set", "data.files=b/*.txt")
     done = train(*missing)
     assert done.code == 2
-    assert done.err.splitlines() == [
-        f"failure  --set data.files: data.files is 'b/*.txt', and there is no such file in {own_machine}",
-        "         fix  check the path or the pattern",
-    ]
+    assert "'b/*.txt'" in done.err
+    assert done.err == snapshot
     assert train(*missing, "--slurm", "--dry-run").code == 0  # it may be there where it runs
 
 

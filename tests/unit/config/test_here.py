@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.here import check_here
 from torchmuster.config.resolve import resolve
@@ -45,7 +46,9 @@ def test_what_is_here_or_cannot_be_told_from_here(text: str, folder: Path) -> No
     assert "mine_of_here" not in sys.modules
 
 
-def test_all_that_is_missing_is_told_with_its_place(folder: Path) -> None:
+def test_all_that_is_missing_is_told_with_its_place(
+    folder: Path, snapshot: SnapshotAssertion
+) -> None:
     text = """\
 model:
   model_name_or_path: ./lama
@@ -55,20 +58,15 @@ data:
   evaluation_files: b.txt
   dataset: mine_of_hre:make
 """
-    no_module = f"it is neither in {folder} nor installed"
-    assert told(folder, text) == [
-        f"c.yaml:5:10: data.files is 'data/*.txt', and there is no such file in {folder}",
-        f"c.yaml:6:21: data.evaluation_files is 'b.txt', and there is no such file in {folder}",
-        f"c.yaml:2:23: there is no folder './lama' with a model; looked for it in {folder}",
-        "c.yaml:3:9: model.loss is 'package_of_here.outer:loss', but there is no module "
-        f"'package_of_here.outer': {no_module}",
-        "c.yaml:7:12: data.dataset is 'mine_of_hre:make', but there is no module 'mine_of_hre': "
-        f"{no_module}",
+    found = told(folder, text)
+    assert [line.partition(": ")[0] for line in found] == [
+        *("c.yaml:5:10", "c.yaml:6:21", "c.yaml:2:23", "c.yaml:3:9", "c.yaml:7:12")
     ]
+    assert [line.replace(str(folder), "FOLDER") for line in found] == snapshot
 
 
 def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     (folder / "wandb").mkdir()  # W&B leaves such a folder where it worked; it is not the library
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -76,15 +74,8 @@ def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
     (folder / "c.yaml").write_text("metrics: {sinks: [parquet, wandb]}")
     with pytest.raises(ConfigError) as refused:
         check_here(resolve(file=Path("c.yaml")))
-    assert [(one.where, one.what, one.fix) for one in refused.value.mistakes] == [
-        (
-            "c.yaml:1:18",
-            "metrics.sinks has parquet, but pyarrow is not installed",
-            "pip install 'torchmuster[parquet]'",
-        ),
-        (
-            "c.yaml:1:18",
-            "metrics.sinks has wandb, but wandb is not installed",
-            "pip install 'torchmuster[wandb]'",
-        ),
+    assert [(one.where, one.fix) for one in refused.value.mistakes] == [
+        ("c.yaml:1:18", "pip install 'torchmuster[parquet]'"),
+        ("c.yaml:1:18", "pip install 'torchmuster[wandb]'"),
     ]
+    assert [one.what for one in refused.value.mistakes] == snapshot

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
@@ -46,66 +47,55 @@ def test_a_missing_file_is_an_error_with_the_nearest_name(
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     path = written(tmp_path, "")
-    assert outcome(tmp_path) == ": cannot be read: Is a directory"
-    assert outcome(path / "x.yaml") == ": cannot be read: Not a directory"
-    assert outcome(Path("/proc/self/mem")) == ": cannot be read: Input/output error"
+    assert outcome(tmp_path).endswith(": Is a directory")
+    assert outcome(path / "x.yaml").endswith(": Not a directory")
+    assert outcome(Path("/proc/self/mem")).endswith(": Input/output error")
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "place"),
     [
-        (
-            b"\x89PNG\r\n\x1a\n\x00\x00",
-            ": is not UTF-8 text: byte 0x89 on line 1; save it as UTF-8",
-        ),
-        (b"a: 1\nb: caf\xe9\n", ": is not UTF-8 text: byte 0xe9 on line 2; save it as UTF-8"),
-        ("a: 1\n".encode("utf-16"), ": is not UTF-8 text: byte 0xff on line 1; save it as UTF-8"),
-        (b"PK\x03\x04", ":1:3: is not YAML: the character U+0003 is not allowed"),
-        (b"a: 1\nb: \x00\n", ":2:4: is not YAML: the character U+0000 is not allowed"),
-        (b"x" * 300_000, ": is no settings file: larger than 256 KiB"),
+        pytest.param(b"\x89PNG\r\n\x1a\n\x00\x00", "", id="picture"),
+        pytest.param(b"a: 1\nb: caf\xe9\n", "", id="latin-1"),
+        pytest.param("a: 1\n".encode("utf-16"), "", id="utf-16"),
+        pytest.param(b"PK\x03\x04", ":1:3", id="zip"),
+        pytest.param(b"a: 1\nb: \x00\n", ":2:4", id="zero"),
+        pytest.param(b"x" * 300_000, "", id="large"),
     ],
 )
-def test_a_file_of_something_else(content: bytes, found: str, tmp_path: Path) -> None:
-    assert outcome(written(tmp_path, content)) == found
+def test_a_file_of_something_else(
+    content: bytes, place: str, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    found = outcome(written(tmp_path, content))
+    assert found.startswith(f"{place}: ")
+    assert found == snapshot
 
 
 def test_an_endless_file_is_not_read_to_its_end() -> None:
-    assert outcome(Path("/dev/zero")) == ": is no settings file: larger than 256 KiB"
+    assert outcome(Path("/dev/zero")).endswith(" 256 KiB")
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "place"),
     [
-        (
-            "distributed:\n\tnum_gpus: 1\n",
-            ":2:1: is not YAML: found character '\\t' that cannot start any token; "
-            "indent with spaces, not tabs",
-        ),
-        ("a: b: c\n", ":1:5: is not YAML: mapping values are not allowed here"),
-        (
-            "distributed:\n  gpu_ids: [1\n",
-            ":3:1: is not YAML: expected ',' or ']', but got '<stream end>' "
-            "(while parsing a flow sequence that begins on line 2)",
-        ),
-        (
-            "experiment_name: 'llama\nmodel:\n",
-            ":3:1: is not YAML: found unexpected end of stream "
-            "(while scanning a quoted scalar that begins on line 1)",
-        ),
-        ("x: *nope\n", ":1:4: is not YAML: found undefined alias 'nope'"),
-        (
-            "a: 1\n---\nb: 2\n",
-            ":2:1: is not YAML: expected a single document in the stream, "
-            "but found another document",
-        ),
-        ("%YAML 1.3\n---\n", ": is not YAML 1.2: its %YAML line names another version"),
-        (": \n%YAML 2.0  ", ": is not YAML 1.2: its %YAML line names another version"),
-        (r'a: "\UFFFFFFFF"', r": is not YAML: a \U escape names no character"),
-        (r'a: "\U00110000"', r": is not YAML: a \U escape names no character"),
+        pytest.param("distributed:\n\tnum_gpus: 1\n", ":2:1", id="tab"),
+        pytest.param("a: b: c\n", ":1:5", id="two values"),
+        pytest.param("distributed:\n  gpu_ids: [1\n", ":3:1", id="open list"),
+        pytest.param("experiment_name: 'llama\nmodel:\n", ":3:1", id="open quote"),
+        pytest.param("x: *nope\n", ":1:4", id="alias"),
+        pytest.param("a: 1\n---\nb: 2\n", ":2:1", id="two documents"),
+        pytest.param("%YAML 1.3\n---\n", "", id="YAML 1.3"),
+        pytest.param(": \n%YAML 2.0  ", "", id="YAML 2.0"),
+        pytest.param('a: "\\UFFFFFFFF"', "", id="no character"),
+        pytest.param('a: "\\U00110000"', "", id="past Unicode"),
     ],
 )
-def test_what_is_not_yaml_is_reported_at_its_place(text: str, found: str, tmp_path: Path) -> None:
-    assert outcome(written(tmp_path, text)) == found
+def test_what_is_not_yaml_is_reported_at_its_place(
+    text: str, place: str, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    found = outcome(written(tmp_path, text))
+    assert found.startswith(f"{place}: ")
+    assert found == snapshot
 
 
 @pytest.mark.parametrize(
@@ -153,16 +143,17 @@ def test_other_tags_are_refused_too(tag: str, tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_none_is_a_text(tmp_path: Path) -> None:
-    must = "distributed.num_gpus must be a whole number of at least 1; this is the text"
     for value, shown in [
         ("!!int abc", "abc"),
         ("!!float abc", "abc"),
         ("9" * 5000, "9" * 59 + "…"),
     ]:
         found = outcome(written(tmp_path, f"distributed: {{num_gpus: {value}}}"))
-        assert found == f":1:25: {must} '{shown}'"
+        assert found.startswith(":1:25: distributed.num_gpus ")
+        assert found.endswith(f" '{shown}'")
     found = outcome(written(tmp_path, "distributed: {enabled: !!bool abc}"))
-    assert found == ":1:24: distributed.enabled must be true or false; this is the text 'abc'"
+    assert found.startswith(":1:24: distributed.enabled ")
+    assert found.endswith(" 'abc'")
 
 
 def test_a_section_may_not_be_hidden_behind_a_tag(tmp_path: Path) -> None:
@@ -172,13 +163,14 @@ def test_a_section_may_not_be_hidden_behind_a_tag(tmp_path: Path) -> None:
 
 def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     found = outcome(written(tmp_path, 'experiment_name: "a\\uD800b"'))
-    assert found == r":1:18: experiment_name must be a text; this is the text 'a\ud800b'"
+    assert found.startswith(":1:18: experiment_name ")
+    assert found.endswith(r" 'a\ud800b'")
     with pytest.raises(ConfigError):
         resolve(environment={"TORCHMUSTER_EXPERIMENT_NAME": os.fsdecode(b"caf\xe9")})
 
 
-TOO_DEEP = "is nested too deeply: more than 20 levels, aliases counted"
-TOO_LARGE = "is too large: more than 10000 values, aliases counted"
+TOO_DEEP = " 20 levels"
+TOO_LARGE = " 10000 values"
 BOMB = "- &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"    - &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(12)
 )
@@ -201,7 +193,7 @@ BOMB = "- &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ids=lambda text: text[:20],
 )
 def test_what_would_be_endless_is_refused(text: str, problem: str, tmp_path: Path) -> None:
-    assert outcome(written(tmp_path, text)).endswith(problem)
+    assert problem in outcome(written(tmp_path, text))
 
 
 def test_anchors_and_aliases_work_also_when_a_name_is_given_again(tmp_path: Path) -> None:

@@ -179,11 +179,11 @@ def test_num_gpus_and_gpu_ids_are_made_to_agree(
         return
     with pytest.raises(ConfigError) as caught:
         both(tmp_path, count_in, count, ids_in)
-    assert str(caught.value) == (
-        "the settings have a mistake\n"
-        f"{count_where}: distributed.num_gpus is {count}, but gpu_ids lists 4 ({ids_where}); "
-        "change one, or leave one out"
-    )
+    (mistake,) = caught.value.mistakes
+    assert mistake.where == count_where
+    assert mistake.what.startswith(f"distributed.num_gpus is {count}, ")
+    assert f" 4 ({ids_where})" in mistake.what
+    assert mistake.fix
 
 
 def test_a_count_left_empty_leaves_the_list_as_it_is(tmp_path: Path) -> None:

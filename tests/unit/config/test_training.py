@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve
@@ -30,6 +31,10 @@ def told(folder: Path, text: str) -> list[str]:
     return []
 
 
+def places(lines: list[str]) -> list[str]:
+    return [line.partition(": ")[0] for line in lines]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -47,16 +52,15 @@ def test_what_can_be_trained(text: str, tmp_path: Path) -> None:
     assert told(tmp_path, text) == []
 
 
-def test_an_empty_file_says_what_is_missing(tmp_path: Path) -> None:
-    assert told(tmp_path, "") == [
-        "c.yaml: there is no model to train; give model.model_name_or_path (a folder or a name on "
-        "the hub), or model.build (module:function)",
-        "c.yaml: there is no data to train on; give data.dataset (module:function), data.files or "
-        "data.hugging_face",
-    ]
+def test_an_empty_file_says_what_is_missing(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    found = told(tmp_path, "")
+    assert places(found) == ["c.yaml", "c.yaml"]
+    assert found == snapshot
 
 
-def test_everything_that_contradicts_is_told_at_once_with_its_place(tmp_path: Path) -> None:
+def test_everything_that_contradicts_is_told_at_once_with_its_place(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     text = """\
 distributed: {enabled: false, num_gpus: 4}
 model:
@@ -75,28 +79,20 @@ train:
   global_batch_size: 8
   evaluate_every: 3
 """
-    assert told(tmp_path, text) == [
-        "c.yaml: text needs a tokenizer, and a model of your own does not bring one; "
-        "give data.tokenizer: bytes, a folder, or a name on the hub",
-        "c.yaml:4:10: model.build and model.model_name_or_path (c.yaml:3:23) say the same thing "
-        "twice; give one of the two",
-        "c.yaml:8:10: data.files and data.dataset (c.yaml:7:12) say the same thing twice; "
-        "give one of the two",
-        "c.yaml:12:10: train.steps and train.epochs (c.yaml:11:11) say the same thing twice; "
-        "give one of the two",
-        "c.yaml:5:15: model.lora_alpha says nothing without model.lora_rank; "
-        "leave it out, or give model.lora_rank",
-        "c.yaml:9:10: data.split says nothing without data.hugging_face; "
-        "leave it out, or give data.hugging_face",
-        "c.yaml:16:19: train.evaluate_every says nothing without data.evaluation_dataset or "
-        "data.evaluation_files; leave it out, or give data.evaluation_dataset",
-        "c.yaml:14:21: train.micro_batch_size is 9, but a whole step has only 8 samples "
-        "(c.yaml:15:22); make the micro-batch smaller, or the global batch larger",
-        "c.yaml:13:17: train.warmup_steps is 11, but there are only 10 steps (c.yaml:12:10); "
-        "warm up for fewer steps: a tenth of them is usual",
-        "c.yaml:1:41: 4 GPUs, but distributed.enabled is false (c.yaml:1:24): one process has one "
-        "device; leave out one of the two",
+    found = told(tmp_path, text)
+    assert places(found) == [
+        "c.yaml",
+        "c.yaml:4:10",
+        "c.yaml:8:10",
+        "c.yaml:12:10",
+        "c.yaml:5:15",
+        "c.yaml:9:10",
+        "c.yaml:16:19",
+        "c.yaml:14:21",
+        "c.yaml:13:17",
+        "c.yaml:1:41",
     ]
+    assert found == snapshot
 
 
 @pytest.mark.parametrize(
@@ -115,23 +111,20 @@ def test_the_settings_a_run_leaves_start_another(text: str, tmp_path: Path) -> N
     assert resolve(flags=flags).settings == resolved.settings  # and so do the ranks read it
 
 
-def test_what_names_no_function_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_what_names_no_function_is_told_with_the_rest(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     text = (
         "model: {build: mine.model, loss: mse}\ndata: {dataset: 'a:', evaluation_dataset: ':b'}\n"
     )
-    no, fix = "which is not module:function", "write the module with dots, a colon, the function: "
-    assert told(tmp_path, text) == [
-        f"c.yaml:1:16: model.build is 'mine.model', {no}; {fix}my_project.models:make",
-        f"c.yaml:1:34: model.loss is 'mse', {no} nor one of cross_entropy, language_model; "
-        f"{fix}my_project.models:make",
-        f"c.yaml:2:17: data.dataset is 'a:', {no}; {fix}my_project.models:make",
-        f"c.yaml:2:43: data.evaluation_dataset is ':b', {no}; {fix}my_project.models:make",
-    ]
+    found = told(tmp_path, text)
+    assert places(found) == ["c.yaml:1:16", "c.yaml:1:34", "c.yaml:2:17", "c.yaml:2:43"]
+    assert found == snapshot
 
 
 def test_numbers_that_cannot_be_computed_with(tmp_path: Path) -> None:
     for number in (".nan", ".inf"):
-        with pytest.raises(ConfigError, match=r"train.learning_rate must be a number above 0"):
+        with pytest.raises(ConfigError, match=r"train\.learning_rate must be"):
             read(tmp_path, f"train: {{learning_rate: {number}}}")
 
 
@@ -171,20 +164,13 @@ def test_secrets_are_not_written_down(tmp_path: Path) -> None:
     assert token not in as_yaml(resolved)
 
 
-@pytest.mark.parametrize(
-    ("every", "what"),
-    [
-        ("0min", "checkpoint.every is '0min', which is no time at all"),
-        (
-            "often",
-            "checkpoint.every: 'often' is not a duration; write for example 30s, 5m, 2h or 1d",
-        ),
-        ("5 y", "checkpoint.every: '5 y' is not a duration: unknown unit 'y'; use s, m, h or d"),
-    ],
-)
-def test_a_time_between_checkpoints_that_is_none(every: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", ["0min", "often", "5 y"])
+def test_a_time_between_checkpoints_that_is_none(
+    every: str, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     (line,) = told(tmp_path, GOOD + f"checkpoint: {{every: {every}}}")
-    assert line == f"c.yaml:3:21: {what}; write a number of steps, or a time such as 10min"
+    assert places([line]) == ["c.yaml:3:21"]
+    assert line == snapshot
 
 
 def test_each_run_has_a_place_of_its_own_for_checkpoints(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import (
     A100,
@@ -203,9 +204,9 @@ def test_a_refusal_names_what_stands_in_the_way_of_each_device(case: Situation) 
         if found is not None:
             assert found.text in result.why or found.brief in result.why
             assert device.number in numbers(result.why)
-    able = len(eligible(case))
-    assert f": {able or 'none'} can be had" in result.what
-    assert str(case.request) in result.what
+    before, asked, after = result.what.partition(str(case.request))
+    assert asked
+    assert str(len(eligible(case)) or "none") in (before + after).split()
 
 
 @on_every_machine
@@ -283,8 +284,8 @@ def test_the_reason_names_every_device_and_what_was_passed_over(case: Situation)
     result = outcome(case)
     if not isinstance(result, Decision):
         return
-    asked, _, rest = result.reason.partition(": ")
-    assert asked == f"asked for {case.request}"
+    _, asked, rest = result.reason.partition(str(case.request))
+    assert asked
     assert {one.number for one in result.value} <= numbers(rest)
     blocked = set(candidates(case.node, case.request, case.environment)) - set(eligible(case))
     assert {one.number for one in blocked} <= numbers(rest.partition("; ")[2])
@@ -317,84 +318,73 @@ def refusal_of(machine: Node, **asked: Any) -> MusterError:
     return caught.value
 
 
-def test_one_gpu_is_the_least_loaded_one() -> None:
+def test_one_gpu_is_the_least_loaded_one(snapshot: SnapshotAssertion) -> None:
     shared = node(busy(gpu(0), "alice"), gpu(1, utilisation_percent=30), gpu(2), busy(gpu(3), None))
     choice = pick(shared, count=1)
     assert indices(choice) == [2]
-    assert choice.reason == (
-        f"asked for 1 GPU: GPU 2, {A100}, 80.0 GiB free, the least loaded; "
-        "GPU 0 is in use by alice (pid 1000); GPU 3 is in use by an unknown user (pid 4000)"
-    )
+    assert choice.reason == snapshot
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-def test_ddp_takes_so_many_gpus_joined_by_nvlink(count: int) -> None:
+def test_ddp_takes_so_many_gpus_joined_by_nvlink(count: int, snapshot: SnapshotAssertion) -> None:
     choice = pick(DGX, count=count)
     assert indices(choice) == list(range(count))
-    listed = "0, 1" if count == 2 else f"0-{count - 1}"
-    passed = ", the least loaded" if count < 8 else ""
-    assert choice.reason == (
-        f"asked for {count} GPUs: GPUs {listed}, {A100}, 80.0 GiB free on each, "
-        f"joined by NVLink (NV12){passed}"
-    )
+    assert ("GPUs 0, 1" if count == 2 else f"GPUs 0-{count - 1}") in choice.reason
+    assert "(NV12)" in choice.reason
+    assert choice.reason == snapshot
 
 
-def test_fsdp_on_the_whole_machine() -> None:
+def test_fsdp_on_the_whole_machine(snapshot: SnapshotAssertion) -> None:
     choice = pick(DGX, ids=tuple(range(8)), min_free_bytes=70 * GiB)
     assert indices(choice) == list(range(8))
-    assert choice.reason == (
-        "asked for GPUs 0, 1, 2, 3, 4, 5, 6, 7 with at least 70.0 GiB free: "
-        f"GPUs 0-7, {A100}, 80.0 GiB free on each, joined by NVLink (NV12)"
-    )
+    assert choice.reason == snapshot
 
 
-def test_two_nodes_choose_each_for_itself() -> None:
+def test_two_nodes_choose_each_for_itself(snapshot: SnapshotAssertion) -> None:
     second = node(busy(EIGHT[0], "alice"), *EIGHT[1:])
     assert indices(pick(DGX, count=8)) == list(range(8))
-    assert str(refusal_of(second, count=8)) == (
-        "asked for 8 GPUs: 7 can be had now\n"
-        "box has 8 GPUs; GPU 0 is in use by alice (pid 1000)\n"
-        "muster gpus pick --num 8 --wait\n"
-        "muster gpus pick --num 8 --share\n"
-        "muster gpus pick --num 7"
-    )
+    error = refusal_of(second, count=8)
+    assert isinstance(error, DevicesBusy)
+    assert error.fix.splitlines() == [
+        "muster gpus pick --num 8 --wait",
+        "muster gpus pick --num 8 --share",
+        "muster gpus pick --num 7",
+    ]
+    assert error == snapshot
 
 
-def test_a_subset_of_a_shared_server() -> None:
+def test_a_subset_of_a_shared_server(snapshot: SnapshotAssertion) -> None:
     choice = pick(DGX, cuda="2,3,5,7")
     assert indices(choice) == [2, 3, 5, 7]
-    assert choice.reason.startswith(f"asked for all GPUs: GPUs 2, 3, 5, 7, {A100}, ")
-    assert str(refusal_of(DGX, count=5, cuda="2,3,5,7")) == (
-        "asked for 5 GPUs: 4 can be had here\n"
-        "box has 4 GPUs visible (CUDA_VISIBLE_DEVICES=2,3,5,7)\n"
-        "muster gpus pick --num 4"
-    )
+    assert "GPUs 2, 3, 5, 7" in choice.reason
+    error = refusal_of(DGX, count=5, cuda="2,3,5,7")
+    assert isinstance(error, TooFewDevices)
+    assert "CUDA_VISIBLE_DEVICES=2,3,5,7" in error.why
+    assert error.fix == "muster gpus pick --num 4"
+    assert error == snapshot
 
 
-@pytest.mark.parametrize("asked", [{}, {"count": 1}])
-def test_an_empty_variable_means_the_cpu(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("asked", [{}, {"count": 1}], ids=["all", "one"])
+def test_an_empty_variable_means_the_cpu(
+    asked: dict[str, Any], snapshot: SnapshotAssertion
+) -> None:
     error = refusal_of(DGX, cuda="", **asked)
     assert isinstance(error, TooFewDevices)
-    assert error.why == 'box has 0 GPUs visible (CUDA_VISIBLE_DEVICES="")'
-    assert error.fix == "run on the CPU: start the program without picking GPUs"
+    assert 'CUDA_VISIBLE_DEVICES=""' in error.why
+    assert error == snapshot
 
 
-def test_a_machine_without_gpus_says_so() -> None:
-    assert str(refusal_of(node(), count=2)) == (
-        "asked for 2 GPUs: none can be had here\n"
-        "no GPU can be seen on box\n"
-        "run on the CPU: start the program without picking GPUs"
-    )
+def test_a_machine_without_gpus_says_so(snapshot: SnapshotAssertion) -> None:
+    error = refusal_of(node(), count=2)
+    assert isinstance(error, TooFewDevices)
+    assert error == snapshot
 
 
-@pytest.mark.parametrize("asked", [{"count": 0}, {"count": -1}, {"ids": ()}])
-def test_fewer_than_one_gpu_cannot_be_chosen(asked: dict[str, Any]) -> None:
-    error = refusal_of(DGX, **asked)
-    assert isinstance(error, Impossible)
-    assert (
-        str(error)
-        == "asked for fewer than one GPU\nrun on the CPU: start the program without picking GPUs"
-    )
+def test_fewer_than_one_gpu_cannot_be_chosen(snapshot: SnapshotAssertion) -> None:
+    errors = [refusal_of(DGX, count=0), refusal_of(DGX, count=-1), refusal_of(DGX, ids=())]
+    assert {type(error) for error in errors} == {Impossible}
+    (text,) = {str(error) for error in errors}
+    assert text == snapshot
 
 
 def test_a_pair_joined_by_nvlink_is_preferred() -> None:
@@ -407,7 +397,7 @@ def test_a_pair_joined_by_nvlink_is_preferred() -> None:
     ]
     choice = pick(node(*four, links=pairs), count=2)
     assert indices(choice) == [1, 3]
-    assert "joined by NVLink (NV4)" in choice.reason
+    assert "(NV4)" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -443,7 +433,7 @@ def test_more_lanes_beat_fewer_and_any_nvlink_beats_pcie() -> None:
     assert indices(pick(node(*three, links=links[:2]), count=2)) == [0, 2]
 
 
-def test_the_weakest_link_counts_before_the_sum() -> None:
+def test_the_weakest_link_counts_before_the_sum(snapshot: SnapshotAssertion) -> None:
     four = [gpu(index) for index in range(4)]
     fast_but_apart = {(0, 1): LinkKind.NVLINK, (0, 2): LinkKind.NVLINK, (1, 2): LinkKind.SYS}
     links = [
@@ -452,7 +442,8 @@ def test_the_weakest_link_counts_before_the_sum() -> None:
     ]
     choice = pick(node(*four, links=links), count=3)
     assert indices(choice) == [0, 1, 3]
-    assert "joined by the CPU's PCIe host bridge (PHB)" in choice.reason
+    assert "(PHB)" in choice.reason
+    assert choice.reason == snapshot
 
 
 def test_every_set_of_a_usual_machine_is_looked_at() -> None:
@@ -480,7 +471,7 @@ def test_cards_that_are_alike_are_preferred_to_better_links() -> None:
     choice = pick(node(*mixed, links=links), count=2)
     assert indices(choice) == [0, 2]
     three = pick(node(*mixed, links=links), count=3).reason
-    assert f"GPUs 0-2, {A100} + {RTX_4090}, 24.0 GiB free on each" in three
+    assert f"GPUs 0-2, {A100} + {RTX_4090}, 24.0 GiB" in three
 
 
 def test_a_busy_nvlink_partner_is_passed_over_for_an_idle_pair() -> None:
@@ -532,11 +523,12 @@ def test_beside_nvidia_an_integrated_gpu_is_neither_counted_nor_numbered() -> No
     machine = node(integrated(), gpu(0), gpu(1))
     assert [one.uuid for one in pick(machine).value] == [gpu(0).uuid, gpu(1).uuid]
     assert [one.uuid for one in pick(machine, ids=(0,)).value] == [gpu(0).uuid]
-    assert str(refusal_of(machine, count=3)) == (
-        "asked for 3 GPUs: 2 can be had here\nbox has 2 GPUs\nmuster gpus pick --num 2"
-    )
+    error = refusal_of(machine, count=3)
+    assert isinstance(error, TooFewDevices)
+    assert error.fix == "muster gpus pick --num 2"
     error = refusal_of(machine, ids=(2,))
-    assert error.why == "the visible GPUs are: 0, 1"
+    assert isinstance(error, NoSuchDevice)
+    assert error.why.endswith(": 0, 1")
 
 
 def test_an_integrated_gpu_is_taken_when_it_is_named_or_alone() -> None:
@@ -545,96 +537,91 @@ def test_an_integrated_gpu_is_taken_when_it_is_named_or_alone() -> None:
     assert pick(node(inside), count=1).value == (inside,)
 
 
-def test_gpus_of_two_makers_are_not_taken_together() -> None:
+def test_gpus_of_two_makers_are_not_taken_together(snapshot: SnapshotAssertion) -> None:
     error = refusal_of(node(gpu(0), integrated()), ids=(0, integrated().uuid))
     assert isinstance(error, NoSuchDevice)
-    assert str(error) == (
-        "asked for GPUs 0, XPU-0000:00:02.0: they are of different makers\n"
-        "a torch build drives the GPUs of one maker, so no program can use them together\n"
-        "name GPUs of one maker"
-    )
+    assert integrated().uuid in error.what
+    assert error == snapshot
 
 
-def test_a_claimed_gpu_is_never_shared() -> None:
+def test_a_claimed_gpu_is_never_shared(snapshot: SnapshotAssertion) -> None:
     machine = node(gpu(0), gpu(1))
     claims = {gpu(0).uuid: claim()}
     choice = pick(machine, share=True, claims=claims)
     assert indices(choice) == [1]
-    assert choice.reason == (
-        f"asked for all GPUs: GPU 1, {A100}, 80.0 GiB free; "
-        "GPU 0 is claimed by carol (pid 77, python train.py)"
-    )
+    assert "carol (pid 77, python train.py)" in choice.reason
+    assert choice.reason == snapshot
 
 
 def test_a_long_command_of_a_claim_is_cut() -> None:
     claims = {gpu(0).uuid: claim(command="python train.py --config " + "x" * 40)}
     why = refusal_of(node(gpu(0)), count=1, claims=claims).why
-    assert why == (
-        "box has 1 GPU; GPU 0 is claimed by carol (pid 77, python train.py --config xxxxxxxxxxxxxx…)"
-    )
+    assert why.endswith("carol (pid 77, python train.py --config xxxxxxxxxxxxxx…)")
 
 
-def test_many_obstacles_are_told_in_groups() -> None:
+def test_many_obstacles_are_told_in_groups(snapshot: SnapshotAssertion) -> None:
     machine = node(
         *(busy(gpu(index), "alice") for index in range(3)),
         busy(gpu(3), "bob", "alice"),
         gpu(4, trouble="GPU is lost"),
         gpu(5),
     )
-    assert refusal_of(machine, count=6).why == (
-        "box has 6 GPUs; GPUs 0-2 are in use by alice; GPU 3 is in use by alice, bob; "
-        "GPU 4 is not answering (GPU is lost)"
-    )
+    why = refusal_of(machine, count=6).why
+    assert "GPUs 0-2 " in why
+    assert why == snapshot
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "words"),
+    ("device", "asked", "fact"),
     [
-        (gpu(0, trouble="GPU is lost"), {}, "not answering (GPU is lost)"),
-        (gpu(0, compute_prohibited=True), {}, "in compute mode 'prohibited'"),
-        (gpu(0), {"min_total_bytes": 90 * GiB}, "too small (80.0 GiB in all)"),
-        (gpu(0), {"min_free_bytes": 90 * GiB}, "too small (80.0 GiB when empty)"),
-        (
-            gpu(0, reserved_bytes=GiB),
-            {"min_free_bytes": 80 * GiB},
-            "too small (79.0 GiB when empty)",
-        ),
-        (gpu(0, total_bytes=None), {"min_total_bytes": 1}, "not saying how much memory it has"),
-        (gpu(0, total_bytes=None), {"min_free_bytes": 1}, "not saying how much memory it has"),
-        (
-            gpu(0, used_bytes=None),
-            {"min_free_bytes": 1},
-            "not saying how much of its memory is free",
-        ),
+        (gpu(0, trouble="GPU is lost"), {}, "GPU is lost"),
+        (gpu(0, compute_prohibited=True), {}, "prohibited"),
+        (gpu(0), {"min_total_bytes": 90 * GiB}, "80.0 GiB"),
+        (gpu(0), {"min_free_bytes": 90 * GiB}, "80.0 GiB"),
+        (gpu(0, reserved_bytes=GiB), {"min_free_bytes": 80 * GiB}, "79.0 GiB"),
+        (gpu(0, total_bytes=None), {"min_total_bytes": 1}, "GPU 0"),
+        (gpu(0, total_bytes=None), {"min_free_bytes": 1}, "GPU 0"),
+        (gpu(0, used_bytes=None), {"min_free_bytes": 1}, "GPU 0"),
+    ],
+    ids=[
+        "lost",
+        "prohibited",
+        "total",
+        "free",
+        "reserved",
+        "unknown total",
+        "unknown total and free",
+        "unknown use",
     ],
 )
 def test_what_will_not_pass_is_not_waited_for(
-    device: Device, asked: dict[str, Any], words: str
+    device: Device, asked: dict[str, Any], fact: str, snapshot: SnapshotAssertion
 ) -> None:
     error = refusal_of(node(device), count=1, **asked)
     assert isinstance(error, TooFewDevices)
     assert error.exit_code is ExitCode.IMPOSSIBLE
-    assert error.why == f"box has 1 GPU; GPU 0 is {words}"
+    assert fact in error.why
+    assert error.why == snapshot
 
 
 @pytest.mark.parametrize(
-    ("device", "words"),
+    ("device", "holder"),
     [
-        (busy(gpu(0), "alice", "bob"), "in use by alice (pid 1000), bob (pid 1001)"),
-        (busy(gpu(0), "alice", idle_s=59.0), "in use by alice (pid 1000)"),
-        (busy(gpu(0), "alice", idle_s=300.0), "in use by alice (pid 1000, idle 5 min)"),
-        (
-            gpu(0, used_bytes=3 * GiB),
-            "in use by a process that cannot be seen from here (3.0 GiB)",
-        ),
-        (replace(busy(gpu(0), "alice"), used_bytes=70 * GiB), "in use by alice (pid 1000)"),
+        (busy(gpu(0), "alice", "bob"), "alice (pid 1000), bob (pid 1001)"),
+        (busy(gpu(0), "alice", idle_s=59.0), "alice (pid 1000)"),
+        (busy(gpu(0), "alice", idle_s=300.0), "alice (pid 1000, idle 5 min)"),
+        (gpu(0, used_bytes=3 * GiB), "(3.0 GiB)"),
+        (replace(busy(gpu(0), "alice"), used_bytes=70 * GiB), "alice (pid 1000)"),
     ],
 )
-def test_what_may_pass_is_worth_waiting_for(device: Device, words: str) -> None:
+def test_what_may_pass_is_worth_waiting_for(
+    device: Device, holder: str, snapshot: SnapshotAssertion
+) -> None:
     error = refusal_of(node(device), count=1)
     assert isinstance(error, DevicesBusy)
     assert error.exit_code is ExitCode.NOT_NOW
-    assert error.why == f"box has 1 GPU; GPU 0 is {words}"
+    assert error.why.endswith(holder)
+    assert error.why == snapshot
 
 
 def test_a_desktop_does_not_make_a_gpu_busy() -> None:
@@ -644,30 +631,31 @@ def test_a_desktop_does_not_make_a_gpu_busy() -> None:
     assert pick(node(desktop, gpu(1)), count=1).value == (gpu(1),)
 
 
-def test_a_gpu_too_full_is_offered_with_less() -> None:
+def test_a_gpu_too_full_is_offered_with_less(snapshot: SnapshotAssertion) -> None:
     machine = node(gpu(0, used_bytes=GiB), gpu(1, used_bytes=59 * GiB + 900 * MiB))
     error = refusal_of(machine, count=2, min_free_bytes=40 * GiB, share=True)
-    assert str(error) == (
-        "asked for 2 GPUs with at least 40.0 GiB free: 1 can be had now\n"
-        "box has 2 GPUs; GPU 1 is too full (20.1 GiB free)\n"
-        "muster gpus pick --num 2 --min-free 40GiB --share --wait\n"
-        "muster gpus pick --num 2 --min-free 20.1GiB --share\n"
-        "muster gpus pick --num 1 --min-free 40GiB --share"
-    )
+    assert offers(error) == [
+        "muster gpus pick --num 2 --min-free 20.1GiB --share",
+        "muster gpus pick --num 1 --min-free 40GiB --share",
+    ]
+    assert error == snapshot
 
 
 def test_only_the_memory_condition_that_fails_is_lowered() -> None:
     roomy = gpu(0, total_bytes=40 * GiB)
     large = gpu(1, used_bytes=78 * GiB)
-    asked = {"count": 1, "min_free_bytes": 30 * GiB, "min_total_bytes": 60 * GiB, "share": True}
-    assert refusal_of(node(roomy, large), **asked).fix.splitlines() == [
-        "muster gpus pick --num 1 --min-free 30GiB --min-total 60GiB --share --wait",
-        "muster gpus pick --num 1 --min-free 2GiB --min-total 60GiB --share",
-    ]
+    asked: dict[str, Any] = {
+        "count": 1,
+        "min_free_bytes": 30 * GiB,
+        "min_total_bytes": 60 * GiB,
+        "share": True,
+    }
+    (offered,) = offers(refusal_of(node(roomy, large), **asked))
+    assert parse_pick(offered) == Request(**{**asked, "min_free_bytes": 2 * GiB})
     asked["min_free_bytes"] = asked["min_total_bytes"] = 100 * GiB
-    assert offers(refusal_of(node(roomy), **asked)) == [
-        "muster gpus pick --num 1 --min-free 40GiB --min-total 40GiB --share"
-    ]
+    (offered,) = offers(refusal_of(node(roomy), **asked))
+    both = {"min_free_bytes": 40 * GiB, "min_total_bytes": 40 * GiB}
+    assert parse_pick(offered) == Request(**{**asked, **both})
 
 
 def test_memory_that_is_not_known_is_not_asked_for_in_what_is_offered() -> None:
@@ -679,7 +667,6 @@ def test_other_gpus_are_offered_for_named_ones_that_are_taken() -> None:
     machine = node(busy(gpu(0), "alice"), gpu(1, trouble="GPU is lost"), gpu(2), gpu(3))
     error = refusal_of(machine, ids=(0, 1))
     assert isinstance(error, TooFewDevices)
-    assert error.what == "asked for GPUs 0, 1: none can be had here"
     assert error.fix == "muster gpus pick --num 2"
 
 
@@ -703,29 +690,25 @@ def test_a_size_is_written_so_that_it_is_still_met(size: int, written: str) -> N
     assert parse_bytes(written) <= size
 
 
-def test_slices_are_taken_alone_only() -> None:
+def test_slices_are_taken_alone_only(snapshot: SnapshotAssertion) -> None:
     machine = node(*split(gpu(0), 40 * GiB, 20 * GiB), busy(gpu(1), "alice"))
     choice = pick(machine, count=1)
     assert [one.number for one in choice.value] == ["0:0"]
-    assert choice.reason == (
-        f"asked for 1 GPU: GPU 0:0, {A100} MIG, 40.0 GiB free, the least loaded; "
-        "GPU 1 is in use by alice (pid 2000)"
-    )
-    assert str(refusal_of(machine, count=2)) == (
-        "asked for 2 GPUs: none can be had here\n"
-        "box has 1 GPU and 2 MIG slices (one to a process); GPU 1 is in use by alice (pid 2000)\n"
-        "muster gpus pick --num 1"
-    )
-
-
-def test_all_gpus_of_a_machine_that_is_split_altogether() -> None:
-    error = refusal_of(node(*split(gpu(0), 40 * GiB)))
-    assert error.why == "box has 0 GPUs and 1 MIG slice (one to a process)"
+    assert "GPU 0:0" in choice.reason
+    error = refusal_of(machine, count=2)
+    assert isinstance(error, TooFewDevices)
     assert error.fix == "muster gpus pick --num 1"
+    assert error == snapshot
+
+
+def test_all_gpus_of_a_machine_that_is_split_altogether(snapshot: SnapshotAssertion) -> None:
+    error = refusal_of(node(*split(gpu(0), 40 * GiB)))
+    assert error.fix == "muster gpus pick --num 1"
+    assert error == snapshot
 
 
 def test_the_words_of_obstacles_join_runs_of_numbers() -> None:
     devices = [gpu(index, trouble="GPU is lost") for index in (0, 1, 2, 5)]
     found = {one.uuid: obstacle(one, Request(), {}) for one in devices}
     obstacles = {uuid: one for uuid, one in found.items() if one is not None}
-    assert refusal.in_words(devices, obstacles) == ("GPUs 0-2, 5 are not answering (GPU is lost)")
+    assert refusal.in_words(devices, obstacles).startswith("GPUs 0-2, 5 ")

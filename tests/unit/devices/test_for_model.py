@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import busy, claim, gpu, integrated, node, split
 from torchmuster.devices.for_model import choose_for_model, shape_for_model
@@ -14,7 +15,6 @@ from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevic
 from torchmuster.units import GiB
 
 EIGHT = node(*(gpu(index) for index in range(8)))
-STORY = "(weights, gradients, two AdamW moments, all in the weights' type; twice that with fp32 master weights)"
 
 
 def place(machine: Node, model_gib: float, **asked: Any) -> tuple[list[int], str, str]:
@@ -32,27 +32,29 @@ def refusal(machine: Node, model_gib: float, cuda: str | None = None, **asked: A
     return caught.value
 
 
-def test_a_model_that_fits_on_one_gpu() -> None:
+def test_a_model_that_fits_on_one_gpu(snapshot: SnapshotAssertion) -> None:
     chosen, strategy, reason = place(EIGHT, 14)
     assert (chosen, strategy) == ([0], "single")
-    assert reason == (
-        f"14.0 GiB of weights need 56.0 GiB in training {STORY}: they fit on one GPU, so single; "
-        "asked for 1 GPU with at least 62.2 GiB free: GPU 0, NVIDIA A100-SXM4-80GB, "
-        "80.0 GiB free, the least loaded"
-    )
+    assert "56.0 GiB" in reason
+    assert "62.2 GiB" in reason
+    assert reason == snapshot
 
 
-def test_with_a_count_each_gpu_gets_a_copy() -> None:
+def test_with_a_count_each_gpu_gets_a_copy(snapshot: SnapshotAssertion) -> None:
     chosen, strategy, reason = place(EIGHT, 14, count=4)
     assert (chosen, strategy) == ([0, 1, 2, 3], "ddp")
-    assert ": a copy fits on each GPU, so ddp; " in reason
+    assert "ddp" in reason
+    assert reason == snapshot
 
 
-def test_a_model_too_large_for_one_is_sharded_over_as_few_as_hold_it() -> None:
+def test_a_model_too_large_for_one_is_sharded_over_as_few_as_hold_it(
+    snapshot: SnapshotAssertion,
+) -> None:
     chosen, strategy, reason = place(EIGHT, 40)
     assert (chosen, strategy) == ([0, 1, 2], "fsdp")
-    assert f"40.0 GiB of weights need 160 GiB in training {STORY}: " in reason
-    assert "too much for one GPU but 59.3 GiB on each of 3, so fsdp; " in reason
+    assert "160 GiB" in reason
+    assert "59.3 GiB" in reason
+    assert reason == snapshot
 
 
 def test_with_a_count_a_large_model_is_sharded_over_that_many() -> None:
@@ -75,8 +77,8 @@ def test_only_free_memory_counts() -> None:
 
 
 def test_more_free_memory_may_be_asked_for_than_the_model_needs() -> None:
-    assert "at least 70.0 GiB free" in place(EIGHT, 1, min_free_bytes=70 * GiB)[2]
-    assert "at least 62.2 GiB free" in place(EIGHT, 14, min_free_bytes=GiB)[2]
+    assert "70.0 GiB" in place(EIGHT, 1, min_free_bytes=70 * GiB)[2]
+    assert "62.2 GiB" in place(EIGHT, 14, min_free_bytes=GiB)[2]
 
 
 def test_a_slice_may_hold_a_small_model() -> None:
@@ -84,11 +86,12 @@ def test_a_slice_may_hold_a_small_model() -> None:
     assert [one.number for one in decision.value.devices] == ["0:0"]
 
 
-def test_what_others_hold_now_is_worth_waiting_for() -> None:
+def test_what_others_hold_now_is_worth_waiting_for(snapshot: SnapshotAssertion) -> None:
     taken = node(*(busy(gpu(index), "alice") for index in range(2)))
     error = refusal(taken, 14)
     assert isinstance(error, DevicesBusy)
-    assert error.what == "asked for 1 GPU with at least 62.2 GiB free: none can be had now"
+    assert "62.2 GiB" in error.what
+    assert error == snapshot
     shape = shape_for_model(taken, 14 * GiB, Request(), environment={})
     assert shape.value.strategy == "single"
 
@@ -105,65 +108,64 @@ def test_one_free_gpu_too_few_is_made_up_for_by_sharding() -> None:
     assert [one.index for one in shared.value.devices] == [1, 2]
 
 
-def test_a_model_too_large_for_the_machine() -> None:
-    assert str(refusal(EIGHT, 200)) == (
-        f"200 GiB of weights need 800 GiB in training {STORY}, and that does not fit here\n"
-        "with a tenth to spare 889 GiB are needed in equal parts, and the 8 GPUs that may be used "
-        "have 640 GiB together\n"
-        "use 12 GPUs of 80.0 GiB, a smaller number type, LoRA, or fsdp_cpu_offload: true"
-    )
+def test_a_model_too_large_for_the_machine(snapshot: SnapshotAssertion) -> None:
+    error = refusal(EIGHT, 200)
+    assert isinstance(error, TooFewDevices)
+    assert "800 GiB" in error.what
+    assert "12 GPUs of 80.0 GiB" in error.fix
+    assert error == snapshot
 
 
-def test_a_model_too_large_for_as_many_as_are_asked_for() -> None:
-    assert refusal(EIGHT, 40, count=2).why == (
-        "with a tenth to spare 178 GiB are needed in equal parts, and the 2 GPUs that may be used "
-        "have 160 GiB together"
-    )
+def test_a_model_too_large_for_as_many_as_are_asked_for(snapshot: SnapshotAssertion) -> None:
+    two = refusal(EIGHT, 40, count=2)
+    assert "178 GiB" in two.why
+    assert two.why == snapshot(name="two")
     one = refusal(EIGHT, 40, count=1)
-    assert one.why == (
-        "with a tenth to spare 178 GiB are needed in equal parts, and the one GPU that may be "
-        "used has 80.0 GiB"
-    )
-    assert one.fix.startswith("use 3 GPUs of 80.0 GiB, ")
+    assert "3 GPUs of 80.0 GiB" in one.fix
+    assert one.why == snapshot(name="one")
 
 
 def test_gpus_in_trouble_or_hidden_do_not_count() -> None:
     lost = node(gpu(0), gpu(1, trouble="GPU is lost"), gpu(2))
-    assert "the 2 GPUs that may be used have 160 GiB together" in refusal(lost, 100).why
-    assert "the one GPU that may be used has 80.0 GiB" in refusal(lost, 100, cuda="0").why
+    assert "160 GiB" in refusal(lost, 100).why
+    assert "80.0 GiB" in refusal(lost, 100, cuda="0").why
 
 
 def test_slices_are_not_added_up() -> None:
     slices = split(gpu(0), 40 * GiB, 20 * GiB)
-    assert "the one GPU that may be used has 40.0 GiB" in refusal(node(*slices), 100).why
-    assert "the one GPU that may be used has 80.0 GiB" in refusal(node(*slices, gpu(1)), 100).why
+    assert "40.0 GiB" in refusal(node(*slices), 100).why
+    assert "80.0 GiB" in refusal(node(*slices, gpu(1)), 100).why
 
 
 @pytest.mark.parametrize(
-    ("machine", "cuda", "why"),
+    ("machine", "cuda"),
     [
-        (node(), None, "no GPU can be used here"),
-        (EIGHT, "", "no GPU can be used here"),
-        (node(gpu(0, trouble="GPU is lost")), None, "no GPU can be used here"),
-        (node(integrated()), None, "no GPU here says how much memory it has"),
+        (node(), None),
+        (EIGHT, ""),
+        (node(gpu(0, trouble="GPU is lost")), None),
+        (node(integrated()), None),
     ],
+    ids=["none", "hidden", "lost", "integrated"],
 )
-def test_without_gpus_of_a_known_size(machine: Node, cuda: str | None, why: str) -> None:
+def test_without_gpus_of_a_known_size(
+    machine: Node, cuda: str | None, snapshot: SnapshotAssertion
+) -> None:
     error = refusal(machine, 1, cuda=cuda)
     assert isinstance(error, TooFewDevices)
-    assert (error.why, error.fix) == (why, "run on the CPU: start the program without picking GPUs")
+    assert error == snapshot
 
 
-def test_memory_in_use_that_is_not_known_is_told_and_not_guessed() -> None:
+def test_memory_in_use_that_is_not_known_is_told_and_not_guessed(
+    snapshot: SnapshotAssertion,
+) -> None:
     error = refusal(node(gpu(0, used_bytes=None)), 1)
     assert isinstance(error, TooFewDevices)
-    assert error.why == "box has 1 GPU; GPU 0 is not saying how much of its memory is free"
     assert error.fix == "muster gpus pick --num 1"
+    assert error == snapshot
 
 
 def test_ids_that_name_nothing_are_told_as_such() -> None:
     assert isinstance(refusal(EIGHT, 14, ids=(9,)), NoSuchDevice)
-    assert refusal(EIGHT, 14, count=0).what == "asked for fewer than one GPU"
     assert isinstance(refusal(EIGHT, 14, count=0), Impossible)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import gpu, node, split
 from nvml_stub import scenarios
@@ -29,23 +30,21 @@ def ranks_that_touched_gpu_0(count: int) -> list[Device]:
     return [replace(home[0], processes=(*home[0].processes, *strays)), *home[1:]]
 
 
-def test_contexts_that_every_rank_opened_on_the_first_gpu() -> None:
+def test_contexts_that_every_rank_opened_on_the_first_gpu(snapshot: SnapshotAssertion) -> None:
     (finding,) = symptoms(node(*ranks_that_touched_gpu_0(4)))
     assert finding.name == "stray-contexts"
     assert finding.status is Status.WARNING
-    assert finding.what == "3 processes that work on other GPUs also hold 1.5 GiB on GPU 0"
-    assert finding.why == "each opened a CUDA context there before it chose its own device"
-    assert finding.fix == (
-        "call torch.cuda.set_device(local_rank) before anything else touches CUDA and before "
-        "init_process_group"
-    )
+    assert "1.5 GiB on GPU 0" in finding.what
+    assert "torch.cuda.set_device(local_rank)" in finding.fix
     assert finding.evidence == "pids 101, 102, 103"
+    assert finding == snapshot
 
 
 def test_the_first_gpu_in_use_may_not_be_number_0() -> None:
     moved = [replace(one, index=one.index + 4) for one in ranks_that_touched_gpu_0(3)]
     (finding,) = symptoms(node(*moved))
-    assert finding.what == "2 processes that work on other GPUs also hold 1000 MiB on GPU 4"
+    assert finding.name == "stray-contexts"
+    assert "1000 MiB on GPU 4" in finding.what
 
 
 def test_one_process_on_two_gpus_is_no_symptom() -> None:
@@ -90,22 +89,15 @@ def test_a_split_gpu_repeats_its_slices_processes_and_that_is_no_symptom() -> No
     assert symptoms(node(*devices)) == ()
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(1, "1 uncorrected memory error"), (3, "3 uncorrected memory errors")],
-)
-def test_memory_errors_that_were_not_corrected(count: int, words: str) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_memory_errors_that_were_not_corrected(count: int, snapshot: SnapshotAssertion) -> None:
     failing = gpu(2, ecc=Ecc(enabled=True, corrected=9, uncorrected=count))
     (finding,) = symptoms(node(failing))
     assert finding.name == "ecc-uncorrected"
     assert finding.status is Status.WARNING
-    assert finding.what == f"GPU 2 has had {words}"
-    assert finding.why == (
-        "since the driver was loaded; the programs that met them crashed or went wrong"
-    )
-    assert finding.fix == (
-        "sudo nvidia-smi -r -i 2  # when idle; if they come back, replace the card"
-    )
+    assert f" {count} " in finding.what
+    assert finding.fix.startswith("sudo nvidia-smi -r -i 2 ")
+    assert finding == snapshot
 
 
 def test_an_amd_gpu_is_reset_with_amds_own_tool() -> None:
@@ -127,7 +119,7 @@ def test_errors_that_were_corrected_or_are_not_counted(ecc: Ecc | None) -> None:
     assert symptoms(node(gpu(0, ecc=ecc))) == ()
 
 
-def test_a_gpu_that_is_slowed_down_by_heat() -> None:
+def test_a_gpu_that_is_slowed_down_by_heat(snapshot: SnapshotAssertion) -> None:
     hot = gpu(
         1,
         temperature_c=91,
@@ -137,21 +129,18 @@ def test_a_gpu_that_is_slowed_down_by_heat() -> None:
     (finding,) = symptoms(node(hot))
     assert finding.name == "gpu-hot"
     assert finding.status is Status.WARNING
-    assert finding.what == "GPU 1 is slowed down by heat at 91 °C"
-    assert finding.why == (
-        "in a distributed run every other GPU waits for it; it slows down at 89 °C"
-    )
-    assert finding.fix == (
-        "check the fans, the airflow and the room; or lower its power limit: "
-        "sudo nvidia-smi -i 1 -pl <watts>"
-    )
+    assert "91 °C" in finding.what
+    assert "89 °C" in finding.why
+    assert "sudo nvidia-smi -i 1 -pl" in finding.fix
     assert finding.evidence == "heat (hardware)"
+    assert finding == snapshot
 
 
-def test_heat_without_a_thermometer() -> None:
+def test_heat_without_a_thermometer(snapshot: SnapshotAssertion) -> None:
     (finding,) = symptoms(node(gpu(1, throttled_by=("heat (driver)",))))
-    assert finding.what == "GPU 1 is slowed down by heat"
-    assert finding.why == "in a distributed run every other GPU waits for it"
+    assert finding.name == "gpu-hot"
+    assert "°C" not in finding.what
+    assert finding == snapshot
 
 
 def test_a_power_limit_is_no_symptom() -> None:

@@ -1,6 +1,7 @@
 """Explanations as findings: what a user of ``muster doctor --explain`` reads."""
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Status, exit_code, render
@@ -17,9 +18,7 @@ def test_the_cause_comes_first_and_the_rest_are_notes() -> None:
         ("gpu-out-of-memory", Status.WARNING),
         ("peer-died", Status.NOTE),
     ]
-    assert findings[0].what == (
-        "gpu-out-of-memory: the GPU has no memory left for what this step needs"
-    )
+    assert findings[0].what.startswith("gpu-out-of-memory: ")
     assert findings[0].evidence == OOM
 
 
@@ -63,13 +62,12 @@ def test_an_unknown_text_shows_the_script_s_own_exception() -> None:
     assert "only follow from it" in finding.why
 
 
-def test_silence_leads_on_to_a_check() -> None:
+def test_silence_leads_on_to_a_check(snapshot: SnapshotAssertion) -> None:
     (finding,) = findings_of(" \n\n")
     assert (finding.name, finding.status) == ("no-error-text", Status.NOTE)
-    assert finding.what == "there is no text to explain"
-    assert "without a word" in finding.why
-    assert "muster check --hosts A,B   # the machines, and the ways between them" in finding.fix
-    assert "muster run --hosts A,B train.py" in finding.fix.splitlines()
+    assert finding.as_json() == snapshot
+    commands = [line.partition("   #")[0] for line in finding.fix.splitlines()]
+    assert {"muster check --hosts A,B", "muster run --hosts A,B train.py"} <= {*commands}
 
 
 @pytest.mark.parametrize(

@@ -249,11 +249,11 @@ def test_what_is_not_known_is_not_explained(text: str) -> None:
         ("Unable to find address for: ens5", ["is ens5 there?"]),
         (
             "ModuleNotFoundError: No module named 'einops'",
-            ["pip install einops  # on that machine"],
+            ["pip install einops  # on "],
         ),
         (
             "ModuleNotFoundError: No module named 'torch._six'",
-            ["torch on that machine has no part _six", "pip install --upgrade torch"],
+            ["no part _six", "pip install --upgrade torch"],
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: '/data/x.pt'",

@@ -1,7 +1,6 @@
 """Ranks without torchrun's agent, as on Windows: started, listened to and ended by the keeper itself."""
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keeper_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch import wire
 from torchmuster.launch.keeper import running as running_module
 from torchmuster.launch.keeper import sweep
-from torchmuster.launch.keeper.agent_command import Share, environment
 from torchmuster.launch.keeper.engines import DirectEngine, TorchrunEngine, engine_for
-from torchmuster.launch.keeper.running import Running
 
 MEETING = """\
 import os, socket, sys
@@ -35,69 +32,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("waiting", flush=True)
 time.sleep(600)
 """
-
-
-class Attempt:
-    """Two ranks, 4 and 5 of 6, and what their keeper said."""
-
-    def __init__(self, folder: Path, script: str) -> None:
-        self.token = os.urandom(8).hex()
-        (folder / "train.py").write_text(script)
-        (folder / "logs").mkdir()
-        (folder / "records").mkdir()
-        prepare = wire.Prepare(
-            run_id="r",
-            token=self.token,
-            command=("train.py", "--lr", "1"),
-            module=False,
-            folder=str(folder),
-            device="cpu",
-            ranks=2,
-        )
-        start = wire.Start(
-            attempt=0,
-            node_rank=2,
-            nodes=3,
-            first_rank=4,
-            world_size=6,
-            backend="muster",
-            endpoint="10.0.0.1:29400",
-            address="10.0.0.1",
-            port=29400,
-            local_address="10.0.0.3",
-            interface=None,
-            timeout_s=60.0,
-            max_restarts=0,
-        )
-        self.share = Share(
-            prepare=prepare,
-            start=start,
-            ranks=2,
-            logs=folder / "logs",
-            records=folder / "records",
-        )
-        self.said: list[wire.FromKeeper] = []
-        self.changed = asyncio.Event()
-
-    async def send(self, message: wire.FromKeeper) -> None:
-        self.said.append(message)
-        self.changed.set()
-
-    def output(self) -> dict[int, str]:
-        texts: dict[int, str] = {}
-        for message in self.said:
-            if isinstance(message, wire.Output):
-                texts[message.rank] = texts.get(message.rank, "") + message.text
-        return texts
-
-    async def until_both_spoke(self) -> None:
-        while len(self.output()) < 2:
-            self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), GIVE_UP_S)
-
-    def running(self) -> Running:
-        env = environment(self.share, os.environ, {}, threads=1)
-        return Running(self.share, engine_for(self.share, env, "win32"), self.send)
 
 
 @pytest.fixture
@@ -121,7 +55,7 @@ def test_every_rank_is_told_who_it_is(tmp_path: Path, tokens: list[str]) -> None
     async def go() -> None:
         attempt = Attempt(tmp_path, MEETING)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         ended = await running.watch()
         assert (ended.good, ended.failures, ended.words) == (True, (), "")
@@ -142,7 +76,7 @@ def test_the_first_that_fails_ends_the_others_and_is_named(
     async def go() -> None:
         attempt = Attempt(tmp_path, ONE_FAILS)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert not ended.good
@@ -159,7 +93,7 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
     async def go() -> None:
         attempt = Attempt(tmp_path, STUBBORN)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -182,7 +116,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert [one.error for one in ended.failures if one.rank == 5] == ["ValueError: no data"]
@@ -203,7 +137,7 @@ def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -219,7 +153,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) 
     async def go() -> None:
         attempt = Attempt(tmp_path, STUBBORN)
         tokens.append(attempt.token)
-        running = attempt.running()
+        running = attempt.running("win32")
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.errors import Impossible, MusterError, NotNow, TooFewDevices
 from torchmuster.launch import wire
 from torchmuster.launch.keeper import holding
 
@@ -85,12 +86,13 @@ def test_the_named_gpus_are_taken_in_the_order_they_were_named(machine: Machine)
 
 
 def test_more_ranks_than_gpus_is_refused_before_anything_is_claimed(
-    machine: Machine, muster: Muster
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100_idle())
     with pytest.raises(Impossible) as caught:
         take(prepare(ranks=9))
-    assert caught.value.what.startswith("asked for 9 GPUs: 8 can be had here")
+    assert isinstance(caught.value, TooFewDevices)
+    assert caught.value.what == snapshot
     assert muster("gpus", "pick", "--num", "8").code == 0
 
 
@@ -121,7 +123,8 @@ def test_the_way_out_and_the_claim_are_in_the_words_that_were_typed(
     first = take(prepare(ranks=6, command=worker, typed=typed))
     with pytest.raises(NotNow) as caught:
         take(prepare(ranks=3, command=worker, typed=typed))
-    assert "muster train --config 'my q.yaml' --num-gpus 3 --wait" in caught.value.fix
+    assert "muster train --config 'my q.yaml' " in caught.value.fix
+    assert " --num-gpus 3 --wait" in caught.value.fix
     assert "muster run" not in caught.value.fix
     claims = muster("gpus", "--json").out
     assert "my q.yaml" in claims
@@ -133,32 +136,35 @@ def test_the_way_out_and_the_claim_are_in_the_words_that_were_typed(
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_the_processor_where_there_is_no_gpu(own_machine: Path, ranks: int | None) -> None:
+def test_the_processor_where_there_is_no_gpu(
+    own_machine: Path, ranks: int | None, snapshot: SnapshotAssertion
+) -> None:
     held = take(prepare(ranks=ranks))
     assert held.ranks == (ranks or 1)
     assert held.devices == ("CPU",)
-    assert held.reasons[0] == "the CPU: this machine has no GPU"
+    assert held.reasons[0] == snapshot
     assert held.variables == {}
     held.release()
 
 
 def test_the_processor_as_asked_hides_the_gpus_and_claims_none(
-    machine: Machine, muster: Muster
+    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100_idle())
     held = take(prepare(device="cpu", ranks=2))
-    assert held.reasons[0] == "the CPU, as asked"
+    assert held.reasons[0] == snapshot
     assert held.variables["CUDA_VISIBLE_DEVICES"] == ""
     assert muster("gpus", "pick", "--num", "8").code == 0
 
 
 def test_gpus_that_are_hidden_here_are_not_taken(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.eight_a100_idle())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     held = take(prepare(ranks=2))
-    assert held.reasons[0] == "the CPU: no GPU of this machine is visible"
+    assert held.devices == ("CPU",)
+    assert held.reasons[0] == snapshot
     with pytest.raises(Impossible):
         take(prepare(device="gpu"))
 
@@ -179,7 +185,7 @@ def test_cores_are_shared_among_the_ranks(
     assert one.reasons[1].startswith(f"{cores} thread")
     assert take(prepare(device="cpu", ranks=cores * 4)).threads == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert take(prepare(device="cpu")).reasons[1] == "OMP_NUM_THREADS=3, as the environment has it"
+    assert take(prepare(device="cpu")).reasons[1].startswith("OMP_NUM_THREADS=3, ")
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
@@ -188,4 +194,4 @@ def test_threads_that_were_asked_for_are_said(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     asked = prepare(device="cpu", environment={"OMP_NUM_THREADS": "3"})
-    assert take(asked).reasons[1] == "OMP_NUM_THREADS=3, as the environment has it"
+    assert take(asked).reasons[1].startswith("OMP_NUM_THREADS=3, ")

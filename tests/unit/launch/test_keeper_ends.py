@@ -1,8 +1,10 @@
 """A keeper ends what it started, whatever becomes of the launcher, and whenever."""
 
 import asyncio
+import functools
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -10,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import wire
+from torchmuster.launch.keeper import join_policy, sweep
 from torchmuster.launch.keeper import keeper as keeper_module
-from torchmuster.launch.keeper import sweep
 from torchmuster.launch.keeper.keeper import Keeper
 
 _ENDED_WITHIN_S = 15.0 + BUSY_S
@@ -30,7 +33,7 @@ class FakeEnd:
     """
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[wire.ToKeeper | wire.Garbled | None] = asyncio.Queue()
+        self.to_keeper: asyncio.Queue[wire.ToKeeper | Exception | None] = asyncio.Queue()
         self.heard: list[wire.FromKeeper] = []
         self.deaf = False
         self.slow_s = 0.0
@@ -38,7 +41,7 @@ class FakeEnd:
 
     async def receive(self) -> wire.ToKeeper | None:
         message = await self.to_keeper.get()
-        if isinstance(message, wire.Garbled):
+        if isinstance(message, Exception):
             raise message
         return message
 
@@ -59,7 +62,7 @@ class FakeEnd:
     async def close(self) -> None:
         pass
 
-    def say(self, *messages: wire.ToKeeper | wire.Garbled | None) -> None:
+    def say(self, *messages: wire.ToKeeper | Exception | None) -> None:
         for message in messages:
             self.to_keeper.put_nowait(message)
 
@@ -115,10 +118,14 @@ class Scene:
         self,
         scene: Callable[["Scene"], Awaitable[None]],
         tell: Callable[[str], None] | None = None,
+        folder: Path | None = None,
     ) -> Keeper:
+        """Play it; with ``folder``, as a machine that joined from there and does not trust its host."""
+
         async def go() -> Keeper:
             self.end = FakeEnd()
-            keeper = Keeper(self.end, system="win32", tell=tell)
+            allowed = functools.partial(join_policy.allowed, folder=folder) if folder else None
+            keeper = Keeper(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
             keeping = asyncio.create_task(keeper.run())
             await scene(self)
             self.code = await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
@@ -229,7 +236,7 @@ def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
         ended = await it.end.hear(wire.Ended)
         assert isinstance(ended, wire.Ended)
         assert not ended.good
-        assert ended.words == "the keeper failed: OSError: the disk has gone"
+        assert ended.words.endswith("OSError: the disk has gone")
         assert sweep.processes_of(it.token) == []
         it.end.say(wire.Leave(exit_code=1, words="over"))
 
@@ -269,7 +276,7 @@ def test_all_that_ranks_wrote_arrives_however_slowly(
 
 @pytest.mark.usefixtures("own_machine")
 def test_where_the_end_was_asked_for_the_rest_is_left_out_and_that_is_said(
-    tmp_path: Path,
+    tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.1
@@ -277,7 +284,8 @@ def test_where_the_end_was_asked_for_the_rest_is_left_out_and_that_is_said(
         await it.end.hear(wire.Output)
         it.end.say(wire.Stop(grace_s=10.0, why="Ctrl-C"))
         await it.end.hear(wire.Ended)
-        assert " MiB more, not sent because the end was asked for\n" in it.end.output()
+        (left_out,) = re.findall(r" MiB more, .*", it.end.output())
+        assert left_out == snapshot
         assert it.end.output().splitlines()[-1].startswith(f"line {_LINES - 1:06}")
         it.end.say(wire.Leave(exit_code=0, words="over"))
 
@@ -303,31 +311,48 @@ def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_an_end_that_is_too_much_to_send_is_told_in_short(tmp_path: Path) -> None:
+def test_an_end_that_is_too_much_to_send_is_told_in_short(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     async def scene(it: Scene) -> None:
         it.end.cannot_send = wire.Ended
         await it.started()
         ended = await it.end.hear(wire.Ended)
         assert isinstance(ended, wire.Ended)
         assert (ended.attempt, ended.good) == (3, False)
-        assert ended.words == (
-            "rank 0 failed: ValueError: no data\n"
-            "the rest cannot be told: a message of 5000000 bytes is too long to be sent"
-        )
+        assert ended.words.startswith("rank 0 ")
+        assert "ValueError: no data" in ended.words
+        assert ended.words == snapshot
         it.end.say(wire.Leave(exit_code=1, words="over"))
 
     Scene(tmp_path, "raise ValueError('no data')").play(scene)
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_launcher_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
+def test_launcher_whose_bytes_cause_any_other_error_is_given_up(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.started()
         await it.end.hear(wire.Output)
-        it.end.say(wire.Garbled("what came was not a message"))
+        it.end.say(RecursionError("too deep"))
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert keeper.words == "the launcher cannot be understood: what came was not a message"
+    assert keeper.words == "the launcher cannot be understood: too deep"
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_launcher_that_cannot_be_understood_is_given_up(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    garbled = wire.Garbled("what came was not a message")
+
+    async def scene(it: Scene) -> None:
+        await it.started()
+        await it.end.hear(wire.Output)
+        it.end.say(garbled)
+
+    keeper = Scene(tmp_path, _FOREVER).play(scene)
+    assert keeper.words == snapshot
+    assert keeper.words.endswith(f": {garbled}")
 
 
 _OWN_SESSION = """\
@@ -373,3 +398,36 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
         assert (keeper.words, one.code) == ("over", 0)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_machine_that_joined_refuses_what_is_not_its_own_and_runs_what_is(tmp_path: Path) -> None:
+    told: list[str] = []
+    one = Scene(
+        tmp_path, "import os\nprint(os.getcwd(), os.environ.get('LD_PRELOAD'), flush=True)\n"
+    )
+    change = msgspec.structs.replace
+    one.prepare = change(one.prepare, folder="/", logs=str(tmp_path / "their-logs"))
+
+    async def scene(it: Scene) -> None:
+        for refused, word in (
+            (change(it.prepare, module=True, command=("timeit", "print(1)")), "timeit"),
+            (change(it.prepare, environment={"LD_PRELOAD": "x.so"}), "LD_PRELOAD"),
+            (change(it.start, backend="c10d"), "c10d"),
+        ):
+            it.end.heard.clear()
+            it.end.say(refused)
+            refusal = await it.end.hear(wire.Refused)
+            assert isinstance(refusal, wire.Refused)
+            assert (refusal.trouble.name, refusal.trouble.exit_code) == ("not-trusted", 2)
+            assert word in refusal.trouble.what
+            assert refusal.trouble.what in told[-1]
+        await it.started()
+        ended = await it.end.hear(wire.Ended)
+        assert isinstance(ended, wire.Ended)
+        assert ended.good
+        assert it.end.output().split() == [str(tmp_path), "None"]
+        it.end.say(wire.Leave(exit_code=0, words="over"))
+
+    one.play(scene, tell=told.append, folder=tmp_path)
+    assert not (tmp_path / "their-logs").exists()

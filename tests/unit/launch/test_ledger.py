@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -147,7 +148,7 @@ def test_setting_the_clock_does_not_make_another_process_of_the_launcher() -> No
 
 
 def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     ledger.write_job(run, SPEC)
     elsewhere = ledger.Launcher(host="login-1", pid=os.getpid(), created_unix_s=0.0)
@@ -162,10 +163,8 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     os.utime(run.state, (heard, heard))
     state = ledger.read_state(run)
     assert state is not None
-    assert (state.phase, state.headline) == (
-        "died",
-        "nothing was heard of the launcher for 2 h",
-    )
+    assert state.phase == "died"
+    assert state.headline == snapshot
     assert state.since_unix_s == pytest.approx(heard, abs=1)
 
 
@@ -208,11 +207,14 @@ def test_a_run_that_was_made_long_ago_is_not_waited_for(run: RunFolder) -> None:
     assert time.monotonic() - began < 1 + BUSY_S
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_by_name(run: RunFolder) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(
+    run: RunFolder, snapshot: SnapshotAssertion
+) -> None:
     shutil.rmtree(run.path)
     with pytest.raises(Impossible) as refusal:
         ledger.write_job(run, SPEC)
-    assert refusal.value.what == f"cannot write in the run's folder {run.path}"
+    assert str(run.path) in refusal.value.what
+    assert refusal.value.what.replace(str(run.path), "RUN") == snapshot
     assert "--runs DIR" in refusal.value.fix
 
 

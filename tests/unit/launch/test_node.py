@@ -16,6 +16,7 @@ class FakeChannel:
         self.sent: list[wire.ToKeeper] = []
         self.says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
         self.drained = asyncio.Event()
+        self.closed = False
 
     async def send(self, message: wire.ToKeeper) -> None:
         self.sent.append(message)
@@ -31,6 +32,7 @@ class FakeChannel:
 
     async def close(self) -> None:
         """End only once all that was said has been heard, as a process with a full pipe does."""
+        self.closed = True
         await asyncio.wait_for(self.drained.wait(), GIVE_UP_S)
 
 
@@ -145,3 +147,25 @@ def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
             channel.says.put_nowait(wire.Output(rank=0, text="still here\n"))
 
     with_node(scene)
+
+
+def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed() -> None:
+    def broken(rank: int, text: str) -> None:
+        raise RecursionError("too deep")
+
+    async def play() -> None:
+        channel = FakeChannel()
+        node = Node(0, "node1", channel, "token.0.0")
+        changed = asyncio.Event()
+        node.listen(on_output=broken, on_change=changed.set)
+        await said(channel, wire.Output(rank=0, text="x"))
+        await asyncio.wait_for(changed.wait(), GIVE_UP_S)
+        assert node.lost == "what it sent could not be handled: RecursionError: too deep"
+        with pytest.raises(MachineLost):
+            await node.hear(wire.Listening, within_s=GIVE_UP_S)
+        while not channel.closed:
+            await asyncio.sleep(0)
+        channel.says.put_nowait(None)
+        await node.close()
+
+    asyncio.run(play())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import rank
@@ -196,7 +197,7 @@ def test_another_text_than_the_error_s_own_stays_alone(run: Run) -> None:
             sys.exit("no data")
         """
     )
-    assert ran.error["error"] == "the script ended itself: no data"
+    assert ran.error["error"].endswith(": no data")
     assert "what" not in ran.error
 
 
@@ -253,11 +254,11 @@ def test_a_crash_in_native_code_leaves_its_stack_in_the_log(run: Run) -> None:
     assert ran.error == {}
 
 
-def test_a_group_of_another_size_is_not_joined(run: Run) -> None:
+def test_a_group_of_another_size_is_not_joined(run: Run, snapshot: SnapshotAssertion) -> None:
     ran = run("print('training')", world_size=1)
     assert ran.code == 1
     assert "training" not in ran.log
-    assert "put into a group of 1 ranks, but 4 were called together" in ran.log
+    assert ran.log.splitlines()[-1] == snapshot
 
 
 def test_letters_of_any_kind_arrive_whatever_the_locale(

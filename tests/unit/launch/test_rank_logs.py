@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch.rank_logs import RankLogs
@@ -23,7 +24,9 @@ def test_every_rank_s_words_are_in_its_log_in_order(tmp_path: Path) -> None:
     }
 
 
-def test_a_disk_that_stands_still_does_not_hold_up_the_launcher(tmp_path: Path) -> None:
+def test_a_disk_that_stands_still_does_not_hold_up_the_launcher(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     log = tmp_path / "rank-0.log"
     os.mkfifo(log)  # takes nothing until somebody reads
     said: list[str] = []
@@ -33,9 +36,8 @@ def test_a_disk_that_stands_still_does_not_hold_up_the_launcher(tmp_path: Path) 
         logs.write(0, "x" * 1000 + "\n")
     logs.close(patience_s=0.2)
     assert time.monotonic() - began_s < 5 + BUSY_S
-    assert said == [
-        f"what the ranks wrote cannot be kept in {tmp_path}: the disk takes nothing any more"
-    ]
+    (told,) = said
+    assert told.replace(str(tmp_path), "LOGS") == snapshot
     with log.open() as stream:
         assert len(stream.read().splitlines()) == 1000
 
@@ -72,7 +74,9 @@ def test_a_slow_disk_is_waited_for_at_the_end(
     assert (read, said) == (sent, [])
 
 
-def test_a_log_that_cannot_be_written_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_told_once_and_the_others_go_on(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     (tmp_path / "rank-0.log").mkdir()
     said: list[str] = []
     logs = RankLogs(tmp_path, said.append)
@@ -81,7 +85,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_the_others_go_on(tmp_path
         logs.write(1, "kept\n")
     logs.close(GIVE_UP_S)
     (told,) = said
-    assert told.startswith(f"what the ranks wrote cannot be kept in {tmp_path}: ")
+    assert told.replace(str(tmp_path), "LOGS") == snapshot
     assert "rank-0.log" in told
     assert (tmp_path / "rank-1.log").read_text() == "kept\n" * 3
 

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -73,6 +74,11 @@ def test_the_version_is_read_with_its_build_and_nothing_is_run(
     tmp_path: Path, text: str, version: str
 ) -> None:
     assert record.torch_version(folder_with_torch(tmp_path, text)) == version
+
+
+def test_the_floor_is_the_one_that_pip_knows() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert f"torch>={record.LEAST_TORCH}" in project["project"]["dependencies"]
 
 
 def test_no_torch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import restarts, wire
@@ -34,20 +35,19 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
 
 
 @pytest.mark.parametrize(
-    ("history", "max_restarts", "pause_s", "reason"),
+    ("history", "max_restarts", "pause_s"),
     [
-        ([attempt()], 0, None, ""),
-        ([attempt()], 2, 0.0, "restart 1 of 2"),
-        ([attempt()] * 2, 2, 2.0, "restart 2 of 2"),
-        ([attempt()] * 3, 2, None, "failed 3 times; 2 restarts were allowed"),
-        ([attempt()] * 2, 1, None, "failed 2 times; 1 restart was allowed"),
-        ([attempt()] * 9, 20, 30.0, "restart 9 of 20"),
+        ([attempt()], 0, None),
+        ([attempt()], 2, 0.0),
+        ([attempt()] * 2, 2, 2.0),
+        ([attempt()] * 3, 2, None),
+        ([attempt()] * 2, 1, None),
+        ([attempt()] * 9, 20, 30.0),
         # Of a training, a newer checkpoint begins another row.
         (
             [attempt(KILLED, got_on=True, saved=10 * n, reached=10 * n + 3) for n in range(1, 9)],
             3,
             0.0,
-            "restart 1 of 3",
         ),
         (
             [
@@ -58,14 +58,11 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
             ],
             3,
             2.0,
-            "restart 2 of 3",
         ),
         (
             [attempt(f"rank 0 on a failed: error {'ab'[n % 2]}", saved=100) for n in range(4)],
             3,
             None,
-            "failed 4 times without a newer checkpoint (3 restarts were allowed); the last good "
-            "checkpoint is step 100",
         ),
         # The same at the same place, whichever rank and whatever the numbers in the error.
         (
@@ -76,48 +73,29 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
             ],
             10,
             None,
-            "crash loop: failed 3 times after step 120 with the same error; the last good checkpoint "
-            "is step 100",
         ),
-        (
-            [attempt(saved=100, reached=120 + n) for n in range(3)],
-            10,
-            4.0,
-            "restart 3 of 10",
-        ),
-        (
-            [attempt(saved=100)] * 3,
-            10,
-            None,
-            "crash loop: failed 3 times before its first step with the same error; the last good "
-            "checkpoint is step 100",
-        ),
-        (
-            [attempt(reached=7)] * 3,
-            10,
-            None,
-            "crash loop: failed 3 times after step 7 with the same error; there is no checkpoint yet",
-        ),
+        ([attempt(saved=100, reached=120 + n) for n in range(3)], 10, 4.0),
+        ([attempt(saved=100)] * 3, 10, None),
+        ([attempt(reached=7)] * 3, 10, None),
         # Whoever kills from outside may do so anywhere, and again.
-        ([attempt(KILLED, saved=100, reached=120)] * 3, 10, 4.0, "restart 3 of 10"),
-        (
-            [attempt("b was lost: not heard for 10 s", name="host-lost", saved=100)] * 3,
-            10,
-            4.0,
-            "restart 3 of 10",
-        ),
+        ([attempt(KILLED, saved=100, reached=120)] * 3, 10, 4.0),
+        ([attempt("b was lost: not heard for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
         # What cannot mend itself is not repeated, unless it had worked before.
-        ([attempt(IMPORT, mistake=True)], 3, None, ""),
-        ([attempt(KILLED), attempt(IMPORT, mistake=True)], 3, 2.0, "restart 2 of 3"),
-        ([attempt(IMPORT, mistake=True, saved=100)], 3, 0.0, "restart 1 of 3"),
-        ([attempt(IMPORT, mistake=True, reached=4)], 3, 0.0, "restart 1 of 3"),
+        ([attempt(IMPORT, mistake=True)], 3, None),
+        ([attempt(KILLED), attempt(IMPORT, mistake=True)], 3, 2.0),
+        ([attempt(IMPORT, mistake=True, saved=100)], 3, 0.0),
+        ([attempt(IMPORT, mistake=True, reached=4)], 3, 0.0),
     ],
 )
 def test_the_decision(
-    history: Sequence[Attempt], max_restarts: int, pause_s: float | None, reason: str
+    history: Sequence[Attempt],
+    max_restarts: int,
+    pause_s: float | None,
+    snapshot: SnapshotAssertion,
 ) -> None:
     chosen = decide(history, max_restarts=max_restarts)
-    assert (chosen.value, chosen.reason) == (pause_s, reason)
+    assert chosen.value == pause_s
+    assert chosen.reason == snapshot
 
 
 def failed(what: str = "", error: str = "", exit_code: int = 1) -> wire.Failure:
@@ -143,24 +121,17 @@ def test_what_cannot_mend_itself(what: str, ranks: list[wire.Failure], expected:
     assert restarts.cannot_mend_itself(failure(what), ranks) is expected
 
 
-@pytest.mark.parametrize(
-    ("last", "pause_s", "expected"),
-    [
-        (attempt(KILLED), 0.0, f"{KILLED}; starting again (restart 1 of 3)"),
-        (
-            attempt(KILLED, saved=1200),
-            0.0,
-            f"{KILLED}; starting again from step 1,200 (restart 1 of 3)",
-        ),
-        (attempt(KILLED), 2.0, f"{KILLED}; starting again in 2 s (restart 1 of 3)"),
-    ],
-)
-def test_what_is_said_at_a_restart(last: Attempt, pause_s: float, expected: str) -> None:
-    assert restarts.announcement(last, pause_s, "restart 1 of 3") == expected
+@pytest.mark.parametrize(("saved", "pause_s"), [(None, 0.0), (1200, 0.0), (None, 2.0)])
+def test_what_is_said_at_a_restart(
+    saved: int | None, pause_s: float, snapshot: SnapshotAssertion
+) -> None:
+    announced = restarts.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
+    assert announced.startswith(f"{KILLED}; ")
+    assert announced == snapshot
 
 
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
     ended = restarts.with_reason(failure(), "crash loop: failed 3 times")
-    assert ended.what == "rank 1 on a failed: ValueError: no batch"
+    assert ended.what == failure().what
     assert ended.why == "crash loop: failed 3 times\nraised at train.py:5"
     assert restarts.with_reason(failure(), "") == failure()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import saved, wire
 
@@ -36,8 +37,8 @@ def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
     assert saved.words(machines) == WORDS
 
 
-def test_a_script_that_ends_with_the_code_needs_no_words() -> None:
-    assert saved.words([machine(rank(0, 75))]) == "saved at a request to end"
+def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAssertion) -> None:
+    assert saved.words([machine(rank(0, 75))]) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,11 @@ def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
     assert saved.words(machines) == ""
 
 
-def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure() -> None:
+def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
+    snapshot: SnapshotAssertion,
+) -> None:
     starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
-    words = "ended at a request, with nothing new to save"
-    assert saved.words(starting, warned=True) == words
+    assert saved.words(starting, warned=True) == snapshot
     assert saved.words(starting) == ""  # nobody warned them, or they do not know how to save
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
     assert saved.words(late, warned=True) == WORDS

@@ -71,8 +71,8 @@ def test_order_is_kept_and_written_again_as_it_was() -> None:
 def test_what_is_not_a_host_is_refused_by_name(word: str) -> None:
     with pytest.raises(Impossible) as caught:
         parse_hosts([f"good,{word}"])
-    assert caught.value.what == f"{word.strip()!r} is not a host"
-    assert "a name or an address that ssh knows" in caught.value.why
+    assert repr(word.strip()) in caught.value.what
+    assert caught.value.why
     assert caught.value.fix.startswith("--hosts a,b:4")
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import known_failures, wire
@@ -89,62 +90,42 @@ def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
     return judged(*ends, world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("raise", "rank 1 on b failed: ValueError: the batch is empty"),
-        ("raise-before-init", "rank 1 on b failed: RuntimeError: before the rendezvous"),
-        ("kill-9", "rank 1 on b failed: killed (SIGKILL)"),
-        ("exit-3", "rank 1 on b failed: exit code 3"),
-        ("segmentation-fault", "rank 1 on b failed: segmentation fault (SIGSEGV)"),
-        ("abort", "rank 1 on b failed: aborted (SIGABRT)"),
-        ("sigusr1", "rank 1 on b failed: ended by SIGUSR1"),
-        (
-            "shape-mismatch",
-            "rank 1 on b failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)",
-        ),
-        ("no-module", "rank 1 on b failed: ModuleNotFoundError: No module named 'nosuchmodule'"),
-        ("no-cuda", "rank 1 on b failed: AssertionError: Torch not compiled with CUDA enabled"),
-        ("usage", "rank 1 on b failed: t.py: error: unrecognized arguments: --nope"),
-        (
-            "no-nccl",
-            "all 2 ranks failed: RuntimeError: Distributed package doesn't have NCCL built in",
-        ),
-        (
-            "message-of-many-lines",
-            "rank 1 on b failed: RuntimeError: Error(s) in loading state_dict: Missing key x",
-        ),
-        ("chained", "rank 1 on b failed: RuntimeError: outer"),
-        ("exception-group", "rank 1 on b failed: ExceptionGroup: several (2 sub-exceptions)"),
-        (
-            "collective-mismatch",
-            "rank 0 on a failed: aborted (SIGABRT): [enforce fail at pair.cc:456] op.preamble.length <= "
-            "op.nbytes. 8 vs 4. Received data size doesn't match expected size. Is there a "
-            "distributed collective mismatch in your code?",
-        ),
-        (
-            "hang",
-            "rank 0 on a failed: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
-        ),
-        (
-            "no-client",
-            "rank 0 on a failed: torch.distributed.DistStoreError: Timed out after 7 seconds waiting "
-            "for clients. 1/2 clients joined.",
-        ),
-        ("store-killed", "rank 0 on a failed: killed (SIGKILL)"),
-        ("send-to-killed", "rank 1 on b failed: killed (SIGKILL)"),
-        (
-            "no-interface",
-            "rank 1 on b failed: RuntimeError: [enforce fail at device.cc:84] ifa != nullptr. Unable "
-            "to find address for: nosuch0",
-        ),
-    ],
-)
-def test_the_headline_of_recorded_deaths(name: str, what: str) -> None:
-    finding = recorded(name)
-    assert finding.what == what
-    assert finding.status is Status.FAILURE
-    assert finding.name == "rank-failed"
+# By case: the finding's name, who is to blame, and what the fix has in it.
+CAUSES = {
+    "raise": ("rank-failed", "rank 1 on b", ""),
+    "raise-before-init": ("rank-failed", "rank 1 on b", ""),
+    "kill-9": ("rank-killed", "rank 1 on b", "journalctl and dmesg on b"),
+    "exit-3": ("rank-failed", "rank 1 on b", "its log"),
+    "segmentation-fault": ("rank-crashed", "rank 1 on b", "reinstall"),
+    "abort": ("rank-crashed", "rank 1 on b", "TORCH_SHOW_CPP_STACKTRACES=1"),
+    "sigusr1": ("rank-terminated", "rank 1 on b", "signal.SIGUSR1"),
+    "shape-mismatch": ("rank-failed", "rank 1 on b", ""),
+    "no-module": ("rank-failed", "rank 1 on b", "python -m pip install nosuchmodule  # on b"),
+    "no-cuda": ("rank-failed", "rank 1 on b", "CUDA build of torch"),
+    "usage": ("rank-failed", "rank 1 on b", "--help"),
+    "no-nccl": ("rank-failed", "all 2 ranks", "init_process_group()"),
+    "host-memory": ("rank-failed", "rank 1 on b", "Slurm --mem"),
+    "port-taken": ("rank-failed", "rank 0 on a", "ss -ltnp"),
+    "message-of-many-lines": ("rank-failed", "rank 1 on b", ""),
+    "chained": ("rank-failed", "rank 1 on b", ""),
+    "exception-group": ("rank-failed", "rank 1 on b", ""),
+    "collective-mismatch": ("rank-crashed", "rank 0 on a", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    "hang": ("rank-failed", "rank 0 on a", ""),
+    "no-client": ("rank-failed", "rank 0 on a", ""),
+    "store-killed": ("rank-killed", "rank 0 on a", "dmesg on a"),
+    "send-to-killed": ("rank-killed", "rank 1 on b", "dmesg on b"),
+    "no-interface": ("rank-failed", "rank 1 on b", "unset both"),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_recorded_deaths(case: str, snapshot: SnapshotAssertion) -> None:
+    name, who, fix = CAUSES[case]
+    finding = recorded(case)
+    assert (finding.name, finding.status) == (name, Status.FAILURE)
+    assert finding.what.startswith(f"{who} ")
+    assert fix in finding.fix
+    assert (finding.what, finding.why, finding.fix) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -155,57 +136,25 @@ def test_the_cause_is_found_even_if_its_consequence_is_dated_earlier(
 ) -> None:
     finding = recorded(name, ago_s={1 - culprit: 1.5})
     assert finding.what.startswith(f"rank {culprit} on ")
-    assert f"rank {1 - culprit} then lost its connection to it" in finding.why
-
-
-@pytest.mark.parametrize(
-    ("name", "why", "fix"),
-    [
-        (
-            "no-module",
-            "nosuchmodule is not installed",
-            "python -m pip install nosuchmodule  # on b",
-        ),
-        ("no-nccl", '"nccl", which needs NVIDIA GPUs', "init_process_group()"),
-        ("no-cuda", "torch on b is built without it", "install a CUDA build of torch"),
-        ("host-memory", "has no memory left", "Slurm --mem"),
-        ("usage", "did not understand its arguments", "--help"),
-        ("collective-mismatch", "tensors of different sizes", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-        ("port-taken", "in use by another program", "ss -ltnp"),
-        ("no-interface", "interface that b lacks", "unset both"),
-        ("segmentation-fault", "native code", "reinstall"),
-        ("sigusr1", "no handler", "signal.SIGUSR1"),
-        ("kill-9", "killed from outside: kill -9, a scheduler", "journalctl and dmesg on b"),
-        ("exit-3", "sys.exit", "read the end of its log"),
-        ("raise", "raised at /home/ann/job/t.py:13", ""),
-    ],
-)
-def test_why_and_fix_of_recorded_deaths(name: str, why: str, fix: str) -> None:
-    finding = recorded(name)
-    assert why in finding.why
-    assert fix in finding.fix
-    assert bool(fix) == bool(finding.fix)
+    assert f"rank {1 - culprit} " in finding.why
 
 
 @pytest.mark.parametrize(
     "name", ["hang", "monitored-barrier", "no-client", "store-wait", "no-store"]
 )
-def test_where_ranks_only_waited_the_one_that_kept_them_waiting_is_named(name: str) -> None:
+def test_where_ranks_only_waited_the_one_that_kept_them_waiting_is_named(
+    name: str, snapshot: SnapshotAssertion
+) -> None:
     finding = recorded(name)
     ended_rank = next(rank for rank, one in RECORDED[name].items() if one["exit_code"] == -15)
-    assert f"rank {ended_rank} had not failed but had to be ended: look there first" in finding.why
+    assert f"rank {ended_rank} " in finding.why
+    assert finding.why == snapshot
 
 
-def test_the_evidence_is_the_traceback_and_the_log() -> None:
+def test_the_evidence_is_the_traceback_and_the_log(snapshot: SnapshotAssertion) -> None:
     finding = recorded("raise")
-    assert finding.evidence.splitlines() == [
-        "Traceback (most recent call last):",
-        '  File "/home/ann/job/t.py", line 13, in <module>',
-        '    if case == "raise": raise ValueError("the batch is empty")',
-        "                        ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
-        "ValueError: the batch is empty",
-        "log: runs/x/logs/rank-1.log",
-    ]
+    assert finding.evidence == snapshot
+    assert finding.evidence.endswith("\nlog: runs/x/logs/rank-1.log")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +182,8 @@ def test_who_only_waited_for_the_rank_that_failed_is_neither_blamed_nor_named(
     if in_parts:
         other = wire.Failure(rank=1, local_rank=1, exit_code=1, ago_s=0.5, what=waited, fix="no")
     finding = judged(ended("a", culprit, other), world_size=2)
-    assert finding.what == "rank 0 on a failed: there are no files at x"
+    assert finding.what.startswith("rank 0 on a ")
+    assert finding.what.endswith(f": {culprit.what}")
     assert (finding.why, finding.fix) == ("looked for .txt", "check the path")
     alone = judged(ended("a", other), world_size=2)  # where the culprit left no word
     assert waited in alone.what
@@ -273,41 +223,37 @@ def test_a_long_traceback_is_cut_to_its_end() -> None:
     assert lines[-2:] == ["RecursionError: too deep", "log: runs/x/logs/rank-0.log"]
 
 
-def test_among_causes_the_earliest_counts_however_late_it_was_reported() -> None:
+def test_among_causes_the_earliest_counts_however_late_it_was_reported(
+    snapshot: SnapshotAssertion,
+) -> None:
     finding = judged(
         ended("a", failure(0, "KeyError: 'x'", ago_s=0.5), at_s=100.0),
         ended("b", failure(3, "ValueError: no", ago_s=5.0), failure(2, CLOSED), at_s=104.0),
     )
-    assert finding.what == "rank 3 on b failed: ValueError: no"
-    assert finding.why.splitlines() == [
-        "raised at /home/ann/train.py:13",
-        "rank 0 on a failed too: KeyError: 'x'",
-        "rank 2 then lost its connection to it",
-    ]
+    assert finding.what.startswith("rank 3 on b ")
+    assert (finding.what, finding.why) == snapshot
 
 
-def test_the_same_error_on_several_ranks_is_told_once() -> None:
+def test_the_same_error_on_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU {} has"
     ends = [ended("a", *(failure(rank, text.format(2 + rank, rank)) for rank in range(4)))]
     finding = judged(*ends, world_size=8)
-    assert finding.what.startswith(
-        "rank 0 on a failed: torch.OutOfMemoryError: CUDA out of memory."
-    )
-    assert "ranks 1-3 failed in the same way" in finding.why
-    assert "the GPU has no memory left" in finding.why
-    assert "smaller batch" in finding.fix
-    assert judged(*ends, world_size=4).what.startswith("all 4 ranks failed: torch.OutOfMemoryError")
+    assert finding.what.startswith("rank 0 on a ")
+    assert "ranks 1-3 " in finding.why
+    assert (finding.what, finding.why, finding.fix) == snapshot
+    assert judged(*ends, world_size=4).what.startswith("all 4 ranks ")
 
 
-def test_a_kill_by_the_kernel_is_explained() -> None:
+def test_a_kill_by_the_kernel_is_explained(snapshot: SnapshotAssertion) -> None:
     evidence = f"{KERNEL_KILLED_IT}; its peak was 61.0 GiB of the 64.0 GiB this cgroup may use"
     killed = failure(
         1, exit_code=-9, evidence=evidence, last_lines="UserWarning: No module named 'x'"
     )
     finding = judged(ended("b", killed, failure(0, CLOSED, ago_s=1)))
-    assert finding.what == "rank 1 on b failed: killed by the kernel: out of memory"
+    assert finding.name == "rank-oom-killed"
+    assert finding.what.startswith("rank 1 on b ")
     assert evidence in finding.why
-    assert "fewer DataLoader workers, smaller batches or fewer ranks on b" in finding.fix
+    assert (finding.what, finding.why, finding.fix) == snapshot
     assert "UserWarning" in finding.evidence
 
 
@@ -316,14 +262,18 @@ def test_a_kill_that_nobody_explains_tells_the_peak() -> None:
     assert "its peak was 3.0 GiB" in finding.why
 
 
-def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame() -> None:
+def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame(
+    snapshot: SnapshotAssertion,
+) -> None:
     finding = judged(
         ended("a", failure(0, CLOSED), at_s=100.0),
         ended("b", failure(1, exit_code=-9), failure(2, exit_code=-15), at_s=105.5),
         noticed_s=100.1,
     )
-    assert finding.what == "rank 0 on a failed: RuntimeError: Connection closed by peer."
-    assert "ranks 1-2 had not failed but had to be ended" in finding.why
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 0 on a ")
+    assert "ranks 1-2 " in finding.why
+    assert (finding.what, finding.why) == snapshot
 
 
 def test_a_kill_that_is_reported_a_little_late_is_still_the_cause() -> None:
@@ -332,7 +282,8 @@ def test_a_kill_that_is_reported_a_little_late_is_still_the_cause() -> None:
         ended("b", failure(1, exit_code=-9), at_s=101.0),
         noticed_s=100.1,
     )
-    assert finding.what == "rank 1 on b failed: killed (SIGKILL)"
+    assert finding.name == "rank-killed"
+    assert finding.what.startswith("rank 1 on b ")
 
 
 def test_a_kill_by_the_kernel_is_a_cause_even_after_the_end_was_asked_for() -> None:
@@ -340,29 +291,30 @@ def test_a_kill_by_the_kernel_is_a_cause_even_after_the_end_was_asked_for() -> N
         ended("a", failure(0, CLOSED), at_s=100.0),
         ended("b", failure(1, exit_code=-9, evidence=f"{KERNEL_KILLED_IT}; …"), at_s=109.0),
     )
-    assert finding.what == "rank 1 on b failed: killed by the kernel: out of memory"
+    assert finding.name == "rank-oom-killed"
+    assert finding.what.startswith("rank 1 on b ")
 
 
 def test_torchrun_s_own_kill_of_a_rank_that_hangs_is_not_the_cause() -> None:
     finding = judged(
         ended("a", failure(0, LATE, ago_s=30.0), failure(1, exit_code=-9)), noticed_s=100.0
     )
-    assert finding.what.startswith("rank 0 on a failed: RuntimeError: Timed out waiting 8000ms")
-    assert "rank 1 had not failed but had to be ended: look there first" in finding.why
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 0 on a ")
+    assert "rank 1 " in finding.why
 
 
-def test_a_lost_machine_is_the_cause_of_lost_connections() -> None:
+def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAssertion) -> None:
     silent = "not heard for 10 s: the link is cut, or the machine is gone"
     finding = judged(
         ended("a", failure(0, LATE), failure(1, LATE), at_s=95.0),
         NodeEnd(host="b", lost=silent, lost_s=100.0),
     )
     assert finding.name == "host-lost"
-    assert finding.what == f"b was lost: {silent}"
-    assert "ranks 0-1 then lost their connection to it" in finding.why
-    assert finding.fix == (
-        "see whether b is up and on the network, and whether somebody ended it there"
-    )
+    assert finding.what.startswith("b ")
+    assert finding.what.endswith(silent)
+    assert "ranks 0-1 " in finding.why
+    assert finding.as_json() == snapshot
 
 
 def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
@@ -370,20 +322,20 @@ def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
         ended("a", failure(0, "ValueError: no"), at_s=95.0),
         NodeEnd(host="b", lost="gone", lost_s=100.0),
     )
-    assert finding.what == "rank 0 on a failed: ValueError: no"
-    assert "b was lost too: gone" in finding.why
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 0 on a ")
+    assert finding.why.endswith(": gone")
 
 
-def test_an_agent_that_failed_itself_is_named_with_its_error() -> None:
+def test_an_agent_that_failed_itself_is_named_with_its_error(snapshot: SnapshotAssertion) -> None:
     words = (
         "torchrun's agent ended with code 1\nW UserWarning: Failed to initialize NumPy: No module "
         "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
     )
     finding = judged(ended("a", words=words))
     assert finding.name == "agent-failed"
-    assert finding.what == (
-        "a failed: torchrun's agent ended with code 1: ImportError: libcudart.so.12: cannot open"
-    )
+    assert finding.what == snapshot
+    assert finding.what.endswith("ImportError: libcudart.so.12: cannot open")
     assert finding.evidence == words
 
 
@@ -396,14 +348,15 @@ def test_agents_that_were_ended_are_not_to_blame() -> None:
         ended("b", words="torchrun's agent was ended by SIGKILL", at_s=100.0),
         ended("c", words="torchrun's agent was ended by SIGKILL", at_s=107.0),
     )
-    assert finding.what == "b failed: torchrun's agent was ended by SIGKILL"
+    assert finding.name == "agent-failed"
+    assert finding.what.startswith("b ")
 
 
 def test_a_script_s_own_words_are_the_headline() -> None:
     words = judged(ended("a", failure(0, "the script ended itself: no data in /data", exit_code=1)))
-    assert words.what == "rank 0 on a failed: no data in /data"
+    assert words.what.endswith(": no data in /data")
     number = judged(ended("a", failure(0, "the script ended itself: 3", exit_code=3)))
-    assert number.what == "rank 0 on a failed: exit code 3"
+    assert number.what.endswith(": exit code 3")
 
 
 def told(rank: int, what: str, *, ago_s: float = 0.0) -> wire.Failure:
@@ -420,46 +373,44 @@ def told(rank: int, what: str, *, ago_s: float = 0.0) -> wire.Failure:
     )
 
 
-def test_an_error_in_three_parts_is_the_verdict_as_it_stands() -> None:
+def test_an_error_in_three_parts_is_the_verdict_as_it_stands(snapshot: SnapshotAssertion) -> None:
     lost = failure(0, "RuntimeError: Connection reset by peer", ago_s=1.0)
     finding = judged(ended("a", lost), ended("b", told(1, "asked for 8 of 2 samples")))
-    assert finding.what == "rank 1 on b failed: asked for 8 of 2 samples"
-    assert finding.why == (
-        "parameters 4 GiB\ngradients 4 GiB\nrank 0 then lost its connection to it"
-    )
-    assert finding.fix == "fsdp"
-    assert finding.evidence == f"log: {LOGS}/rank-1.log"
+    assert finding.what.startswith("rank 1 on b ")
+    assert finding.why.startswith("parameters 4 GiB\ngradients 4 GiB\nrank 0 ")
+    assert finding.as_json() == snapshot
 
 
 def test_an_error_that_says_whose_it_is_needs_no_introduction() -> None:
-    finding = judged(ended("b", told(1, "rank 1 on b (cpu) ran out of memory")))
-    assert finding.what == "rank 1 on b (cpu) ran out of memory"
+    own = "rank 1 on b (cpu) ran out of memory"
+    assert judged(ended("b", told(1, own))).what == own
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "what", "why"),
-    [
-        (1, "exit code 1, without a traceback", "hid the error"),
-        (2, "exit code 2", "argparse"),
-        (126, "exit code 126: not executable", "may not be run"),
-        (127, "exit code 127: command not found", "not installed on a"),
-        (130, "interrupted (SIGINT)", "Ctrl-C"),
-        (137, "killed (SIGKILL)", "killed from outside"),
-        (143, "ended from outside (SIGTERM)", "asked it to end"),
-        (-2, "interrupted (SIGINT)", "Ctrl-C"),
-        (-4, "illegal instruction (SIGILL)", "newer processor than the one of a"),
-        (-6, "aborted (SIGABRT)", "C++"),
-        (-7, "bus error (SIGBUS)", "/dev/shm is full (DataLoader)"),
-        (-11, "segmentation fault (SIGSEGV)", "native code"),
-        (-15, "ended from outside (SIGTERM)", "asked it to end"),
-        (-31, "ended by signal 31", "sent it this signal"),
-        (42, "exit code 42", "sys.exit"),
-    ],
-)
-def test_exit_codes_without_words(exit_code: int, what: str, why: str) -> None:
+EXITS = {
+    1: "rank-failed",
+    2: "rank-failed",
+    126: "rank-failed",
+    127: "rank-failed",
+    130: "rank-terminated",
+    137: "rank-killed",
+    143: "rank-terminated",
+    -2: "rank-terminated",
+    -4: "rank-crashed",
+    -6: "rank-crashed",
+    -7: "rank-crashed",
+    -11: "rank-crashed",
+    -15: "rank-terminated",
+    -31: "rank-terminated",
+    42: "rank-failed",
+}
+
+
+@pytest.mark.parametrize("exit_code", EXITS)
+def test_exit_codes_without_words(exit_code: int, snapshot: SnapshotAssertion) -> None:
     finding = judged(ended("a", failure(0, exit_code=exit_code)))
-    assert finding.what == f"rank 0 on a failed: {what}"
-    assert why in finding.why
+    assert finding.name == EXITS[exit_code]
+    assert finding.what.startswith("rank 0 on a ")
+    assert (finding.what, finding.why, finding.fix) == snapshot
 
 
 NCCL_GONE = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:268, remote process \
@@ -493,7 +444,8 @@ def test_errors_that_speak_of_a_peer_stand_behind_every_cause(error: str) -> Non
     finding = judged(
         ended("a", failure(0, error, ago_s=2)), ended("b", failure(1, exit_code=-11, ago_s=1))
     )
-    assert finding.what == "rank 1 on b failed: segmentation fault (SIGSEGV)"
+    assert finding.name == "rank-crashed"
+    assert finding.what.startswith("rank 1 on b ")
 
 
 @pytest.mark.parametrize(
@@ -510,7 +462,8 @@ def test_a_network_error_of_the_script_s_own_is_a_cause(error: str) -> None:
     finding = judged(
         ended("a", failure(0, error, ago_s=2)), ended("b", failure(1, exit_code=-11, ago_s=1))
     )
-    assert finding.what.startswith("rank 0 on a failed: ")
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 0 on a ")
 
 
 def test_a_timeout_that_aborts_the_process_speaks_of_a_peer_too() -> None:
@@ -523,8 +476,9 @@ def test_a_timeout_that_aborts_the_process_speaks_of_a_peer_too() -> None:
         ended("a", failure(3, exit_code=-6, last_lines=watchdog, ago_s=2)),
         ended("b", failure(1, "ValueError: no")),
     )
-    assert finding.what == "rank 1 on b failed: ValueError: no"
-    assert "rank 3 then lost its connection to it" in finding.why
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 1 on b ")
+    assert "rank 3 " in finding.why
 
 
 @pytest.mark.parametrize(
@@ -561,7 +515,8 @@ def test_a_timeout_that_aborts_the_process_speaks_of_a_peer_too() -> None:
 )
 def test_well_known_errors_have_a_fix(error: str, fix: str) -> None:
     finding = judged(ended("a", failure(0, error)))
-    assert finding.what == f"rank 0 on a failed: {error.splitlines()[0]}"
+    assert finding.what.startswith("rank 0 on a ")
+    assert finding.what.endswith(f": {error.splitlines()[0]}")
     assert fix in finding.fix
     assert finding.why
 
@@ -575,22 +530,22 @@ def test_every_text_of_the_table_is_whole() -> None:
 def test_secrets_and_escapes_of_an_error_are_not_shown() -> None:
     error = "RuntimeError: \x1b[2Jlogin with hf_abcdefghijklmnopqrstuvwx failed"
     finding = judged(ended("a", failure(0, error)))
-    assert finding.what == "rank 0 on a failed: RuntimeError: login with [redacted] failed"
+    assert finding.what.endswith(": login with [redacted] failed")
     assert "hf_abc" not in finding.evidence
     assert "\x1b" not in finding.evidence
 
 
 def test_a_failure_that_nobody_explains_is_still_a_finding() -> None:
     finding = judged(NodeEnd(host="a"))
-    assert finding.what == "the run failed, and no machine said why"
-    assert finding.fix == "read the logs: runs/x/logs"
+    assert (finding.name, finding.status) == ("run-failed", Status.FAILURE)
+    assert finding.fix.endswith(LOGS)
 
 
 # ---- hangs, early ends, crashes
 
 
 HANG = Finding(
-    name="rank-keeps-others-waiting",
+    name="rank-idle",
     status=Status.WARNING,
     what="rank 1 on b keeps the others waiting: in time.sleep for 12 s at train.py:88 in step",
     why="its process uses no processor",
@@ -603,16 +558,16 @@ def after_hang(*ends: NodeEnd) -> Finding:
     return of_attempt(ends, noticed_s=100.0, logs=LOGS, world_size=2, hang=HANG)
 
 
-def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting() -> None:
+def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting(
+    snapshot: SnapshotAssertion,
+) -> None:
     waited = ended("a", failure(0, LATE))
     stuck = ended("b", failure(1, exit_code=-9), at_s=108.0)
     finding = after_hang(waited, stuck)
-    assert finding.what == HANG.what
+    assert (finding.name, finding.what) == (HANG.name, HANG.what)
     assert finding.status is Status.FAILURE
-    assert finding.why == (
-        "its process uses no processor\n"
-        "rank 0 then gave up: RuntimeError: Timed out waiting 8000ms for recv operation to complete"
-    )
+    assert finding.why == snapshot
+    assert finding.why.startswith(f"{HANG.why}\nrank 0 ")
     assert (finding.fix, finding.evidence) == (HANG.fix, HANG.evidence)
 
 
@@ -626,7 +581,8 @@ def test_a_hang_that_was_ended_by_us_is_the_cause() -> None:
 
 def test_a_failure_of_a_rank_s_own_stands_before_a_hang() -> None:
     finding = after_hang(ended("a", failure(0, CLOSED)), ended("b", failure(1, "ValueError: no")))
-    assert finding.what == "rank 1 on b failed: ValueError: no"
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 1 on b ")
 
 
 def finished(host: str, *ranks: int) -> NodeEnd:
@@ -634,15 +590,13 @@ def finished(host: str, *ranks: int) -> NodeEnd:
     return NodeEnd(host=host, ended=message, ended_s=100.0)
 
 
-def test_ranks_that_ended_well_while_others_needed_them_are_named() -> None:
+def test_ranks_that_ended_well_while_others_needed_them_are_named(
+    snapshot: SnapshotAssertion,
+) -> None:
     finding = judged(finished("a", 1, 2), world_size=3)
     assert finding.name == "rank-ended-early"
-    assert finding.what == "ranks 1-2 ended well while rank 0 on a still needed them"
-    assert finding.why == (
-        "the ranks did not do the same number of steps\n"
-        "rank 0 on a then failed: RuntimeError: Connection closed by peer."
-    )
-    assert "the same number of batches" in finding.fix
+    assert finding.what.startswith("ranks 1-2 ")
+    assert (finding.what, finding.why, finding.fix) == snapshot
     assert f"log: {LOGS}/rank-0.log" in finding.evidence
 
 
@@ -651,24 +605,25 @@ def test_a_rank_that_ended_well_is_not_blamed_for_another_s_own_failure() -> Non
         attempt=0, good=False, failures=(failure(0, "ValueError: no"),), finished=(1,)
     )
     finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
-    assert finding.what == "rank 0 on a failed: ValueError: no"
+    assert finding.name == "rank-failed"
+    assert finding.what.startswith("rank 0 on a ")
 
 
-def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so() -> None:
+def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so(
+    snapshot: SnapshotAssertion,
+) -> None:
     log = "done\nterminate called without an active exception\nFatal Python error: Aborted\n"
     aborted = failure(1, exit_code=-6, last_lines=log)
     other = failure(0, exit_code=-15)
     message = wire.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
     finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
     assert finding.name == "rank-aborted-at-exit"
-    assert finding.what == (
-        "rank 1 on a ended well, then aborted (SIGABRT) while Python was shutting down"
-    )
-    assert finding.why.endswith("a process group that the script left open\nrank 0 was then ended")
-    assert finding.fix.startswith("call torch.distributed.destroy_process_group() at the end")
+    assert finding.what.startswith("rank 1 on a ")
+    assert "torch.distributed.destroy_process_group()" in finding.fix
+    assert (finding.what, finding.why, finding.fix) == snapshot
     assert finding.evidence == f"{log.strip()}\nlog: {LOGS}/rank-1.log"
     in_the_middle = judged(ended("a", aborted))
-    assert in_the_middle.what == "rank 1 on a failed: aborted (SIGABRT)"
+    assert in_the_middle.name == "rank-crashed"
 
 
 def test_a_crash_in_native_code_is_told_with_the_line_that_called_it() -> None:
@@ -683,7 +638,7 @@ def test_a_crash_in_native_code_is_told_with_the_line_that_called_it() -> None:
         "Extension modules: torch._C (total: 1)\n"
     )
     finding = judged(ended("a", failure(0, exit_code=-11, last_lines=log)))
-    assert finding.what == "rank 0 on a failed: segmentation fault (SIGSEGV)"
-    assert "it happened at /home/ann/train.py:4 in step" in finding.why
+    assert finding.name == "rank-crashed"
+    assert "/home/ann/train.py:4 in step" in finding.why
     quiet = judged(ended("a", failure(0, exit_code=-11, last_lines="no stack")))
-    assert "it happened" not in quiet.why
+    assert "/home/ann" not in quiet.why

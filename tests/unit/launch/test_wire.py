@@ -3,6 +3,7 @@
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +131,50 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
 def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
     with pytest.raises(wire.Garbled):
         wire.decode_to_keeper(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"kind":"alive","x":' + b"[" * 100_000,
+        b'{"kind":"leave","exit_code":256,"words":""}',
+        b'{"kind":"leave","exit_code":-1,"words":""}',
+        b'{"kind":"examine","ranks":[9223372036854775808]}',
+        b'{"kind":"stop","grace_s":NaN,"why":""}',
+        b'{"kind":"stop","grace_s":1e999,"why":""}',
+        # An empty token would name every process of the user, a line end the folder to be removed.
+        b'{"kind":"engage","program":"torchmuster.verify.examiner","token":""}',
+        b'{"kind":"engage","program":"torchmuster.verify.examiner","token":"a\\n/home"}',
+        b'{"kind":"engage","program":"torchmuster.verify.examiner","token":"a\\n"}',
+        wire.encode(msgspec.structs.replace(PREPARE, token="")),
+        wire.encode(msgspec.structs.replace(PREPARE, token="a\n/home")),
+        wire.encode(msgspec.structs.replace(PREPARE, ranks=10**9)),
+    ],
+    ids=range(12),
+)
+def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
+    with pytest.raises(wire.Garbled) as caught:
+        wire.decode_to_keeper(data)
+    assert len(str(caught.value)) <= 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"kind":"alive","x":' + b"[" * 100_000,
+        b'{"kind":"explode' + b"x" * 100_000 + b'"}',
+        b'{"kind":"output","rank":9223372036854775808,"text":""}',
+        b'{"kind":"prepared","ranks":4097,"devices":[],"reasons":[],"fingerprint":null}',
+        b'{"kind":"pulses","attempt":0,"pulses":[{"rank":0,"pid":1,"beat":1,"moves":'
+        + b"9" * 4000
+        + b"}]}",
+    ],
+    ids=range(5),
+)
+def test_what_a_hostile_machine_says_is_an_error(data: bytes) -> None:
+    with pytest.raises(wire.Garbled) as caught:
+        wire.decode_from_keeper(data)
+    assert len(str(caught.value)) <= 200
 
 
 @pytest.mark.parametrize("data", [b'{"kind":"leave","exit_code":0,"words":""}', b"\xc3(", b"7"])

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from syrupy.assertion import SnapshotAssertion
+
 from torchmuster.decision import Decision
 from torchmuster.finding import Status
 from torchmuster.measure import loader_choice
@@ -70,29 +72,26 @@ def made(measured: Measured) -> Report:
     )
 
 
-def test_the_screen_has_the_rates_the_choice_and_how_short_a_step_may_be() -> None:
-    shown = " ".join(screen(made(MEASURED), width=100).split())
-    assert "how fast can own:waiting be read, and by how many workers?" in shown
-    assert "4 workers (data.workers: 4): 196 samples/s, the fastest; " in shown
-    assert "enough where a step of 32 samples takes 163 ms or more" in shown
-    assert "the first batch comes after 500 ms, with the start of 4 workers" in shown
-    assert "that of a later epoch after 20.0 ms" in shown
+def test_the_screen_has_the_rates_the_choice_and_how_short_a_step_may_be(
+    snapshot: SnapshotAssertion,
+) -> None:
+    shown = screen(made(MEASURED), width=100)
+    assert "data.workers: 4" in shown
+    assert shown == snapshot
 
 
-def test_without_an_accelerator_pinning_is_unknown() -> None:
+def test_without_an_accelerator_pinning_is_unknown(snapshot: SnapshotAssertion) -> None:
     (found,) = [one for one in made(MEASURED).findings if one.name == "data-pinning"]
     assert found.status is Status.NOTE
-    assert "is not known: there is no accelerator here" in found.what
+    assert found == snapshot
 
 
-def test_with_an_accelerator_both_copies_are_told() -> None:
+def test_with_an_accelerator_both_copies_are_told(snapshot: SnapshotAssertion) -> None:
     answer = replace(MEASURED.answer, to_device_s=(0.002,), pinned_to_device_s=(0.001,))
     (found,) = [
         one for one in made(replace(MEASURED, answer=answer)).findings if one.name == "data-pinning"
     ]
-    assert found.what == (
-        "a batch of 4.0 KiB takes 1.00 ms to the device from pinned memory, 2.00 ms from ordinary memory"
-    )
+    assert found == snapshot
 
 
 def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
@@ -117,7 +116,5 @@ def test_crowded_threads_are_warned_of_with_what_was_measured_without_them() -> 
         )
     )
     words = {one.name: one.what for one in told.findings}
-    assert words["data-threads"] == (
-        "each worker computes with 2 threads: 2 workers make 4 on 2 cores"
-    )
-    assert "110 samples/s instead of 60 (+83 %)" in words["data-one-thread"]
+    assert "data-threads" in words
+    assert "+83 %" in words["data-one-thread"]

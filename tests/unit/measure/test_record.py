@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_records import ENVIRONMENT, made_up
 from torchmuster.errors import Impossible
@@ -48,18 +49,15 @@ def test_what_is_no_record_is_refused(tmp_path: Path, change: dict[str, object],
     assert refusal.value.fix
 
 
-def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+def test_a_record_that_is_not_there(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refusal:
         record.read(tmp_path / "nowhere.json")
-    assert str(refusal.value) == (
-        f"there is no record at {tmp_path}/nowhere.json\nNo such file or directory\n"
-        "give a record.json of muster bench, or the folder that it is in"
-    )
+    assert refusal.value == snapshot
 
 
 @pytest.mark.parametrize("samples", [(), (1.0, float("nan")), (float("inf"),)])
 def test_a_series_has_numbers(samples: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="samples of a are missing, or not all numbers"):
+    with pytest.raises(ValueError, match="samples of a "):
         Series(name="a", unit="s", better="lower", samples=samples)
 
 
@@ -81,27 +79,27 @@ def test_this_machine_can_be_looked_at() -> None:
         assert busy >= 0
 
 
-def test_differences_are_named() -> None:
+def test_differences_are_named(snapshot: SnapshotAssertion) -> None:
     other = replace(ENVIRONMENT, torch="2.12.1", devices=("A100", "A100"), memory_bytes=None)
-    assert differences(ENVIRONMENT, other) == [
-        "not the same devices: none and A100, A100",
-        "not the same memory: 64.0 GiB and unknown",
-        "not the same torch: 2.13.0 and 2.12.1",
-    ]
+    devices, memory, torch = differences(ENVIRONMENT, other)
+    assert "A100, A100" in devices
+    assert "64.0 GiB" in memory
+    assert "2.12.1" in torch
+    assert [devices, memory, torch] == snapshot
     assert differences(ENVIRONMENT, ENVIRONMENT) == []
 
 
-def test_a_load_is_named_only_if_it_matters() -> None:
+def test_a_load_is_named_only_if_it_matters(snapshot: SnapshotAssertion) -> None:
     assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=0.4)) == []
-    assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0)) == [
-        "not the same load: 0.1 and 3.0 cores were busy with other things"
-    ]
+    (load,) = differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0))
+    assert "3.0 cores" in load
+    assert load == snapshot
 
 
-def test_a_busy_machine_is_a_warning() -> None:
+def test_a_busy_machine_is_a_warning(snapshot: SnapshotAssertion) -> None:
     assert disturbance(ENVIRONMENT) is None
     unknown = replace(ENVIRONMENT, busy_before_cores=None, busy_after_cores=None)
     assert disturbance(unknown) is None
     found = disturbance(replace(ENVIRONMENT, busy_before_cores=3.04))
     assert found is not None
-    assert found.what == "3.0 of 8 cores were busy with other things"
+    assert found == snapshot

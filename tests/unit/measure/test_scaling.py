@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
@@ -188,7 +189,9 @@ def test_a_forecast_needs_the_portion_on_fewer_ranks() -> None:
     assert forecast(STUDY, machine(STUDY), 8, "weak", few=4) is not None
 
 
-def test_the_report_says_what_more_ranks_bring_and_why_not_more() -> None:
+def test_the_report_says_what_more_ranks_bring_and_why_not_more(
+    snapshot: SnapshotAssertion,
+) -> None:
     measured = machine(STUDY, own_s=ring_s(4, SENT_BYTES))
     made = report(
         *(STUDY, measured),
@@ -201,13 +204,11 @@ def test_the_report_says_what_more_ranks_bring_and_why_not_more() -> None:
     )
     said = {one.name: one for one in made.findings}
     weak = said["weak-scaling"]
-    assert weak.what.startswith("weak scaling: 4 ranks are 1.74 times as fast as one (16.9")
-    assert weak.why.startswith("computing beside others takes")
-    assert weak.fix.startswith("ranks here share cores")
-    assert said["crowded"].what == "4 ranks had to share 2 cores"
-    assert "from 1 and 2 ranks alone" in said["forecast"].what
+    assert "4 ranks are 1.74 times" in weak.what
+    assert "4 ranks" in said["crowded"].what
     assert said["forecast"].status is Status.OK
-    assert "not measured" in said["outlook"].what
+    for name in ("weak-scaling", "crowded", "forecast", "outlook"):
+        assert said[name] == snapshot(name=name)
     assert {one.title for one in made.pictures} == {"Speed-up", "Where the time goes"}
     assert all("100%" not in row for row in made.tables[1].rows)
     assert [one.error for one in checked_forecasts(STUDY, measured)] == pytest.approx([0, 0])

@@ -1,5 +1,7 @@
 """What unstable trainings show: where fp16 overflowed, whether its scale mended it, whether bf16 survived."""
 
+from syrupy.assertion import SnapshotAssertion
+
 from torchmuster.finding import Status
 from torchmuster.measure.stability import Course, findings, pictures, table
 
@@ -33,22 +35,22 @@ def survived() -> Course:
     return Course(case="large activations", precision="bf16", losses=(1.5, 1.2))
 
 
-def test_an_overflow_that_the_scale_mends_is_told_with_where_it_was() -> None:
+def test_an_overflow_that_the_scale_mends_is_told_with_where_it_was(
+    snapshot: SnapshotAssertion,
+) -> None:
     (found,) = findings([mended()])
     assert found.status is Status.NOTE
-    assert found.what == "large losses: fp16 lost 2 of 4 steps, and its loss scale mended it"
-    assert found.why.startswith(
-        "Inf in the output of layers.2; the loss scale, first 65536, was 16384 in the end"
-    )
+    assert "layers.2" in found.why
+    assert found == snapshot
 
 
-def test_an_overflow_in_the_forward_is_told_as_beyond_mending_with_its_layer() -> None:
+def test_an_overflow_in_the_forward_is_told_as_beyond_mending_with_its_layer(
+    snapshot: SnapshotAssertion,
+) -> None:
     (found,) = findings([beyond_mending()])
-    assert found.what == (
-        "large activations: fp16 lost 2 of 2 steps: Inf in layers.5, already in the forward"
-    )
-    assert "no scale can mend a forward" in found.why
+    assert "layers.5" in found.what
     assert found.fix.startswith("use bf16")
+    assert found == snapshot
 
 
 def test_bf16_that_learns_is_fine_and_one_that_does_not_is_a_warning() -> None:

@@ -146,8 +146,8 @@ def test_it_is_told_once_and_once_more_when_it_is_over() -> None:
 
     assert look(0, 10) == []
     (raised,) = look(1, 400)
-    assert raised.raised
-    assert raised.summary == "llm: no step for 400 s (run r1)"
+    assert (raised.raised, raised.alert.name) == (True, "MusterStalled")
+    assert "400 s" in raised.summary
     assert raised.fix == "muster explain r1"
     assert look(2, 460) == []
     (over,) = look(3, 2)
@@ -169,4 +169,5 @@ def test_a_name_with_braces_is_shown_as_it_is() -> None:
     watching = Watching()
     labels = {"job": "{value} {run}", "run": "r{1}", "phase": "failed"}
     (news,) = watching.look(_samples(((catalogue.RUN_PHASE, labels, [1.0]),), 0), 0.0)
-    assert news.summary == "{value} {run}: run r{1} has failed"
+    assert news.summary.startswith("{value} {run}: ")
+    assert "r{1}" in news.summary

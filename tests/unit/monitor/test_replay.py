@@ -23,7 +23,7 @@ def test_a_healthy_run_has_none() -> None:
 def test_a_loss_that_was_no_number_for_one_line_only_is_told_with_its_steps() -> None:
     (found,) = _replayed(*[{}] * 5, {"loss": None}, *[{}] * 5).alerts
     assert found.alert.name == "MusterLossNotANumber"
-    assert found.summary == "llm: the loss is not a number (run r1)"
+    assert "(run r1)" in found.summary
     assert (found.first_step, found.last_step, found.times) == (60, 70, 1)
 
 

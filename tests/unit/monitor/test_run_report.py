@@ -7,6 +7,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_runs import (
     NOW,
@@ -57,7 +58,7 @@ def _answer(page: str) -> dict[str, str]:
     return {name: unescape(words) for name, words in found}
 
 
-def test_a_run_that_finished(run: RunFolder) -> None:
+def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> None:
     add_lines(run)
     add_ranks(run, 2)
     add_event(
@@ -74,11 +75,7 @@ def test_a_run_that_finished(run: RunFolder) -> None:
     assert '<h1>llm: <b class="ok">finished</b></h1>' in page
     told = _answer(page)
     assert told["asked"] == "muster train --config llm.yaml"
-    assert told["true"] == (
-        "finished well in 1 min\n"
-        "it lasted 1 min, 100 steps, loss 1, 610.0 samples/s at the end, 100% of the time computing, "
-        "no restarts, no alerts, no checkpoints kept"
-    )
+    assert told["true"] == snapshot
     assert told["to do"] == "nothing"
     assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 4
     assert "rank 1 on a" in page
@@ -102,7 +99,7 @@ def test_where_the_time_of_all_steps_went(run: RunFolder) -> None:
         assert words in page
 
 
-def test_a_run_that_failed(run: RunFolder) -> None:
+def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
     write_lines(run, lifelike_lines(60, bad_from=50))
     failed = Finding(
         name="rank-failed",
@@ -119,11 +116,10 @@ def test_a_run_that_failed(run: RunFolder) -> None:
     page = _page(run)
     assert 'llm: <b class="failure">failed</b>' in page
     told = _answer(page)
-    assert told["true"].startswith("rank 1 on a failed: ValueError: bad\n")
-    assert "the loss is not a number" in told["true"]
+    assert told["true"].startswith("rank 1 on a failed:")
+    assert told["true"] == snapshot
     assert told["to do"].startswith("leave it out\n")
     assert "a batch is empty" in page
-    assert "the loss is not a number (run " in page
     assert "from step 2,500 until the end" in page
 
 
@@ -134,10 +130,10 @@ def test_a_run_without_a_single_step(tmp_path: Path, phase: str) -> None:
     assert "no lines about steps" in told["true"]
 
 
-def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_says_nothing(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     run = a_run(tmp_path)
     run.state.unlink()
-    assert "its folder does not say how it went" in _answer(_page(run))["true"]
+    assert _answer(_page(run))["true"].splitlines()[0] == snapshot
 
 
 def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: Path) -> None:
@@ -182,5 +178,6 @@ def test_a_long_run_makes_a_small_page(run: RunFolder, monkeypatch: pytest.Monke
     page = _page(run)
     assert "250,000 steps" in _answer(page)["true"]
     assert len(page) < 250_000
+    assert "too long" not in page
     monkeypatch.setattr(run_report, "_READ_WITHIN_S", -1.0)
-    assert "reading the rest would have taken too long" in _page(run)
+    assert "too long" in _page(run)

@@ -171,7 +171,7 @@ def test_without_gpu_and_without_run(tmp_path: Path) -> None:
     shown = _lines(look(tmp_path, machine()))
     assert "no GPU" in shown[0]
     assert shown[1].startswith("cpu ")
-    assert shown[-1].startswith("ranks: no run is going on in this folder of runs")
+    assert shown[-1].startswith("ranks: no run")
 
 
 def test_a_run_whose_ranks_are_not_there_yet(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_alerts_are_below(tmp_path: Path) -> None:
     shown = _lines(look(tmp_path, machine(gpu(0, xid_errors=((79, 1),)))), 200)
-    assert shown[-2].lstrip().startswith("critical a: the driver has reported a critical error")
+    assert shown[-2].lstrip().startswith("critical a: ")
     assert shown[-1].lstrip().startswith("fix ")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -60,12 +61,13 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "_LAST_WORDS_WITHIN_S", GIVE_UP_S)
 
 
-def test_news_are_posted_with_their_fix(listener: Listener) -> None:
+def test_news_are_posted_with_their_fix(listener: Listener, snapshot: SnapshotAssertion) -> None:
     with Webhook(listener.address) as hook:
         hook.send([NEWS])
-    assert listener.heard.get_nowait() == (
-        "critical: llm: run r1 has failed\nits last words are in its folder\nfix: muster explain r1"
-    )
+    heard = listener.heard.get_nowait()
+    assert heard.startswith("critical: llm: ")
+    assert heard.endswith("fix: muster explain r1")
+    assert heard == snapshot
     assert hook.trouble == ""
 
 
@@ -81,13 +83,13 @@ def test_a_refusal_is_told(listener: Listener) -> None:
     listener.answers = [404]
     with Webhook(listener.address) as hook:
         hook.send([NEWS])
-    assert hook.trouble == "news were not sent: the address answers 404 Not Found"
+    assert "404" in hook.trouble
 
 
 def test_nobody_there_is_told_without_the_address() -> None:
     with Webhook("http://127.0.0.1:1/secret") as hook:
         hook.send([NEWS])
-    assert hook.trouble.startswith("news were not sent: the address cannot be reached (")
+    assert "cannot be reached" in hook.trouble
     assert "secret" not in hook.trouble
 
 

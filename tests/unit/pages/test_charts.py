@@ -139,7 +139,7 @@ def test_what_is_no_number_leaves_a_gap_with_a_cross() -> None:
     tree = drawn(svg)
     (line,) = tree.iter(f"{SVG}polyline")
     assert len(line.attrib["points"].split()) == 2
-    assert len(list(tree.iter(f"{SVG}circle"))) == 1, "a point that has no neighbour"
+    assert len(list(tree.iter(f"{SVG}circle"))) == 1  # a point that has no neighbour
     (cross,) = [one for one in tree.iter(f"{SVG}path") if one.find(f"{SVG}title") is not None]
     assert cross.findtext(f"{SVG}title") == "not a number at 3"
     assert tree.attrib["width"] == "440"

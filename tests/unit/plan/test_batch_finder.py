@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
@@ -45,22 +46,19 @@ def test_it_finds_the_largest_from_any_guess(largest: int, start: int, most: int
     assert expected == (right or 1)
 
 
-def test_a_right_plan_takes_two_trials() -> None:
+def test_a_right_plan_takes_two_trials(snapshot: SnapshotAssertion) -> None:
     machine = Machine(7)
     found = find(machine, start=6)
     assert machine.tried == [6, 8]
-    assert found.reason == (
-        "a micro-batch of 6 (as planned): it fits on all ranks; rank 1 has the least room: 6.0 GiB of "
-        "10.0 GiB; with 8, rank 1 ran out of memory of 10.0 GiB"
-    )
+    assert found.reason == snapshot
 
 
-def test_powers_of_two_are_tried_beside_it() -> None:
+def test_powers_of_two_are_tried_beside_it(snapshot: SnapshotAssertion) -> None:
     machine = Machine(11)
     found = find(machine, start=32)
     assert machine.tried == [32, 16, 8]
     assert found.value.micro_batch_size == 8
-    assert found.reason.startswith("a micro-batch of 8 (the plan expected 32): it fits")
+    assert found.reason == snapshot
 
 
 def test_all_that_a_step_has_is_tried_at_once() -> None:
@@ -69,22 +67,22 @@ def test_all_that_a_step_has_is_tried_at_once() -> None:
     assert machine.tried == [4, 8, 12]
 
 
-def test_a_step_may_have_no_more_samples() -> None:
+def test_a_step_may_have_no_more_samples(snapshot: SnapshotAssertion) -> None:
     found = find(Machine(100), start=8, most=8)
-    assert found.reason.endswith("8.0 GiB of 10.0 GiB; a step has no more than 8 for a rank")
+    assert found.value.micro_batch_size == 8
+    assert found.reason == snapshot
 
 
-def test_not_even_one_sample() -> None:
+def test_not_even_one_sample(snapshot: SnapshotAssertion) -> None:
     found = find(Machine(0), start=4)
     assert found.value.micro_batch_size is None
-    assert found.reason == (
-        "not even a micro-batch of 1 fits: rank 1 ran out of memory of 10.0 GiB"
-    )
+    assert found.reason == snapshot
 
 
-def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(Impossible, match="asked for a micro-batch of 0 samples"):
+def test_a_size_below_one_is_refused(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible) as refused:
         find(Machine(1), start=0)
+    assert refused.value == snapshot
 
 
 WELL = RankTrial(rank=0, ran_out=False, peak_bytes=1, limit_bytes=2)
@@ -95,23 +93,25 @@ def trouble(words: str) -> Finding:
     return Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why=words)
 
 
-def test_one_rank_that_ran_out_decides_for_all() -> None:
+def test_one_rank_that_ran_out_decides_for_all(snapshot: SnapshotAssertion) -> None:
     trial = verdict(4, [WELL, OUT], trouble("exit code 1"), ranks=2)
     assert not trial.fits
-    assert str(trial) == "micro-batch 4: rank 1 ran out of memory of 1.0 GiB"
+    assert "rank 1" in str(trial)
+    assert str(trial) == snapshot
     assert verdict(4, [WELL, WELL], None, ranks=2).fits
 
 
-def test_a_rank_that_the_kernel_killed_ran_out() -> None:
+def test_a_rank_that_the_kernel_killed_ran_out(snapshot: SnapshotAssertion) -> None:
     killed = trouble("the kernel killed it: out of memory")
     trial = verdict(4, [], killed, ranks=2)
-    assert str(trial) == "micro-batch 4: the machine's memory ran out, and the kernel killed a rank"
+    assert not trial.fits
+    assert str(trial) == snapshot
 
 
-def test_other_failures_and_silence_are_no_verdict() -> None:
+def test_other_failures_and_silence_are_no_verdict(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(MusterError) as failed:
         verdict(4, [WELL], trouble("ValueError: no"), ranks=2)
     assert failed.value.why == "rank 1 failed\nValueError: no"
-    with pytest.raises(MusterError, match="not for want of memory") as silent:
+    with pytest.raises(MusterError) as silent:
         verdict(4, [WELL], None, ranks=2)
-    assert silent.value.why == "1 of 2 ranks told how it went"
+    assert silent.value == snapshot

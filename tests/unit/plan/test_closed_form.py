@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from plan_situations import FOLDER, LAPTOP
 from torchmuster.decision import Decision
@@ -22,7 +23,7 @@ from torchmuster.plan.memory.model_figures import figures
 from torchmuster.plan.record import Record
 from torchmuster.plan.search.pruning import too_large_by_formula
 from torchmuster.train.strategies.sharding import Layout
-from torchmuster.units import GiB, format_bytes
+from torchmuster.units import GiB
 
 H100 = parse("8xH100")
 LLAMA = {
@@ -184,16 +185,15 @@ def test_what_a_token_goes_through(tmp_path: Path) -> None:
     assert with_shared.query_width == 128 * (128 + 64)
 
 
-def test_experts_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_not_understood_are_refused(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     other = {"interleave_moe_layer_step": 2, "moe_layers": [], "moe_layer_freq": [0, 1]}
     work = folder_with({**MIXTRAL, **other}, tmp_path)
     with pytest.raises(Impossible) as caught:
         figures(work)
-    assert caught.value.what == "the memory of this model cannot be estimated"
-    assert caught.value.why == (
-        f"the configuration of {tmp_path} says of its experts what is not understood: "
-        "interleave_moe_layer_step, moe_layer_freq"
-    )
+    assert "interleave_moe_layer_step, moe_layer_freq" in caught.value.why
+    assert caught.value == snapshot
 
 
 def test_types_of_weights(tmp_path: Path) -> None:
@@ -238,18 +238,18 @@ def asked_for(work: Work) -> Asked:
     return Asked(work=work, hardware=H100, precision=Decision(value="bf16", reason="made up"))
 
 
-def test_adapters_beside_layers_of_unknown_size(tmp_path: Path) -> None:
+def test_adapters_beside_layers_of_unknown_size(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     work = replace(folder_with(LLAMA3_70B, tmp_path), lora_rank=16, lora_targets=("query",))
     with pytest.raises(Impossible) as caught:
         closed_form.estimate(work, candidate(), hardware=H100)
-    assert caught.value.why == "how large LoRA's targets are is not known: query"
-    assert caught.value.fix == (
-        "give model.lora_targets out of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    )
+    assert "model.lora_targets" in caught.value.fix
+    assert caught.value == snapshot
     assert too_large_by_formula(candidate(), asked_for(work)) is None
 
 
-def test_what_is_passed_over_by_a_formula(tmp_path: Path) -> None:
+def test_what_is_passed_over_by_a_formula(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     work = folder_with(LLAMA3_70B, tmp_path)
     one = candidate(recompute="full")
     adapted = replace(work, lora_rank=16)
@@ -260,13 +260,10 @@ def test_what_is_passed_over_by_a_formula(tmp_path: Path) -> None:
     least = closed_form.estimate(work, one, hardware=H100).low_bytes
     assert passed is not None
     assert passed.needs_bytes == least
-    assert passed.why == (
-        f"at least about {format_bytes(least)} by a formula, more than the "
-        f"{format_bytes(H100.card.memory_bytes)} of a card"
-    )
+    assert passed.why == snapshot
 
 
-def test_the_allocator_and_the_band(tmp_path: Path) -> None:
+def test_the_allocator_and_the_band(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     work = folder_with(LLAMA, tmp_path)
     found = closed_form.estimate(work, candidate(), hardware=H100)
     tensors, terms = found.tensor_bytes, found.outside
@@ -276,14 +273,11 @@ def test_the_allocator_and_the_band(tmp_path: Path) -> None:
     least = found.low_bytes - sum(one.low_bytes for one in terms)
     most = found.high_bytes - sum(one.high_bytes for one in terms)
     assert [likely, least, most] == pytest.approx([1.2 * tensors, 0.8 * tensors, 1.56 * tensors])
-    assert found.origin == (
-        "tensors: a formula, taken to be within 20%, as this model could not be traced; "
-        "the allocator: a fifth more, as published runs have"
-    )
+    assert found.origin == snapshot
     alone = candidate(precision="fp32", layout=Layout(copies=1, shards=1))
     on_cpu = closed_form.estimate(work, alone, hardware=LAPTOP)
     assert on_cpu.total_bytes == on_cpu.tensor_bytes + sum(one.size_bytes for one in on_cpu.outside)
-    assert on_cpu.origin.endswith("as this model could not be traced")
+    assert on_cpu.origin == snapshot
 
 
 @pytest.mark.parametrize(
@@ -326,17 +320,15 @@ def test_states_on_the_host(tmp_path: Path) -> None:
     assert found.save_bytes == 12 * 6_738_415_616
 
 
-def test_a_model_without_a_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_configuration_is_refused(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(Impossible) as caught:
         closed_form.estimate(Work(build="made_up:model"), candidate(), hardware=H100)
-    assert caught.value.why == (
-        "the formula needs a configuration of transformers, and the model is built by a function"
-    )
+    assert caught.value == snapshot
     with pytest.raises(Impossible) as caught:
         closed_form.estimate(folder_with({"hidden_size": 8}, tmp_path), candidate(), hardware=H100)
-    assert caught.value.why == (
-        f"the configuration of {tmp_path} has no num_hidden_layers or n_layer or num_layers"
-    )
+    assert caught.value == snapshot
     assert configuration(Work(model_name_or_path=str(tmp_path / "not there"))) is None
 
 

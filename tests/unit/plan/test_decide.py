@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import RATES, MadeUpModel, hardware, question
 from torchmuster.errors import ExitCode, Impossible
@@ -42,28 +43,31 @@ def large(monkeypatch: pytest.MonkeyPatch) -> MadeUpModel:
     return MadeUpModel().stand_in(monkeypatch)
 
 
-def test_a_model_that_fits_on_every_card_is_copied(small: MadeUpModel) -> None:
+def test_a_model_that_fits_on_every_card_is_copied(
+    small: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     answer = answer_of(small, question())
-    assert answer.chosen.reason == (
-        "ddp over 8 cards, micro-batch 1, bf16: 21.3 GiB of the 80.0 GiB of each card, "
-        "58.1 GiB to spare above the band, 163,840 tokens/s"
-    )
+    assert answer.chosen.value.candidate.strategy == "ddp"
+    assert answer.chosen.reason == snapshot
     assert {one.candidate.strategy for one in small.traced} == {"ddp", "fsdp"}
     assert len([one for one in small.traced if one.candidate.strategy == "fsdp"]) == 2
 
 
-def test_what_does_not_fit_on_a_card_is_sharded_and_the_reason_says_so(large: MadeUpModel) -> None:
+def test_what_does_not_fit_on_a_card_is_sharded_and_the_reason_says_so(
+    large: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     answer = answer_of(large, question())
-    assert answer.chosen.reason == (
-        "fsdp over 8 cards, micro-batch 8, bf16: 62.3 GiB of the 80.0 GiB of each card, "
-        "15.9 GiB to spare above the band, 163,840 tokens/s; ddp needs 104 GiB for its states alone"
-    )
-    assert answer.would_change[0] == "ddp needs more than 104 GiB on each card"
+    assert answer.chosen.value.candidate.strategy == "fsdp"
+    assert answer.chosen.reason == snapshot
+    assert "104 GiB" in answer.would_change[0]
+    assert answer.would_change[0] == snapshot
     assert all(one.candidate.strategy == "fsdp" for one in large.traced)
     assert not any(one.candidate.cpu_offload for one in large.traced), "it fits without"
 
 
-def test_the_runner_up_says_by_how_much_it_is_slower(large: MadeUpModel) -> None:
+def test_the_runner_up_says_by_how_much_it_is_slower(
+    large: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     asked = question()
     explored = Explored(traces=Traces(asked, large.look))
     kept = Candidate(
@@ -73,9 +77,9 @@ def test_the_runner_up_says_by_how_much_it_is_slower(large: MadeUpModel) -> None
         explored.forecasts.append(forecast(one, explored.traces, asked, rates=RATES))
     _, second = choose(explored, asked)
     assert second is not None
-    assert second.reason == (
-        "fsdp over 8 cards, micro-batch 8, bf16, recompute full is 25 % slower"
-    )
+    assert second.value.candidate.recompute == "full"
+    assert "25 %" in second.reason
+    assert second.reason == snapshot
 
 
 def at_rates(model: MadeUpModel, rates: dict[Candidate, float]) -> Explored:
@@ -102,16 +106,18 @@ def test_ways_that_are_nearly_as_fast_as_the_fastest_are_equal(
     chosen, second = choose(explored, question())
     assert chosen.value.candidate == COPIES
     assert second is not None
-    assert second.reason == "fsdp over 16 cards, micro-batch 1, bf16 is as fast, and less simple"
+    assert second.value.candidate == SHARDED
+    assert "%" not in second.reason, "it is no slower"
 
 
-def test_what_is_simpler_and_slower_than_the_fastest_is_said_so(small: MadeUpModel) -> None:
+def test_what_is_simpler_and_slower_than_the_fastest_is_said_so(
+    small: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     explored = at_rates(small, {COPIES: 100.0, SHARDED: 100.1, HYBRID: 105.01})
     chosen, second = choose(explored, question())
     assert chosen.value.candidate == SHARDED
-    assert chosen.reason.endswith(
-        "; ddp over 16 cards, micro-batch 1, bf16 is 5 % slower than the fastest"
-    )
+    assert "5 %" in chosen.reason
+    assert chosen.reason == snapshot
     assert second is not None
     assert second.value.candidate == HYBRID
 
@@ -133,11 +139,13 @@ def test_a_global_batch_is_divided_among_ranks_and_micro_batches(large: MadeUpMo
     assert best.global_batch_size == 128
 
 
-def test_samples_that_do_not_divide_evenly_are_told(large: MadeUpModel) -> None:
+def test_samples_that_do_not_divide_evenly_are_told(
+    large: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     answer = answer_of(large, question(global_batch_size=100))
     (found,) = [one for one in answer.findings if one.name == "uneven-portions"]
-    assert found.what == "100 samples of a step are not evenly many for 8 ranks: some wait"
-    assert found.fix == "a global batch of 104 keeps all of them busy"
+    assert "104" in found.fix
+    assert found == snapshot
     rate = answer.chosen.value.samples_per_s
     assert rate is not None
     assert rate == pytest.approx(100 / 104 * answer.chosen.value.time.samples_per_s)  # type: ignore[union-attr]
@@ -177,81 +185,69 @@ def test_a_way_over_some_of_the_cards_is_not_taken_for_that_over_all(
     assert "fsdp" not in passed
 
 
-def test_a_global_batch_that_nobody_asked_for_is_told(small: MadeUpModel) -> None:
+def test_a_global_batch_that_nobody_asked_for_is_told(
+    small: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     answer = answer_of(small, question())
     samples = answer.chosen.value.candidate.global_batch_size
     (told,) = [one for one in answer.findings if one.name == "batch-left-open"]
-    assert told.what == (
-        f"a step has {samples:,} samples: no global batch was given, and a rank has at most 8 then"
-    )
-    assert (
-        told.fix
-        == "--set train.global_batch_size=N: how many samples a step has changes what is learnt"
-    )
+    assert f"{samples:,} samples" in told.what
+    assert "--set train.global_batch_size=N" in told.fix
+    assert told == snapshot
     asked = answer_of(small, question(global_batch_size=64))
     assert not [one for one in asked.findings if one.name == "batch-left-open"]
 
 
 def test_what_a_larger_step_would_gain_is_said_and_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     model = MadeUpModel(sample_gib=1.0, sample_s=0.002).stand_in(monkeypatch)
     answer = answer_of(model, question())
     best = answer.chosen.value.candidate
     assert best.micro_batch_size == 8
-    (said,) = [one for one in answer.would_change if one.startswith("with a global batch of")]
-    assert said == (
-        "with a global batch of 256: shard_grad_op over 8 cards, micro-batch 32, bf16, 206 % faster"
-    )
+    (said,) = [one for one in answer.would_change if "global batch" in one]
+    assert "256" in said
+    assert "206 %" in said
+    assert said == snapshot
     fixed = answer_of(model, question(global_batch_size=64))
-    assert not [one for one in fixed.would_change if one.startswith("with a global batch")]
+    assert not [one for one in fixed.would_change if "global batch" in one]
     slow = MadeUpModel(sample_gib=1.0, sample_s=1.0).stand_in(monkeypatch)
     answer = answer_of(slow, question())
-    assert not [one for one in answer.would_change if one.startswith("with a global batch")]
+    assert not [one for one in answer.would_change if "global batch" in one]
 
 
-def test_more_shards_than_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_rows_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     model = MadeUpModel(parameters=400_000_000_000).stand_in(monkeypatch)
     answer = answer_of(model, question(hardware(machines=2048)))
     passed = {one.name: one.why for one in answer.passed_over}
-    assert passed["fsdp over 16,384 shards"] == (
-        "parameters have fewer rows than that: 2.00 times the model would be gathered"
-    )
+    assert "2.00" in passed["fsdp over 16,384 shards"]
+    assert passed["fsdp over 16,384 shards"] == snapshot
     assert answer.chosen.value.candidate.layout.shards < 16384
 
 
-def test_a_faster_way_that_lacks_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_way_that_lacks_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     model = MadeUpModel(sample_gib=35.0).stand_in(monkeypatch)
     slow = dataclasses.replace(
         hardware(), within=dataclasses.replace(hardware().within, bytes_s=5e8)
     )
     answer = answer_of(model, question(slow, recompute="none", strategy="fsdp"))
-    assert any(
-        sentence.startswith("with ")
-        and " more on each card: fsdp" in sentence
-        and sentence.endswith(" faster")
-        for sentence in answer.would_change
-    ), answer.would_change
-    assert any("links twice as fast make it" in sentence for sentence in answer.would_change)
+    assert answer.would_change == snapshot
 
 
 def test_the_refusal_names_what_is_missing_and_how_many_cards_would_do(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     model = MadeUpModel(parameters=70_000_000_000).stand_in(monkeypatch)
     with pytest.raises(Impossible) as refused:
         answer_of(model, question(cpu_offload=False))
     error = refused.value
     assert error.exit_code is ExitCode.IMPOSSIBLE
-    assert error.what == "training this model does not fit on 8 x made-up"
-    assert error.why == (
-        "fsdp: weights, gradients and optimiser alone take at least 130 GiB of the 80.0 GiB of a "
-        "card"
-    )
-    assert error.fix == (
-        "16 cards (2 machines) instead of 8: fsdp over 16 cards, micro-batch 1, bf16, "
-        "recompute full needs 69.1 GiB of 80.0 GiB"
-    )
+    assert "16 cards (2 machines)" in error.fix
+    assert error == snapshot
 
 
 def test_of_ways_that_miss_by_the_same_the_one_over_most_cards_is_named(
@@ -266,14 +262,16 @@ def test_of_ways_that_miss_by_the_same_the_one_over_most_cards_is_named(
     assert nearest_of(explored).candidate == few  # type: ignore[union-attr]
 
 
-def test_a_refusal_without_a_forecast_names_what_needs_least(small: MadeUpModel) -> None:
+def test_a_refusal_without_a_forecast_names_what_needs_least(
+    small: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     asked = question()
     explored = Explored(traces=Traces(asked, small.look))
 
     def why() -> str:
         return refusal(asked, explored, small.look, rates=RATES).why
 
-    assert why() == "no way is as it was asked for"
+    assert why() == snapshot
     explored.passed_over = [PassedOver(name="fsdp", why="parameters have fewer rows")]
     assert why() == "fsdp: parameters have fewer rows"
     explored.passed_over += [
@@ -283,16 +281,16 @@ def test_a_refusal_without_a_forecast_names_what_needs_least(small: MadeUpModel)
     assert why() == "hybrid 2 x 8: at least 5 GiB"
 
 
-def test_the_refusal_tries_what_was_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_tries_what_was_fixed(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     model = MadeUpModel().stand_in(monkeypatch)
     with pytest.raises(Impossible) as refused:
         answer_of(model, question(micro_batch_size=64, recompute="none"))
     lines = refused.value.fix.splitlines()
-    assert lines[0].startswith("leave train.activation_checkpointing open: fsdp over 8 cards")
-    assert lines[1].startswith(
-        "leave train.micro_batch_size open: fsdp over 8 cards, micro-batch 8"
-    )
-    assert "the nearest is fsdp over 8 cards, micro-batch 64, bf16: it needs" in refused.value.why
+    assert "train.activation_checkpointing" in lines[0]
+    assert "train.micro_batch_size" in lines[1]
+    assert refused.value == snapshot
 
 
 def test_a_model_that_cannot_be_traced_nor_computed_is_refused_by_the_trace(
@@ -307,7 +305,7 @@ def test_a_model_that_cannot_be_traced_nor_computed_is_refused_by_the_trace(
 
 
 def test_a_model_that_cannot_be_traced_is_estimated_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -324,10 +322,8 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_that_is_said(
     assert "tokens/s" not in answer.chosen.reason
     assert best.memory.high_bytes > 1.15 * best.memory.total_bytes
     (warning,) = [one for one in answer.findings if one.name == "not-traced"]
-    assert warning.what == (
-        "this model cannot be traced: memory is estimated by a formula, time not at all"
-    )
     assert warning.why == "it reads values"
+    assert warning == snapshot
 
 
 def test_the_allocator_decides_about_what_is_preferred(
@@ -417,18 +413,19 @@ def test_what_outgrows_a_card_by_far_is_not_traced(monkeypatch: pytest.MonkeyPat
     assert {one.candidate.micro_batch_size for one in model.traced} == {1, 2, 3}
 
 
-def test_what_is_left_with_less_memory_needs_less(large: MadeUpModel) -> None:
+def test_what_is_left_with_less_memory_needs_less(
+    large: MadeUpModel, snapshot: SnapshotAssertion
+) -> None:
     answer = answer_of(large, question())
     best = answer.chosen.value.memory.high_bytes
-    (less,) = [one for one in answer.would_change if one.startswith("with less than")]
-    assert less == (
-        "with less than 64.1 GiB on each card: fsdp over 8 cards, micro-batch 4, bf16, at most "
-        "38.9 GiB"
-    )
+    (less,) = [one for one in answer.would_change if "64.1 GiB" in one]
+    assert less == snapshot
     assert best == pytest.approx(64.1 * GiB, rel=0.01)
 
 
-def test_reasons_that_are_alike_share_a_line_with_the_least_amount() -> None:
+def test_reasons_that_are_alike_share_a_line_with_the_least_amount(
+    snapshot: SnapshotAssertion,
+) -> None:
     found = [
         PassedOver(
             name=f"hybrid {8 // n} x {n}", why=f"at least {800 // n}.0 GiB", needs_bytes=800 // n
@@ -436,24 +433,23 @@ def test_reasons_that_are_alike_share_a_line_with_the_least_amount() -> None:
         for n in (1, 2, 4)
     ]
     found.append(PassedOver(name="fsdp", why="at least 300.0 GiB", needs_bytes=300))
-    assert passed_over_in_words(found) == ["hybrid of 1 to 4 shards, fsdp: at least 200.0 GiB"]
+    (line,) = passed_over_in_words(found)
+    assert line.endswith(": at least 200.0 GiB")
+    assert line == snapshot
     found = [
         PassedOver(name=f"hybrid 2 x 8{rest}", why="too large")
         for rest in ("", " with recompute none", " + offload with recompute full")
     ]
-    assert passed_over_in_words(found) == [
-        "hybrid of 8 shards, hybrid of 8 shards with recompute none, hybrid of 8 shards + offload "
-        "with recompute full: too large"
-    ]
+    (line,) = passed_over_in_words(found)
+    assert line == snapshot
     many = [PassedOver(name="fsdp", why=f"reason {letter}") for letter in "abcdefg"]
-    assert passed_over_in_words(many)[4:] == [
-        "fsdp: reason e",
-        "and 2 reasons more, which --json has",
-    ]
+    *_, fifth, rest = passed_over_in_words(many)
+    assert fifth == "fsdp: reason e"
+    assert rest == snapshot
 
 
 def test_a_card_of_which_too_little_is_known_gets_no_times(
-    large: MadeUpModel, monkeypatch: pytest.MonkeyPatch
+    large: MadeUpModel, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     def unknown(*_: object, **__: object) -> StepTime:
         raise Impossible("how fast its memory is is not known")
@@ -462,9 +458,7 @@ def test_a_card_of_which_too_little_is_known_gets_no_times(
     answer = answer_of(large, question())
     assert answer.chosen.value.time is None
     assert answer.chosen.value.candidate.micro_batch_size == 8, "the largest that fits"
-    assert [one.what for one in answer.findings if one.name == "not-timed"] == [
-        "no times are given: too little is known of made-up"
-    ]
+    assert [one for one in answer.findings if one.name == "not-timed"] == snapshot
 
 
 def test_traces_that_disagree_with_what_was_computed_are_told(

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.devices.model import Device, Kind, LinkKind, Node
 from torchmuster.devices.model import Link as DeviceLink
@@ -39,15 +40,10 @@ def test_counts_of_cards(text: str, words: str, cards: int) -> None:
     assert hardware.cards == cards
 
 
-def test_what_was_not_said_is_told() -> None:
-    hardware = parsed("16384xH100")
-    assert "16384 cards are taken as 2048 machines with 8 each" in hardware.assumed
-    assert "each machine has a network of 400 Gbit/s for each card" in hardware.assumed
-    assert "8 cards are taken as 8 machines with 1 each" in parsed("8xGH200").assumed
-    assert "a100 is taken as A100-80GB" in parsed("2xa100").assumed
+def test_what_was_not_said_is_told(snapshot: SnapshotAssertion) -> None:
+    for hardware in ("16384xH100", "8xGH200", "2xa100", "8xB200"):
+        assert parsed(hardware).assumed == snapshot(name=hardware)
     assert parsed("8xH100").assumed == ()
-    (said,) = parsed("8xB200").assumed
-    assert said.endswith("its speed may be forecast up to 1.8 times too high")
 
 
 def test_cards_without_a_network_of_their_own_share_the_machine_s() -> None:
@@ -55,10 +51,10 @@ def test_cards_without_a_network_of_their_own_share_the_machine_s() -> None:
     assert parsed("2x4xH100").between.bytes_s == parsed("2x8xH100").between.bytes_s
 
 
-def test_no_cards_at_all_are_refused() -> None:
+def test_no_cards_at_all_are_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as caught:
         parsed("0xH100")
-    assert caught.value.why == "there must be at least one card"
+    assert caught.value == snapshot
     assert "8xH100" in caught.value.fix
 
 
@@ -112,7 +108,9 @@ def test_a_card_of_ones_own_in_a_cluster_file(tmp_path: Path) -> None:
     assert hardware.cards == 1
 
 
-def test_all_mistakes_of_a_cluster_file_are_told_with_their_places(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_cluster_file_are_told_with_their_places(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ConfigError) as caught:
         written(
             tmp_path,
@@ -120,20 +118,17 @@ def test_all_mistakes_of_a_cluster_file_are_told_with_their_places(tmp_path: Pat
             "links:\n  within: {bandwidth: fast}\n  betwen: {}\n",
         )
     found = [
-        (one.where.rpartition("cluster.yaml")[2], one.what, one.fix)
+        (one.where.rpartition("cluster.yaml")[2], one.what.split()[0])
         for one in caught.value.mistakes
     ]
     assert found == [
-        (":1:1", "machnes is not a key of a cluster file", "did you mean machines?"),
-        (":2:20", "cards_per_machine takes a whole number of at least 1", ""),
-        (":4:9", "memory takes a size with its unit, such as 79GiB", ""),
-        (
-            ":6:23",
-            "links.within.bandwidth takes bytes or bits in a second, such as 450GB/s or 400Gbit/s",
-            "",
-        ),
-        (":7:3", "links.betwen is not a key of a cluster file", "did you mean links.between?"),
+        (":1:1", "machnes"),
+        (":2:20", "cards_per_machine"),
+        (":4:9", "memory"),
+        (":6:23", "links.within.bandwidth"),
+        (":7:3", "links.betwen"),
     ]
+    assert caught.value == snapshot
 
 
 @pytest.mark.parametrize(
@@ -154,37 +149,42 @@ def test_a_small_b_means_bits_and_a_large_one_bytes(
     assert found.between.bytes_s == bytes_s
 
 
-def test_what_is_nothing_or_no_number_is_told_at_reading(tmp_path: Path) -> None:
+def test_what_is_nothing_or_no_number_is_told_at_reading(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ConfigError) as caught:
         written(
             tmp_path,
             "card: H100\nmemory: 0GiB\nbandwidth: 0GB/s\ntflops: {bfloat16: 0}\nprice: .nan\n"
             "links: {within: {bandwidth: 0Gbit/s, latency_s: 0}, between: {bandwidth: 1.2.3GB/s}}\n",
         )
-    rate = "takes bytes or bits in a second, such as 450GB/s or 400Gbit/s"
-    assert [one.what for one in caught.value.mistakes] == [
-        "memory takes a size above 0, such as 79GiB",
-        "bandwidth takes a rate above 0",
-        "tflops.bfloat16 takes a number above 0",
-        "price takes a number of at least 0",
-        "links.within.bandwidth takes a rate above 0",
-        f"links.between.bandwidth {rate}",
+    assert [one.what.split()[0] for one in caught.value.mistakes] == [
+        "memory",
+        "bandwidth",
+        "tflops.bfloat16",
+        "price",
+        "links.within.bandwidth",
+        "links.between.bandwidth",
     ]
+    assert caught.value == snapshot
 
 
-def test_a_cluster_file_must_say_what_the_cards_are(tmp_path: Path) -> None:
+def test_a_cluster_file_must_say_what_the_cards_are(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ConfigError, match="mistake") as caught:
         written(tmp_path, "machines: 2\n")
     assert "card is missing" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, "card: Novelty 1\n")
-    assert "Novelty 1 is not in the catalogue, and memory is not written" in str(caught.value)
+    assert "Novelty 1" in caught.value.mistakes[0].what
+    assert caught.value.mistakes[0].what == snapshot
     with pytest.raises(ConfigError, match="mistake") as caught:
         parsed(str(tmp_path / "absent.yaml"))
     assert "No such file" in str(caught.value)
 
 
-def test_links_as_a_check_measured_them(tmp_path: Path) -> None:
+def test_links_as_a_check_measured_them(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     def rank(number: int, host: str, *pairs: tuple[int, float]) -> dict[str, object]:
         seen = [{"peer": peer, "latency_s": 1e-5, "bytes_per_s": rate} for peer, rate in pairs]
         return {"rank": number, "host": host, "pairs": seen}
@@ -211,11 +211,12 @@ def test_links_as_a_check_measured_them(tmp_path: Path) -> None:
     assert written(tmp_path, f"{text}card: H100\n").between.bytes_s == 3e9  # one of the machine's
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, "card: H100\ncheck: other.json\n")
-    assert "other.json cannot be read: No such file" in str(caught.value)
+    assert "other.json" in caught.value.mistakes[0].what
+    assert caught.value == snapshot
     (tmp_path / "check.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, "card: H100\ncheck: check.json\n")
-    assert "is no check.json of muster check" in str(caught.value)
+    assert caught.value == snapshot
 
 
 CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
@@ -231,14 +232,15 @@ def card(index: int, name: str, gib: float) -> Device:
     )
 
 
-def test_ranks_on_a_processor_share_its_cores_and_its_memory() -> None:
+def test_ranks_on_a_processor_share_its_cores_and_its_memory(snapshot: SnapshotAssertion) -> None:
     alone = here.hardware(node=node(), cores=8)
     four = here.hardware(node=node(), cores=8, ranks=4)
     assert (alone.cards, four.cards) == (1, 4)
     assert four.card.memory_bytes * 4 == alone.card.memory_bytes == 64 * GiB
     assert four.card.flops["float32"] * 4 == alone.card.flops["float32"]
     assert four.host_memory_bytes == 64 * GiB
-    assert four.assumed == ("4 ranks share 8 cores and the machine's memory",)
+    assert alone.assumed == ()
+    assert four.assumed == snapshot
     assert "not measured" in four.card.source
 
 

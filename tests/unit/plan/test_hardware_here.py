@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
@@ -43,7 +44,7 @@ def of(on: Node, *flags: tuple[str, str], seen: str | None = None, **more: objec
     return here.of_settings(settings(*flags), node=on, environment=environment, **more)  # type: ignore[arg-type]
 
 
-def test_a_plan_is_for_the_cards_that_the_run_will_have() -> None:
+def test_a_plan_is_for_the_cards_that_the_run_will_have(snapshot: SnapshotAssertion) -> None:
     assert of(EIGHT).cards == 8
     assert of(EIGHT, ("distributed.gpu_ids", "2,3")).cards == 2
     assert of(EIGHT, ("distributed.num_gpus", "4")).cards == 4
@@ -53,31 +54,33 @@ def test_a_plan_is_for_the_cards_that_the_run_will_have() -> None:
     assert of(OTHER, ("distributed.gpu_ids", "1")).card.name == "T4"
     assert of(OTHER, ("distributed.gpu_ids", "[0, GPU-2]")).card.name == "L4"
     assert of(OTHER, seen="1").card.name == "T4"
-    with pytest.raises(NoSuchDevice, match="GPU 0 is hidden from this process"):
+    with pytest.raises(NoSuchDevice) as refused:
         of(OTHER, ("distributed.gpu_ids", "0"), seen="1")
+    assert refused.value == snapshot
 
 
-def test_where_a_run_would_take_the_processor_so_does_the_plan() -> None:
+def test_where_a_run_would_take_the_processor_so_does_the_plan(snapshot: SnapshotAssertion) -> None:
     assert of(EIGHT, seen="", ranks=2).card.kind == "cpu"
     assert of(EIGHT, device="cpu").card.kind == "cpu"
     assert of(EIGHT, ("model.device_map", "cpu")).card.kind == "cpu"
     assert of(node(), ("distributed.num_gpus", "8"), ranks=2).cards == 2
     for flags, device in (((("distributed.num_gpus", "8"),), "auto"), ((), "gpu")):
-        with pytest.raises(Impossible, match="asked to plan for GPUs of this machine") as refused:
+        with pytest.raises(Impossible) as refused:
             of(node(), *flags, device=device)
-        assert refused.value.why == "no GPU is visible here"
         assert "--hardware 8xH100" in refused.value.fix
+        assert refused.value == snapshot
 
 
-def test_more_cards_than_can_be_seen_are_refused() -> None:
-    with pytest.raises(Impossible, match="asked to plan for 4 ranks") as refused:
+def test_more_cards_than_can_be_seen_are_refused(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(Impossible, match="4 ranks") as refused:
         of(EIGHT, ("distributed.num_gpus", "4"), seen="0,1")
-    assert refused.value.why == "of its 8 cards it can use 2"
-    with pytest.raises(Impossible, match="--ranks 2 and 4 GPUs do not fit"):
+    assert refused.value == snapshot
+    with pytest.raises(Impossible, match="--ranks 2") as refused:
         of(EIGHT, ("distributed.num_gpus", "4"), ranks=2)
+    assert refused.value == snapshot
 
 
-def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one() -> None:
+def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one(snapshot: SnapshotAssertion) -> None:
     whole = card(0, "NVIDIA A100-SXM4-40GB", 40, mig_enabled=True)
     slices = [
         card(0, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, mig_index=at, parent_uuid="GPU-0")
@@ -85,8 +88,9 @@ def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one() -> None:
     ]
     slices = [dataclasses.replace(one, uuid=f"MIG-{one.mig_index}") for one in slices]
     split = node(whole, *slices)
-    with pytest.raises(Impossible, match="asked to plan for this machine") as refused:
+    with pytest.raises(Impossible) as refused:
         of(split)
+    assert refused.value == snapshot
     assert "MIG slices" in refused.value.why
     assert "--num-gpus 1" in refused.value.fix
     alone = of(split, ("distributed.gpu_ids", "0:1"))
@@ -94,11 +98,12 @@ def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one() -> None:
     assert alone.card.flops == {}  # a slice has a part of them, and nobody says which
     assert of(split, ("distributed.num_gpus", "1")).cards == 1
     assert of(node(whole, *slices, card(1))).cards == 1
-    with pytest.raises(Impossible, match="asked to plan for GPUs of this machine"):
+    with pytest.raises(Impossible) as refused:
         of(node(whole), device="gpu")
+    assert refused.value == snapshot
 
 
-def test_of_cards_that_differ_each_figure_is_the_least() -> None:
+def test_of_cards_that_differ_each_figure_is_the_least(snapshot: SnapshotAssertion) -> None:
     # The one with less memory is the faster one.
     mixed = of(
         node(card(0, "NVIDIA GeForce RTX 3090", 24.0), card(1, "NVIDIA GeForce RTX 4090", 23.6))
@@ -108,9 +113,7 @@ def test_of_cards_that_differ_each_figure_is_the_least() -> None:
     assert mixed.card.flops == slow.flops
     assert mixed.card.bandwidth_bytes_s == slow.bandwidth_bytes_s
     assert mixed.card.name == "RTX-3090 and RTX-4090"
-    assert mixed.assumed == (
-        "RTX-3090 and RTX-4090 differ: of memory and of each rate the least counts for all",
-    )
+    assert mixed.assumed == snapshot
     joined = of(node(card(0, "NVIDIA A100-SXM4-80GB", 79), card(1, "NVIDIA A100 80GB PCIe", 79)))
     assert joined.within.bytes_s == 32e9
 
@@ -144,11 +147,12 @@ def test_an_unlisted_card_has_the_number_types_of_its_compute_capability(
     assert found.card.number_types == types
 
 
-def test_cards_that_others_have_are_planned_with_and_named() -> None:
+def test_cards_that_others_have_are_planned_with_and_named(snapshot: SnapshotAssertion) -> None:
     process = DeviceProcess(pid=12, user="anna", memory_bytes=GiB, compute=True)
     busy = of(node(card(0), card(1, processes=(process,))))
     assert busy.cards == 2
-    assert busy.assumed == (
-        "GPU 1 is in use by anna (pid 12); the plan takes it as if it were free",
-    )
+    (assumed,) = busy.assumed
+    assert "GPU 1 " in assumed
+    assert "anna" in assumed
+    assert assumed == snapshot
     assert of(node(card(0), card(1))).assumed == ()

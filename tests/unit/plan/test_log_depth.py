@@ -121,7 +121,7 @@ def test_logs_of_two_trainings_are_not_taken_for_one() -> None:
     with pytest.raises(Unlike, match="the logs have"):
         together([short, long])
     changed = [*short[:5], take(5555, 1), *short[6:]]
-    with pytest.raises(Unlike, match="event 5 is not the same in all logs"):
+    with pytest.raises(Unlike, match="event 5 "):
         together([short, changed])
     other = [take(number, 1000 + number) for number in range(400)]
     with pytest.raises(Unlike, match="has none like it"):

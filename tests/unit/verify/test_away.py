@@ -6,9 +6,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.finding import Finding, Status
@@ -54,31 +56,30 @@ def judged(knocked: Knock, *, of: str = "host-unreachable", **seen: object) -> F
 # ---- what is said
 
 
-def test_a_machine_that_is_on_is_behind_a_firewall_that_drops() -> None:
+def iptables(source: str) -> str:
+    return f"sudo iptables -I INPUT {source}-p tcp --dport 22 -j ACCEPT"
+
+
+def test_a_machine_that_is_on_is_behind_a_firewall_that_drops(snapshot: SnapshotAssertion) -> None:
     found = judged(NOBODY, alive="it answers ping")
     assert (found.name, found.status) == ("ssh-port-dropped", Status.FAILURE)
-    assert found.what == (
-        "b is on, but its port 22 (ssh) is closed to this machine: a firewall drops what arrives, "
-        "though it answers ping"
-    )
-    assert "sudo iptables -I INPUT -s 10.0.0.1/32 -p tcp --dport 22 -j ACCEPT" in found.fix
-    assert found.evidence.splitlines() == [
-        "ssh: timed out",
-        "10.0.0.2:22: timeout after 3.6 s",
-        "10.0.0.2: it answers ping",
-    ]
+    assert iptables("-s 10.0.0.1/32 ") in found.fix
+    assert "10.0.0.2:22" in found.evidence
+    assert found == snapshot
 
 
 def test_beyond_a_router_nobody_knows_by_which_address_we_are_seen() -> None:
     far = interface(network="192.168.7.1/24")
     found = judged(NOBODY, alive="it answers ping", interface=far, local="192.168.7.1")
-    assert "sudo iptables -I INPUT -p tcp --dport 22 -j ACCEPT" in found.fix
+    assert iptables("") in found.fix
 
 
-def test_a_firewall_that_answers_is_told_from_a_machine_that_is_off() -> None:
+def test_a_firewall_that_answers_is_told_from_a_machine_that_is_off(
+    snapshot: SnapshotAssertion,
+) -> None:
     at_once = Knock(problem="prohibited", seconds=0.0)
     assert judged(at_once).name == "ssh-port-prohibited"
-    assert "a firewall answers that this is not allowed" in judged(at_once).what
+    assert judged(at_once) == snapshot
     assert judged(at_once, silent_card=True).name == "host-absent"
     assert judged(at_once, local="").name == "host-unreachable"
 
@@ -86,32 +87,35 @@ def test_a_firewall_that_answers_is_told_from_a_machine_that_is_off() -> None:
 @pytest.mark.parametrize(
     ("knocked", "silent_card"), [(Knock(problem="absent", seconds=3.1), False), (NOBODY, True)]
 )
-def test_where_not_even_the_card_answers_it_is_off(knocked: Knock, silent_card: bool) -> None:
+def test_where_not_even_the_card_answers_it_is_off(
+    knocked: Knock, silent_card: bool, snapshot: SnapshotAssertion
+) -> None:
     found = judged(knocked, silent_card=silent_card)
     assert found.name == "host-absent"
-    assert found.what == "nobody answers at 10.0.0.2, the address of b"
+    assert "10.0.0.2" in found.what
     assert found.fix.splitlines()[1:] == ["ip -br link", "ip -br address"]
+    assert found == snapshot
 
 
-def test_that_it_is_refused_may_be_a_firewall_too() -> None:
+def test_that_it_is_refused_may_be_a_firewall_too(snapshot: SnapshotAssertion) -> None:
     found = judged(Knock(problem="refused", seconds=0.0), of="ssh-not-served")
     assert found.name == "ssh-not-served"
-    assert "no ssh server listens at its port 22, or a firewall rejects" in found.why
-    assert "\nsudo systemctl enable --now ssh || sudo systemctl enable --now sshd\n" in found.fix
+    assert "\nsudo systemctl enable --now ssh ||" in found.fix
     assert "--dport 22 -j ACCEPT" in found.fix
+    assert found == snapshot
 
 
-def test_big_packets_that_vanish_are_told_with_the_size_that_passes() -> None:
+def test_big_packets_that_vanish_are_told_with_the_size_that_passes(
+    snapshot: SnapshotAssertion,
+) -> None:
     big = Knock(problem="", seconds=0.0, greeted=True, sent_bytes=8948, arrived=False)
     small = Knock(problem="", seconds=0.0, sent_bytes=1348, arrived=True)
     found = judged(big, passing=small, frame_bytes=1400)
     assert found.name == "mtu-black-hole"
-    assert found.what == "big packets vanish between this machine (eth0) and b: ssh hangs"
-    assert found.fix.splitlines()[1:] == [
-        "sudo ip link set dev eth0 mtu 1400",
-        "ssh -t b sudo ip link set dev eth0 mtu 1400",
-    ]
-    assert found.evidence.endswith("8,948 bytes in one packet did not arrive, 1,348 did")
+    here, there = found.fix.splitlines()[1:]
+    assert here == "sudo ip link set dev eth0 mtu 1400"
+    assert there == f"ssh -t b {here}"
+    assert found == snapshot
 
 
 def test_a_server_that_never_speaks() -> None:
@@ -121,28 +125,24 @@ def test_a_server_that_never_speaks() -> None:
 
 
 @pytest.mark.parametrize("problem", ["timeout", "absent", "no-route"])
-def test_the_own_cable_is_looked_at_first(problem: str) -> None:
+def test_the_own_cable_is_looked_at_first(problem: str, snapshot: SnapshotAssertion) -> None:
     found = judged(Knock(problem=problem, seconds=3.1), interface=interface(connected=False))
     assert found.name == "own-cable-out"
-    assert found.what == (
-        "eth0 of this machine (10.0.0.1/24) leads to no other: nothing is connected to it"
-    )
+    assert "eth0" in found.what
+    assert found == snapshot(name="cable")
     off = judged(
         Knock(problem=problem, seconds=3.1), interface=interface(up=False, connected=False)
     )
     assert off.name == "own-interface-down"
-    assert off.fix == "on this machine:\nsudo ip link set dev eth0 up"
+    assert off.fix.endswith("ip link set dev eth0 up")
+    assert off == snapshot(name="down")
 
 
 def test_what_stays_unclear_stays_as_it_was_with_what_was_seen() -> None:
     found = judged(NOBODY)
-    assert (found.name, found.why, found.fix) == (
-        "host-unreachable",
-        "it does not answer",
-        "ping b",
-    )
-    assert found.evidence == "ssh: timed out\n10.0.0.2:22: timeout after 3.6 s"
-    assert "10.0.0.2:22: it answers" in judged(OPEN).evidence
+    assert replace(found, evidence="ssh: timed out") == trouble()
+    assert found.evidence.splitlines() == ["ssh: timed out", "10.0.0.2:22: timeout after 3.6 s"]
+    assert "10.0.0.2:22" in judged(OPEN).evidence
 
 
 # ---- which interface leads there
@@ -220,14 +220,16 @@ HERE = Destination(addresses=("127.0.1.1",), port=22, renamed=False)
 
 
 @pytest.mark.parametrize("name", ["ssh-host-key-unknown", "ssh-key-refused", "ssh-not-served"])
-def test_a_name_that_leads_to_this_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_leads_to_this_machine(
+    name: str, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     played(monkeypatch, HERE)
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
     found = reason(name)
     assert found.name == "name-leads-here"
-    assert found.what == "the name b leads to 127.0.1.1, which is this machine itself"
+    assert "127.0.1.1" in found.what
     assert "\ngetent hosts b\n" in found.fix
-    assert "write a in place of b" in found.fix
+    assert found == snapshot
 
 
 def test_a_tunnel_and_what_was_written_on_purpose_are_no_mistakes(

@@ -4,6 +4,7 @@ import errno
 import socket
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster import distributed
 from torchmuster.finding import Finding, Status
@@ -23,7 +24,8 @@ def test_a_port_that_is_reached_is_ok() -> None:
         port = server.getsockname()[1]
         finding = distributed.check_connection("127.0.0.1", port)
     assert finding.status is Status.OK
-    assert finding.what == f"{socket.gethostname()} reaches port {port} of 127.0.0.1"
+    assert socket.gethostname() in finding.what
+    assert f"port {port}" in finding.what
     assert finding.evidence.startswith("from 127.0.0.1 in ")
 
 
@@ -33,34 +35,32 @@ def test_a_port_where_nobody_listens_is_refused_and_the_fix_opens_it() -> None:
         port = held.getsockname()[1]
         finding = distributed.check_connection("127.0.0.1", port)
     assert (finding.name, finding.status) == ("connection-refused", Status.FAILURE)
-    assert f"no program listens at port {port}" in finding.why
+    assert f"port {port}" in finding.why
     assert f"sudo ufw allow {port}/tcp" in finding.fix
 
 
 @pytest.mark.parametrize(
-    ("error", "name", "why", "fix"),
+    ("error", "name", "fix"),
     [
-        (TimeoutError(), "connection-times-out", "no answer in 2 s", "on 10.77.0.12 open the port"),
-        (
-            OSError(errno.EHOSTUNREACH, "No route to host"),
-            "connection-prohibited",
-            "a firewall, there or on the way",
-            "on 10.77.0.12 open the port",
-        ),
+        (TimeoutError(), "connection-times-out", "29400"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "connection-prohibited", "29400"),
         (
             OSError(errno.ENETUNREACH, "Network is unreachable"),
             "no-route",
-            "no route",
             "ip route get 10.77.0.12",
         ),
-        (socket.gaierror(-2, "unknown"), "name-unknown", "the name is not known", "/etc/hosts"),
+        (socket.gaierror(-2, "unknown"), "name-unknown", "/etc/hosts"),
     ],
+    ids=["timeout", "prohibited", "no-route", "name"],
 )
 def test_each_cause_has_its_name_and_its_fix(
-    monkeypatch: pytest.MonkeyPatch, error: OSError, name: str, why: str, fix: str
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    name: str,
+    fix: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     finding = failing(monkeypatch, error)
     assert finding.name == name
-    assert finding.what == "node1 does not reach port 29400 of 10.77.0.12"
-    assert why in finding.why
     assert fix in finding.fix
+    assert finding == snapshot

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost, MusterError
@@ -111,6 +112,7 @@ def test_what_is_not_an_answer_is_passed_over() -> None:
         number = (await machine.asked.get())["id"]
         machine.says.put_nowait(wire.Relay(text="Segmentation fault"))
         machine.says.put_nowait(wire.Relay(text="[1]"))
+        machine.says.put_nowait(wire.Relay(text="[" * 100_000))
         machine.answer(id=999, answer="of nobody")
         machine.answer(id=number, answer=None)
         assert await asking is None
@@ -118,12 +120,14 @@ def test_what_is_not_an_answer_is_passed_over() -> None:
     play(scene)
 
 
-def test_whoever_does_not_answer_in_time_is_named() -> None:
+def test_whoever_does_not_answer_in_time_is_named(snapshot: SnapshotAssertion) -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
         with pytest.raises(MusterError) as caught:
             await examiner.ask("examine", within_s=0.05)
-        assert caught.value.what == "node1 did not answer within 0.05 s"
-        assert "it was asked to examine" in caught.value.why
+        assert caught.value.what.startswith("node1 ")
+        assert "0.05 s" in caught.value.what
+        assert "examine" in caught.value.why
+        assert caught.value == snapshot
         # What comes too late is not mistaken for another answer.
         machine.answer(id=(await machine.asked.get())["id"], answer="late")
         asking = asyncio.ensure_future(examiner.ask("examine", within_s=GIVE_UP_S))
@@ -133,7 +137,7 @@ def test_whoever_does_not_answer_in_time_is_named() -> None:
     play(scene)
 
 
-def test_when_the_program_ends_all_questions_do() -> None:
+def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
         asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
         await machine.asked.get()
@@ -141,9 +145,9 @@ def test_when_the_program_ends_all_questions_do() -> None:
         for one in asking:
             with pytest.raises(MachineLost) as caught:
                 await one
-            assert caught.value.what == "node1 cannot be examined any more"
-            assert caught.value.why.startswith("the program that examines it ended by signal 9\n")
+            assert "signal 9" in caught.value.why
             assert caught.value.why.endswith("line\nKilled")
+            assert caught.value == snapshot(name="ended")
         with pytest.raises(MachineLost):
             await examiner.ask("call", within_s=60)
 

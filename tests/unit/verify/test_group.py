@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
@@ -241,7 +242,6 @@ def names(result: GroupResult, *, above_note: bool = True) -> list[str]:
 def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None:
     outcome, result = scene.play()
     assert outcome.good
-    assert outcome.words == "all 3 machines pass muster"
     assert names(result) == []
     assert [(one.name, one.host, one.ranks) for one in result.machines] == [
         ("node1", "h0", 1),
@@ -255,7 +255,7 @@ def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None
         (1, "node2"),
         (2, "node3"),
     ]
-    assert "3 of 3 joined: node1 ok, node2 ok, node3 ok" in scene.said
+    assert any(line.startswith("3 of 3 ") for line in scene.said)
     assert all(one.of(wire.Leave) for one in scene.machines)
     # Ranks are swept away by their token, and the examiner is to stay.
     for one in scene.machines:
@@ -267,14 +267,14 @@ def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None
 def test_what_all_machines_have_in_common_is_told_once(scene: Scene) -> None:
     scene.machines[1].finds = [WELL]
     _, result = scene.play()
-    found = [one for one in result.findings if one.name == "shm-small"]
-    assert [one.what for one in found] == ["node1 and node3: /dev/shm is small"]
+    (found,) = [one for one in result.findings if one.name == "shm-small"]
+    assert found.what == f"node1 and node3: {SMALL.what}"
 
 
 def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
     scene: Scene,
 ) -> None:
-    scene.absent[0] = wire.Trouble(
+    scene.absent[0] = trouble = wire.Trouble(
         name="host-unreachable",
         what="host node1 cannot take part",
         why="no ssh server listens",
@@ -282,25 +282,21 @@ def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
     )
     outcome, result = scene.play()
     assert not outcome.good
-    assert outcome.words == "1 failure found"
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
-    assert (failure.what, failure.fix) == (
-        "host node1 cannot take part",
-        "systemctl enable --now ssh",
-    )
+    assert (failure.name, failure.what, failure.fix) == (trouble.name, trouble.what, trouble.fix)
     assert [one.missing for one in result.machines] == ["no ssh server listens", "", ""]
     assert [(one.rank, one.host) for one in result.ranks] == [(0, "node2"), (1, "node3")]
 
 
 def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other(
-    scene: Scene,
+    scene: Scene, snapshot: SnapshotAssertion
 ) -> None:
     scene.blocked = {(0, 2), (2, 0)}
     outcome, result = scene.play()
     assert not outcome.good
-    assert result.not_tried == (
-        "ranks on all machines together: what was found keeps them apart (node1 and node2; node3)",
-    )
+    (not_tried,) = result.not_tried
+    assert "(node1 and node2; node3)" in not_tried
+    assert not_tried == snapshot
     starts = [[(s.nodes, s.first_rank) for s in one.of(wire.Start)] for one in scene.machines]
     assert starts == [[(2, 0)], [(2, 1)], [(1, 0)]]
     assert any("node1" in one.what and "node3" in one.what for one in result.findings)
@@ -317,7 +313,7 @@ def test_only_a_direction_that_gloo_needs_keeps_machines_apart(
 
 
 def test_machines_with_another_torch_or_none_are_told_and_not_mixed(scene: Scene) -> None:
-    scene.machines[1].torch = "2.4.0"
+    scene.machines[1].torch = "2.14.0"
     scene.machines[2].torch = None
     outcome, result = scene.play()
     assert not outcome.good
@@ -333,12 +329,15 @@ def test_a_machine_without_free_devices_is_named_and_the_others_run(scene: Scene
     assert [one.host for one in result.ranks] == ["node1", "node3"]
 
 
-def test_a_machine_that_cannot_be_examined_is_named_with_its_last_words(scene: Scene) -> None:
+def test_a_machine_that_cannot_be_examined_is_named_with_its_last_words(
+    scene: Scene, snapshot: SnapshotAssertion
+) -> None:
     scene.machines[2].examiner_ends = True
     _, result = scene.play()
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
-    assert failure.what == "node3 cannot be examined any more"
+    assert failure.what.startswith("node3 ")
     assert failure.why.endswith("ImportError: psutil")
+    assert failure == snapshot
 
 
 def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,14 +357,15 @@ def test_ranks_that_have_told_everything_are_not_waited_for(scene: Scene) -> Non
     assert [one.grace_s for one in scene.machines[2].of(wire.Stop)] == [0.0]
 
 
-def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene) -> None:
+def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene, snapshot: SnapshotAssertion) -> None:
     scene.machines[1].failure = wire.Failure(
         rank=1, local_rank=0, exit_code=1, ago_s=0.0, error="ImportError: libnccl.so.2"
     )
     _, result = scene.play()
     assert names(result) == ["rank-failed"]
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
-    assert failure.what == "rank 1 on node2 failed: ImportError: libnccl.so.2"
+    assert failure.what.startswith("rank 1 on node2 ")
+    assert failure == snapshot
 
 
 def test_wrong_values_are_looked_at_again_with_other_variables(
@@ -385,29 +385,31 @@ def test_wrong_values_are_looked_at_again_with_other_variables(
     assert [one.attempt for one in scene.machines[0].of(wire.Start)] == [0, 1]
     ((first, second),) = judged
     assert len(first) == len(second) == 3
-    assert "some values were wrong; once more with NCCL_P2P_DISABLE=1" in scene.said
+    assert any("NCCL_P2P_DISABLE=1" in line for line in scene.said)
 
 
 def test_quick_leaves_out_the_ranks_and_says_so(scene: Scene) -> None:
     outcome, result = scene.play(quick=True)
     assert outcome.good
-    assert result.not_tried == ("ranks: left out, as --quick asks",)
+    (not_tried,) = result.not_tried
+    assert "--quick" in not_tried
     assert [one.of(wire.Start) for one in scene.machines] == [[], [], []]
 
 
 @pytest.mark.parametrize(
-    ("statuses", "words"),
+    "statuses",
     [
-        ([], "all 2 machines pass muster"),
-        ([Status.NOTE], "all 2 machines pass muster"),
-        ([Status.WARNING], "all 2 machines pass, with 1 warning"),
-        ([Status.FAILURE, Status.WARNING, Status.FAILURE], "2 failures found"),
+        [],
+        [Status.NOTE],
+        [Status.WARNING],
+        [Status.FAILURE, Status.WARNING, Status.FAILURE],
     ],
+    ids=["none", "note", "warning", "failures"],
 )
-def test_the_headline(statuses: list[Status], words: str) -> None:
+def test_the_headline(statuses: list[Status], snapshot: SnapshotAssertion) -> None:
     machines = tuple(Machine(name=name, place=place) for place, name in enumerate("ab"))
     findings = tuple(Finding(name="x", status=one, what="x") for one in statuses)
-    assert headline(GroupResult(machines=machines, findings=findings)) == words
+    assert headline(GroupResult(machines=machines, findings=findings)) == snapshot
 
 
 def firewall() -> Finding:
@@ -430,7 +432,8 @@ def test_a_machine_without_torch_is_told_once_with_what_it_knows_itself(scene: S
     _, result = scene.play()
     told = [one.what for one in result.findings if one.name == "torch-missing"]
     assert told == ["node2: there is no torch"]
-    assert result.not_tried == ("ranks on node2: torch cannot be used there",)
+    (not_tried,) = result.not_tried
+    assert "node2" in not_tried
 
 
 def test_where_torch_is_broken_no_ranks_say_so_once_more(scene: Scene) -> None:
@@ -441,14 +444,17 @@ def test_where_torch_is_broken_no_ranks_say_so_once_more(scene: Scene) -> None:
     assert [one.host for one in result.ranks] == ["node2", "node3"]
 
 
-def test_a_machine_that_has_not_come_in_time_is_a_finding(scene: Scene) -> None:
+def test_a_machine_that_has_not_come_in_time_is_a_finding(
+    scene: Scene, snapshot: SnapshotAssertion
+) -> None:
     scene.absent[1] = None
     scene.join_s = 0.3
     outcome, result = scene.play()
     assert not outcome.good
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert (failure.name, failure.why) == ("host-missing", "ssh is connecting")
-    assert failure.what == "node2 did not come within 0 s"
+    assert failure.what.startswith("node2 ")
+    assert failure == snapshot
     assert len(result.ranks) == 2
 
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-import torch._dynamo  # noqa: F401  a second of work that the first optimiser of each rank would do
+import torch
 
 from torchmuster.labs import course
 from torchmuster.labs.grading import Paper, Request, Verdict
@@ -16,6 +16,7 @@ from torchmuster.labs.probes import ranks
 
 def main(asked: str, answered: str) -> None:
     """Grade every paper of a request."""
+    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
     request = msgspec.json.decode(Path(asked).read_bytes(), type=Request)
     lesson = course.lesson(request.lab)
     verdicts = [

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-import torch._dynamo  # a second of work that the first optimiser of each rank would do
+import torch
 
 from torchmuster.labs import course
 from torchmuster.labs.measuring import Answer, Request
@@ -16,6 +16,7 @@ from torchmuster.labs.probes import ranks
 
 def main(asked: str, answered: str) -> None:
     """Run a lab's measurements on its ranks; the answer is rank 0's."""
+    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
     request = msgspec.json.decode(Path(asked).read_bytes(), type=Request)
     lesson = course.lesson(request.lab)
     module = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.measurements")

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchmuster.labs.torch_private import TorchDispatchMode
 
 
 @dataclass

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchmuster.finding import Finding, Status
+from torchmuster.launch import torch_private
 from torchmuster.launch.console import rank_words
 
 # In these every rank must bring tensors of the same shape; in others they may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(
-    {"all_reduce", "allreduce", "broadcast", "_broadcast_oop", "reduce", "_all_gather_base"}
-    | {"_reduce_scatter_base", "allreduce_coalesced", "all_reduce_coalesced"}
+    {"all_reduce", "allreduce", "broadcast", "reduce", "allreduce_coalesced"}
+    | {"all_reduce_coalesced", *torch_private.SAME_SHAPES}
 )
 _KINDS_SHOWN = 4
 _SHAPES_SHOWN = 4
@@ -87,7 +88,7 @@ def read(text: str | bytes) -> dict[str, Any]:
     """Read a dump as a recorder wrote it; what is not one is an empty one."""
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -148,7 +149,7 @@ def _not_alike(known: Mapping[int, Group]) -> Finding | None:
         )
         ops = {call.op for call in calls.values()}
         return Finding(
-            name="collectives-differ",
+            name="collectives-differ" if len(ops) > 1 else "collective-shapes-differ",
             status=Status.FAILURE,
             what=f"the ranks did not call the same collective as number {seq}{_in(known)}: {shown}",
             why="collectives meet in the order in which each rank calls them; "
@@ -269,7 +270,7 @@ def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
     ranks = about.get("ranks") if isinstance(about, dict) else None
     try:
         listed = json.loads(ranks) if isinstance(ranks, str) else ranks
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
     return tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
 

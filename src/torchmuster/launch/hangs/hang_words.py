@@ -13,6 +13,19 @@ _RANKS_SHOWN = 8
 _CULPRITS_SHOWN = 3
 _LOADER = "DataLoader"
 
+# The names of findings, by what the rank does that keeps the others waiting.
+KEEPS_WAITING = {
+    Kind.ENDED: "rank-exited",
+    Kind.NATIVE: "rank-blocked-in-native-code",
+    Kind.DISK: "rank-blocked-on-io",
+    Kind.ASLEEP: "rank-idle",
+    Kind.AT_WORK: "rank-busy",
+}
+NAMES = frozenset(
+    {"rank-stopped", "collectives-differ", "collective-shapes-differ", "collectives-out-of-step"}
+    | {"collective-does-not-end", *KEEPS_WAITING.values()}
+)
+
 _WHY = {
     Kind.STOPPED: "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is "
     "continued",
@@ -48,7 +61,7 @@ def of_hang(hang: Hang, devices: Mapping[int, str]) -> Finding:
         told.append(f"{rank_words(one.rank for one in rest)} too")
     waiting = f"; {_waiting_words(hang.waiting)}" if hang.waiting else ""
     return Finding(
-        name="rank-stopped" if kind is Kind.STOPPED else "rank-keeps-others-waiting",
+        name="rank-stopped" if kind is Kind.STOPPED else KEEPS_WAITING[kind],
         status=Status.WARNING,
         what="; ".join(told) + waiting,
         why=_WHY[kind],
@@ -155,7 +168,7 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
     calls = [one.pulse.waits[0] for one in hang.culprits]
     same_op = len({call.operation for call in calls}) == 1
     return Finding(
-        name="collectives-differ",
+        name="collective-shapes-differ" if same_op else "collectives-differ",
         status=Status.WARNING,
         what=f"the ranks called different collectives and wait for each other for ever: {'; '.join(told)}",
         why=f"all of these are collective number {calls[0].number} of their group, and "
@@ -174,7 +187,7 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
     waited = format_seconds(hang.waited_s)
     if hang.kind is Kind.UNEQUAL:
         return Finding(
-            name="collectives-differ",
+            name="collectives-out-of-step",
             status=Status.WARNING,
             what=f"all ranks wait for {waited}, but not in the same collective: "
             + "; ".join(

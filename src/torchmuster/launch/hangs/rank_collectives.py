@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# NCCL's first: where both are used, gloo's groups are told apart from NCCL's of the same name.
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+from torchmuster.launch.torch_private import flight_recorders, group_names
+
 _ENTRIES_KEPT = 400
 _SAVES = "muster-saving"  # the thread that saves checkpoints (train/saving/checkpointer.py)
 
@@ -70,8 +70,7 @@ def groups_joined() -> list[str]:
     """
     if not _dumps():
         return []
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    return [str(name) for name in list(getattr(world, "pg_names", {}).values())]
+    return group_names()
 
 
 def _told(group: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +99,7 @@ def _dumps() -> Iterable[Callable[..., bytes]]:
     is_initialized = getattr(distributed, "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return []
-    recorder = sys.modules.get("torch._C._distributed_c10d")
-    found = (getattr(recorder, name, None) for name in _DUMPS)
-    return [one for one in found if one is not None]
+    return flight_recorders()
 
 
 def _groups() -> dict[str, list[dict[str, Any]]]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
+from torchmuster.launch import torch_private
+
 # Functions of torch.distributed that end only when the other ranks come to them.
 WAITS_FOR_OTHERS = frozenset(
     {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object"}
@@ -48,7 +50,7 @@ _DISTRIBUTED = _in_torch("distributed")
 _DATA, _DATA_LOADER = _in_torch("utils", "data"), _in_torch("utils", "data", "dataloader.py")
 _CUDA = _in_torch("cuda")
 _SERIALIZATION = _in_torch("serialization.py")
-_COMPILERS = (_in_torch("_dynamo"), _in_torch("_inductor"))
+_COMPILERS = tuple(map(_in_torch, torch_private.COMPILERS))
 _MODULES = _in_torch("nn", "modules")
 _OPTIMIZER = _in_torch("optim", "optimizer.py")
 _CHECKPOINT = _in_torch("distributed", "checkpoint")
@@ -156,7 +158,7 @@ def _known(code: CodeType) -> str:
     file, name = code.co_filename, code.co_name
     if name == "__next__" and _DATA_LOADER in file:
         return "DataLoader.__next__"
-    if name == "_engine_run_backward":
+    if name == torch_private.BACKWARD:
         return "backward"
     if name == "synchronize" and _CUDA in file:
         return "cuda.synchronize"
@@ -172,11 +174,11 @@ def _phase(code: CodeType) -> str:
         return ""
     if name == "__next__" and _DATA in file:
         return "loading data"
-    if name == "_engine_run_backward":
+    if name == torch_private.BACKWARD:
         return "backward"
     if any(folder in file for folder in _COMPILERS) and "compile" in name:
         return "compiling"
-    if name == "_call_impl" and _MODULES in file:
+    if name == torch_private.CALL_MODULE and _MODULES in file:
         return "forward"
     if name == "wrapper" and _OPTIMIZER in file:
         return "update"

@@ -40,8 +40,7 @@ class HostChannel:
 
     async def receive(self) -> wire.ToKeeper | None:
         """Return the next message, or None when the host has gone. Raises ``wire.Garbled``."""
-        data = await self._stream.receive(wire.MESSAGE_LIMIT)
-        return None if data is None else wire.decode_to_keeper(data)
+        return await self._stream.receive(wire.MESSAGE_LIMIT, wire.decode_to_keeper)
 
     def why_closed(self) -> str:
         """Say, after ``receive`` gave None, what is known of the cause."""
@@ -184,8 +183,7 @@ async def _ask(stream: Stream, target: Target, code: Code) -> HostChannel | Prob
     try:
         await stream.send(handshake.encode(join))
         async with asyncio.timeout(ANSWER_S):
-            data = await stream.receive(wire.MESSAGE_LIMIT)
-        answer = None if data is None else handshake.decode_answer(data)
+            answer = await stream.receive(wire.MESSAGE_LIMIT, handshake.decode_answer)
     except (TimeoutError, wire.Garbled):
         answer = None
     except BaseException:

@@ -9,19 +9,20 @@ import msgspec
 
 from torchmuster import __version__
 from torchmuster.launch import wire
-from torchmuster.launch.join.code import TOKEN_BYTES
+from torchmuster.launch.join.code import MOST_PLACES, TOKEN_BYTES
 
 JOIN_LIMIT = 1024
 NAME_LIMIT = 64
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MOST_PLACES)]
 Reason = Literal["unknown-code", "used-code", "other-protocol"]
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="join"):
     """What a machine says to be let in. These fields are the same in every version."""
 
-    protocol: int
-    place: int
+    protocol: Number
+    place: Number
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     host: Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
     torchmuster: Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
@@ -33,8 +34,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="joi
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="welcome"):
     """The machine has its place; from here on the messages of wire.py are spoken."""
 
-    protocol: int
-    place: int
+    protocol: Number
+    place: Number
 
 
 class Sorry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sorry"):
@@ -42,7 +43,7 @@ class Sorry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="so
 
     reason: Reason
     why: str
-    protocol: int
+    protocol: Number
     torchmuster: str
 
 
@@ -58,18 +59,12 @@ def encode(message: Join | Welcome | Sorry) -> bytes:
 
 def decode_join(data: bytes) -> Join:
     """Read what a machine says to be let in; raises ``wire.Garbled``."""
-    try:
-        return _joins.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise wire.Garbled(str(error)) from error
+    return wire.read_with(_joins.decode, data)
 
 
 def decode_answer(data: bytes) -> Welcome | Sorry:
     """Read the host's answer; raises ``wire.Garbled``."""
-    try:
-        return _answers.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise wire.Garbled(str(error)) from error
+    return wire.read_with(_answers.decode, data)
 
 
 def sorry(reason: Reason, why: str) -> Sorry:

@@ -10,7 +10,7 @@ class JoinedChannel:
     """A channel (channel.py) over TLS.
 
     ``on_lost`` is called when the connection has ended; it is told whether the machine's ranks had
-    been started by then.
+    been started by then, or the run was over.
     """
 
     def __init__(self, stream: Stream, name: str, on_lost: Callable[[bool], None]) -> None:
@@ -25,14 +25,13 @@ class JoinedChannel:
 
     async def send(self, message: wire.ToKeeper) -> None:
         """Send a message; on a closed channel this does nothing."""
-        if isinstance(message, wire.Start):
+        if isinstance(message, wire.Start | wire.Leave):
             self._started = True
         await self._stream.send(wire.encode(message))
 
     async def receive(self) -> wire.FromKeeper | None:
         """Return the next message, or None when the machine has gone. Raises ``wire.Garbled``."""
-        data = await self._stream.receive(wire.MESSAGE_LIMIT)
-        return None if data is None else wire.decode_from_keeper(data)
+        return await self._stream.receive(wire.MESSAGE_LIMIT, wire.decode_from_keeper)
 
     def why_closed(self) -> str:
         """Say what is known of the cause."""

@@ -110,9 +110,13 @@ class Reception:
         newcomer.close()
 
     def _greeted(self, newcomer: socket.socket, task: asyncio.Task[None]) -> None:
-        del self._greeting[newcomer], self._addresses[newcomer]
+        del self._greeting[newcomer]
+        address = self._addresses.pop(newcomer)
         if task.cancelled():
             newcomer.close()
+        elif (error := task.exception()) is not None:
+            newcomer.close()
+            self._news.note(f"a connection that caused {type(error).__name__}", address)
         self._door.leave(newcomer)
         self._serve_the_line()
 
@@ -140,15 +144,14 @@ class Reception:
                 if isinstance(answer, Welcome):
                     return
             await stream.close()
-        except asyncio.CancelledError:
-            stream.abort("the door was closed, or crowded")
+        except BaseException:  # whatever a stranger's bytes cause, its connection ends with it
+            stream.abort("the door was closed, or crowded, or an error came up")
             raise
 
     async def _listen(self, stream: Stream, address: str) -> Join | None:
         try:
             async with asyncio.timeout(JOIN_S):
-                data = await stream.receive(JOIN_LIMIT)
-            return None if data is None else handshake.decode_join(data)
+                return await stream.receive(JOIN_LIMIT, handshake.decode_join)
         except TimeoutError:
             self._news.note("a connection that said nothing in time", address)
         except wire.Garbled:

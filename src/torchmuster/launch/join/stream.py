@@ -57,8 +57,14 @@ class Stream:
         tls: ssl.SSLObject = self.writer.get_extra_info("ssl_object")
         return tls.getpeercert(binary_form=True)
 
-    async def receive(self, limit_bytes: int) -> bytes | None:
-        """Return the next message's JSON, or None at the end. Too long a one raises ``wire.Garbled``."""
+    async def receive(
+        self, limit_bytes: int, decode: Callable[[bytes], wire.Read]
+    ) -> wire.Read | None:
+        """Return the next message, or None at the end.
+
+        One that is too long, or that ``decode`` does not understand, closes the connection and raises
+        ``wire.Garbled``.
+        """
         if self._aborted:  # what is still in the buffer is not to be trusted
             return None
         try:
@@ -68,18 +74,20 @@ class Stream:
                     await self._reader.readexactly(HEADER_BYTES), "big"
                 )
             size = self._next_size
-            if 0 < size <= limit_bytes:
-                data = await self._reader.readexactly(size)
-                self._next_size = None
-                return data
+            if not 0 < size <= limit_bytes:
+                raise wire.Garbled(f"a message of {size} bytes; at most {limit_bytes} are taken")
+            data = await self._reader.readexactly(size)
+            self._next_size = None
+            return decode(data)
         except asyncio.IncompleteReadError:
             self._because("the other side closed the connection")
             return None
         except OSError as error:
             self._because(f"the connection broke: {error}")
             return None
-        self.abort("what came was not a message")
-        raise wire.Garbled(f"a message of {size} bytes; at most {limit_bytes} are taken")
+        except wire.Garbled:
+            self.abort("what came was not a message")
+            raise
 
     async def send(self, data: bytes) -> None:
         """Send a message; nothing happens if the connection has ended.

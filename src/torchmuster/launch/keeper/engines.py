@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchmuster.launch.agent import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.keeper import records
+from torchmuster.launch.keeper import records, sweep
 from torchmuster.launch.keeper.agent_command import (
     Share,
     agent_command,
@@ -19,6 +19,10 @@ from torchmuster.launch.keeper.agent_command import (
 )
 
 _AGENT_WORDS = 2000
+_LOOK_EVERY_S = 0.1
+_KILL_WITHIN_S = 5.0
+# How long the agent may take to write down how all ranks ended, once none is left.
+_REPORT_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,10 @@ class Engine(Protocol):
 
 
 class TorchrunEngine:
-    """torchrun's elastic agent in a process of its own."""
+    """torchrun's elastic agent in a process of its own.
+
+    After a failure the agent waits up to 30 s for the ranks that it has asked to end; here they are killed after the grace.
+    """
 
     def __init__(self, share: Share, environment: Mapping[str, str]) -> None:
         self._share = share
@@ -69,7 +76,11 @@ class TorchrunEngine:
     async def wait(self) -> Exits:
         """Wait for the agent; it wrote down which ranks failed unless it failed itself."""
         assert self._process is not None
-        code = await self._process.wait()
+        ending = asyncio.create_task(self._end_ranks_after_failure(self._process))
+        try:
+            code = await self._process.wait()
+        finally:
+            ending.cancel()
         failed = records.agent_exits(self._share.records) if code else {}
         if failed or code == 0:
             return Exits(failed=failed)
@@ -84,6 +95,16 @@ class TorchrunEngine:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+
+    async def _end_ranks_after_failure(self, agent: asyncio.subprocess.Process) -> None:
+        while not records.agent_exits(self._share.records):
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S)))
+        token = self._share.prepare.token
+        await asyncio.to_thread(sweep.kill, token, within_s=_KILL_WITHIN_S, spare=agent.pid)
+        await asyncio.sleep(_REPORT_WITHIN_S)
+        with contextlib.suppress(ProcessLookupError):
+            agent.kill()  # it waits for a rank that cannot be killed
 
 
 class DirectEngine:

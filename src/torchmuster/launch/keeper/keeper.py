@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
 from torchmuster.launch import fingerprint, record, wire
 from torchmuster.launch.agent import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.keeper import holding, sweep
@@ -57,15 +57,18 @@ class Keeper:
         *,
         system: str = sys.platform,
         folder: Path | None = None,
+        allowed: Callable[[wire.ToKeeper], wire.ToKeeper] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
 
+        A launcher that is not trusted has each message checked by ``allowed`` (``join_policy.py``).
         ``tell`` is for whoever watches this keeper's own terminal, where it has one.
         """
         self._end = end
         self._system = system
         self._own_folder = folder
+        self._allowed = allowed
         self._tell = tell or (lambda _: None)
         self._own_terminal = tell is not None
         self._heard_s = time.monotonic()
@@ -137,10 +140,17 @@ class Keeper:
         while True:
             try:
                 message = await self._end.receive()
-            except wire.Garbled as error:
+            except Exception as error:  # ``wire.Garbled``, and whatever else its bytes cause
                 self._give_up(over, f"the launcher cannot be understood: {error}")
                 return
             self._heard_s = time.monotonic()
+            if message is not None and self._allowed is not None:
+                try:
+                    message = self._allowed(message)
+                except NotTrusted as error:
+                    self._tell("\n".join(filter(None, (error.what, error.fix))))
+                    self._do(self._end.send(wire.Refused(trouble=trouble(error))))
+                    continue
             match message:
                 case None:
                     self._give_up(over, "the launcher has gone")

@@ -39,11 +39,11 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def kill(token: str, *, within_s: float) -> list[psutil.Process]:
-    """Kill every process of a run until none is left; return those that are still there in time."""
+def kill(token: str, *, within_s: float, spare: int | None = None) -> list[psutil.Process]:
+    """Kill every process of a run but one until none is left; return those that are still there in time."""
     deadline = time.monotonic() + within_s
     while True:
-        left = processes_of(token)
+        left = [process for process in processes_of(token) if process.pid != spare]
         send(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left

@@ -109,6 +109,13 @@ def cleanup() -> None:
         _log.warning("the process group did not end cleanly: %s", _first_line(error))
 
 
+def group_store() -> Store:
+    """Return the store that the ranks of the default group met at; a second one would need a port that all know."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.get_group_store()
+
+
 def current() -> Group | None:
     """Return the group that ``setup`` made, if it is still there."""
     return _state.group if dist.is_initialized() else None

@@ -28,8 +28,8 @@ from torchmuster.measure.probes.on_device import (
     number_types,
     quickest_s,
 )
-from torchmuster.plan.probes.private_torch import single_allocations
 from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.plan.torch_private import single_allocations
 from torchmuster.train.out_of_memory import recognise
 
 # What rounding can explain, of the norm: probabilities and outputs are rounded to the type on the way.
@@ -173,7 +173,8 @@ def _peak_bytes(turn: Callable[[], object], device: torch.device) -> int:
         turn()
         return int(torch.accelerator.max_memory_allocated(device)) - before
     # The profiler sees also what compiled code and kernels take for themselves.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    # acc_events: torch 2.12 warns of its default, which makes a difference only where a profiler starts twice.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         result = turn()
     peak = max(accumulate(single_allocations(seen)), default=0)
     del result

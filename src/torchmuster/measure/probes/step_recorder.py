@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.measure.probes.forward_phases import ForwardPhases
@@ -80,6 +79,8 @@ class StepRecorder:
         self._number = 0  # of the step that goes on is one more
         self._profiled = False
         self._optimizer: torch.optim.Optimizer | None = None
+        self._backward_ran = False  # since the last step
+        self._making_states = False
         self._loader: Any = None
         self._samples: int | None = None
         self._bucket_bytes: int | None = None
@@ -121,17 +122,22 @@ class StepRecorder:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_mine():
             return
+        # torch.distributed.checkpoint makes the states by a step with a learning rate of 0, before anything was learnt.
+        self._making_states = not self._backward_ran and _learns_nothing(optimizer)
+        if self._making_states:
+            return
         if self._optimizer is None:
             self._optimizer = optimizer
             self._follow(optimizer)
         self._phases.enter("optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_mine():
+        if not self._is_mine() or self._making_states:
             return
         self._phases.leave()
         if optimizer is not self._optimizer:
             return  # a training with several: the first one's steps count
+        self._backward_ran = False
         self._number += 1
         if self._number > WARM_UP_STEPS:
             step = self._phases.end(
@@ -175,13 +181,25 @@ class StepRecorder:
     # Data.
 
     def _watch_loaders(self) -> None:
-        begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+        begin = DataLoader.__iter__
+        watched: set[type] = set()
 
         @functools.wraps(begin)
         def watched_begin(loader: Any) -> Any:
             if self._is_mine():
                 self._loader = loader
-            return self._inside("data", begin, loader)
+            iterator = self._inside("data", begin, loader)
+            # Its class is torch's own affair, and only one of those that it is made of has the method.
+            kind = next(one for one in type(iterator).__mro__ if "__next__" in vars(one))
+            if kind not in watched:
+                watched.add(kind)
+                self._watch_next(kind)
+            return iterator
+
+        DataLoader.__iter__ = watched_begin  # type: ignore[method-assign]
+
+    def _watch_next(self, kind: Any) -> None:
+        following = kind.__next__
 
         @functools.wraps(following)
         def watched_following(iterator: Any) -> Any:
@@ -191,8 +209,7 @@ class StepRecorder:
                 self._samples = None if tensor is None or not tensor.dim() else len(tensor)
             return batch
 
-        DataLoader.__iter__ = watched_begin  # type: ignore[method-assign]
-        _BaseDataLoaderIter.__next__ = watched_following  # type: ignore[method-assign, assignment]
+        kind.__next__ = watched_following
 
     # Backward.
 
@@ -211,6 +228,7 @@ class StepRecorder:
             finally:
                 self._changes.set_autocast(True)
             self._phases.backward_ended()
+            self._backward_ran = True
 
         torch.autograd.backward = watched  # Tensor.backward calls it by this name
 
@@ -341,6 +359,12 @@ class StepRecorder:
             prefetch_factor=loader.prefetch_factor,
             dataset=type(loader.dataset).__name__,
         )
+
+
+def _learns_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    # Not by Tensor.item and its like: these are watched.
+    rates = (group["lr"] for group in optimizer.param_groups if "lr" in group)
+    return not any(torch.is_nonzero(torch.as_tensor(rate)) for rate in rates)
 
 
 def _memory_bytes() -> int | None:

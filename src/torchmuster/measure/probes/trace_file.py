@@ -3,6 +3,7 @@
 import gzip
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -41,7 +42,11 @@ class TraceFile:
             return False
         if self._running is None:
             self._running = profile(activities=_activities(), profile_memory=asked.with_memory)
-            self._running.start()
+            with warnings.catch_warnings():
+                # torch 2.12 warns of what a profiler that starts twice forgets; with acc_events=True it would
+                # not, but would go through all events at the end of a step.
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+                self._running.start()
         self._mark = record_function(f"muster:step#{step}")
         self._mark.__enter__()  # type: ignore[no-untyped-call]
         return True
@@ -99,7 +104,7 @@ class TraceFile:
 
 def _activities() -> list[ProfilerActivity]:
     found = [ProfilerActivity.CPU]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         for one in ("CUDA", "XPU", "MTIA"):
             if accelerator.type == one.lower() and hasattr(ProfilerActivity, one):

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import torch
-
-_aten = torch.ops.aten
-_FORWARD = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
+from torchmuster.plan.torch_private import BATCH_NORM
 
 
 def with_kept_statistics(
@@ -17,7 +14,7 @@ def with_kept_statistics(
     input. The rule for tensors without memory says the input's type always, and what is computed with that in
     the backward fails.
     """
-    if operation not in _FORWARD:
+    if operation not in BATCH_NORM:
         return result
     given, *parameters = args[:5]  # input, weight, bias, running mean and variance
     first = next((one for one in parameters if one is not None), given)

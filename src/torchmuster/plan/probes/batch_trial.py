@@ -3,13 +3,13 @@
 Started by ``plan/proof/trials.py`` as ``python -m torchmuster.plan.probes.batch_trial REQUEST ANSWERS``.
 """
 
-import gc
 import sys
 from pathlib import Path
 
 import msgspec
 import torch
 
+from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes.building import build
 from torchmuster.plan.probes.limit import limited
 from torchmuster.plan.proof.batch_finder import RankTrial
@@ -67,4 +67,4 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     finally:
-        gc.freeze()  # looking through all of torch's objects once more takes as long as importing them
+        freeze_objects()

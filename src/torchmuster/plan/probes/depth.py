@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.deferred import copied
 
@@ -31,13 +32,13 @@ def cut(model: nn.Module, blocks: int) -> None:
     holder = _list_of(model, found)
     if holder is None or not depth_of(model).alike or blocks >= len(found):
         return
-    before = dict(holder._modules)
+    before = children_of(holder)
     left_out = {id(one) for one in found[blocks:]}
     for place in reversed([at for at, one in enumerate(holder) if id(one) in left_out]):
         del holder[place]
     if list(map(id, repeated_blocks(model))) != list(map(id, found[:blocks])):
         # Beside so few layers, others look like the repeated ones, and would be sharded instead.
-        holder._modules = before
+        put_children(holder, before)
 
 
 def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
@@ -48,12 +49,12 @@ def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
     holder = _list_of(model, repeated_blocks(model))
     if blocks is None or holder is None:
         return copied(model)
-    whole = dict(holder._modules)
+    whole = children_of(holder)
     cut(model, blocks)
     try:
         return copied(model)
     finally:
-        holder._modules = whole
+        put_children(holder, whole)
 
 
 def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:

@@ -16,10 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmuster.errors import MusterError
-from torchmuster.plan.probes.private_torch import FakeStore, FakeTensorMode, with_memory
+from torchmuster.plan.torch_private import (
+    FakeTensorMode,
+    ReducerWithFixedBuckets,
+    apply_to,
+    module_apply_replaced,
+    with_memory,
+)
 from torchmuster.train.models import deferred
 from torchmuster.train.models.tape import Tape, Window
 from torchmuster.train.strategies import ddp, fsdp, gradients
+from torchmuster.train.torch_private import parameters_and_buffers
 from torchmuster.train.world import World
 
 NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks
@@ -36,11 +43,11 @@ def imagined_world(
             why="torch has one default process group",
             fix="plan in a process of its own",
         )
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with ExitStack() as stack:
             stack.enter_context(_replaced(Tape, "play", _room))
-            stack.enter_context(_replaced(nn.Module, "_apply", _apply_that_keeps_ties()))
+            stack.enter_context(module_apply_replaced(_apply_that_keeps_ties()))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (
@@ -103,14 +110,15 @@ def _apply_that_keeps_ties() -> Callable[..., nn.Module]:
         depth += 1
         try:
             for child in module.children() if recurse else ():
-                child._apply(change)  # type: ignore[no-untyped-call]
+                apply_to(child, change)
+            parameters, buffers = parameters_and_buffers(module)
             with torch.no_grad():
-                for name, one in module._parameters.items():
+                for name, one in parameters.items():
                     if one is not None:
-                        module._parameters[name] = changed(one, change)
-                for name, buffer in module._buffers.items():
+                        parameters[name] = changed(one, change)
+                for name, buffer in buffers.items():
                     if buffer is not None:
-                        module._buffers[name] = change(buffer)
+                        buffers[name] = change(buffer)
         finally:
             depth -= 1
             if not depth:
@@ -118,19 +126,6 @@ def _apply_that_keeps_ties() -> Callable[..., nn.Module]:
         return module
 
     return applied
-
-
-class _Reducer:
-    """DDP's reducer without what reads values: putting gradients into other buckets after the first step."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
 
 
 class _Silent:
@@ -147,7 +142,7 @@ def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataP
             super().__init__(*args, **kwargs)
             # Without one, the reducer waits for the work of a collective, which does not come.
             self.register_comm_hook(None, self._complete)
-            self.reducer: Any = _Reducer(self.reducer)
+            self.reducer: Any = ReducerWithFixedBuckets(self.reducer)
             self.logger: Any = _Silent()
 
         @staticmethod
@@ -190,8 +185,7 @@ def forget_values(model: nn.Module, world: World) -> None:
         return
     without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what is tied stays so
     for module in model.modules():
-        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for holder in holders:
+        for holder in parameters_and_buffers(module):
             for name, one in holder.items():
                 if one is None or one.is_meta:
                     continue

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchmuster.plan.probes.private_torch import (
-    TorchDispatchMode,
-    paused_in_sharding_propagation,
-    tree_leaves,
-)
+from torchmuster.plan.torch_private import paused_in_sharding_propagation
+from torchmuster.train.torch_private import TorchDispatchMode, storage_id, tree_leaves
 from torchmuster.units import format_bytes
 
 # A collective is over for who waits for it before gloo's threads have let go of what they sent. That is less than
@@ -63,7 +60,7 @@ class Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage with the size it has now; more than the limit is refused."""
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(storage), storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
         asked = size - self._sizes.get(key, 0)

@@ -17,21 +17,24 @@ from torchmuster.plan.probes.batch_norm import with_kept_statistics
 from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
 from torchmuster.plan.probes.log import Done, Log, Sized, Storage
 from torchmuster.plan.probes.operations import (
-    ATTENTION_BACKWARD,
     flops_of,
     moved_bytes_of,
     tensors_in,
 )
-from torchmuster.plan.probes.private_torch import (
+from torchmuster.plan.probes.stages import Stage, Stages
+from torchmuster.plan.probes.workspace import workspace_bytes
+from torchmuster.plan.record import Collective
+from torchmuster.plan.torch_private import (
+    ALL_GATHER,
+    ATTENTION_BACKWARD,
     CANNOT_FOLLOW,
-    TorchDispatchMode,
+    READ_VALUE,
+    REDUCE_SCATTER,
     backward_under_way,
     computing_backward,
     paused_in_sharding_propagation,
 )
-from torchmuster.plan.probes.stages import Stage, Stages
-from torchmuster.plan.probes.workspace import workspace_bytes
-from torchmuster.plan.record import Collective
+from torchmuster.train.torch_private import TorchDispatchMode, base_of, storage_id
 
 _aten = torch.ops.aten
 
@@ -116,7 +119,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # its local tensors come by again
-        if func is _aten._local_scalar_dense.default and not self._paused:
+        if func is READ_VALUE and not self._paused:
             answer = self._answer(self.stages.now)
             if answer is not None:
                 return _as(answer, args[0])
@@ -180,7 +183,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         What an operation itself adds to is made by it, or kept until it has ended. A view, such as the gradient of a
         matrix that was transposed, holds on to what it is a view of, so that torch adds it up in a new tensor.
         """
-        if torch.is_grad_enabled() or not computing_backward() or first._is_view():
+        if torch.is_grad_enabled() or not computing_backward() or base_of(first) is not first:
             return False
         numbers = [
             self._see_tensor(one, "") for one in (first, second) if isinstance(one, torch.Tensor)
@@ -256,7 +259,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, storage: torch.UntypedStorage, operation: str) -> int:
         """Note a storage with the size that it has now; return its number."""
-        key = storage._cdata
+        key = storage_id(storage)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.log.storages)
@@ -273,7 +276,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; None if it was never seen."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return self._numbers.get(local.untyped_storage()._cdata)
+        return self._numbers.get(storage_id(local.untyped_storage()))
 
     def _note_size(self, number: int, size_bytes: int, operation: str) -> None:
         self._sizes[number] = size_bytes
@@ -293,10 +296,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _KINDS = {
-    "_allgather_base_": "all_gather",
+    ALL_GATHER: "all_gather",
     "allgather_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
+    REDUCE_SCATTER: "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",

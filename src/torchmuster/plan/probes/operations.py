@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from torchmuster.plan.probes.private_torch import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+# What torch's own FlopCounterMode counts by; that one looks at whole runs, not at stretches.
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-_aten = torch.ops.aten
+from torchmuster.plan.torch_private import ATTENTION, ATTENTION_BACKWARD, MOVE_NOTHING, OVERWRITE
+from torchmuster.train.torch_private import arguments_of
+
 # They only make room, or look at what is there in another way.
 _MOVE_NOTHING = frozenset(
     [
@@ -21,7 +20,7 @@ _MOVE_NOTHING = frozenset(
         "new_empty",
         "new_empty_strided",
         "lift_fresh",
-        "_unsafe_view",
+        *MOVE_NOTHING,
     ]
 )
 # They read as much as their first result has, of something larger; FSDP's also returns all that its result is a part of.
@@ -30,9 +29,7 @@ _COPY_A_PART = frozenset(["embedding", "index", "index_select", "gather", "all_g
 _READ_ONE_OF_A_ROW = frozenset(["nll_loss_forward", "nll_loss2d_forward"])
 _FILL = frozenset(["nll_loss_backward", "nll_loss2d_backward"])
 # In place, but what was there before is not looked at.
-_OVERWRITE = frozenset(["zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"])
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
-ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_OVERWRITE = frozenset(["zero_", "fill_", "copy_", *OVERWRITE])
 
 
 def tensors_in(arguments: Sequence[Any]) -> list[torch.Tensor]:
@@ -85,7 +82,7 @@ def _read(func: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> 
     if name in _FILL or name.endswith("_like") or name.startswith("new_"):
         return []  # only the shape
     random = torch.Tag.nondeterministic_seeded in func.tags
-    if random or name in _OVERWRITE or any(one.is_out for one in func._schema.arguments):
+    if random or name in _OVERWRITE or any(one.is_out for one in arguments_of(func)):
         known = {id(one) for one in written}
         return [one for one in given if id(one) not in known]
     return given
@@ -93,7 +90,7 @@ def _read(func: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operation without a result writes, as its schema says."""
-    arguments = func._schema.arguments
+    arguments = arguments_of(func)
     by_name = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
     changed = [one.name for one in arguments if one.alias_info and one.alias_info.is_write]
     return tensors_in([by_name.get(name) for name in changed])
@@ -101,7 +98,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the multiplications and additions of matrix products, as torch's own counter has them."""
-    if func is _ATTENTION:
+    if func is ATTENTION:
         return int(sdpa_flop_count(*(one.shape for one in args[:3])))  # type: ignore[no-untyped-call]
     if func is ATTENTION_BACKWARD:
         shapes = (one.shape for one in args[:4])

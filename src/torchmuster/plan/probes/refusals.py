@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.probes.live_storage import LiveStorages
-from torchmuster.plan.probes.private_torch import CANNOT_FOLLOW
+from torchmuster.plan.torch_private import CANNOT_FOLLOW, READ_VALUE
 
 
 @contextmanager
@@ -25,4 +25,8 @@ def named_refusals(seen: LiveStorages) -> Iterator[None]:
 
 def _operation(error: BaseException) -> str:
     named = str(getattr(error, "func", None) or (error.args[0] if error.args else error))
-    return f"{named} (.item(), float() or an if)" if "_local_scalar_dense" in named else named
+    return (
+        f"{named} (.item(), float() or an if)"
+        if READ_VALUE.overloadpacket.__name__ in named
+        else named
+    )

@@ -6,7 +6,6 @@ As a program it answers requests, one a line::
 """
 
 import contextlib
-import gc
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda
 from torchmuster.plan.probes.imagined_world import imagined_world, masks_of_real_runs
@@ -281,7 +281,7 @@ def main() -> None:
     """Answer requests from stdin on stdout, one a line; what a model prints goes to stderr."""
     logs = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     answers = sys.stdout.buffer
-    gc.freeze()  # what is imported stays: the collector need not look through all of it again and again
+    freeze_objects()
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin.buffer:
             answers.write(msgspec.json.encode(answer(line, logs)) + b"\n")

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchmuster.plan.probes.private_torch import (
+from torchmuster.plan.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    SAFE_SOFTMAX,
     single_allocations,
-    tree_leaves,
-    tree_map,
     with_memory,
 )
+from torchmuster.train.torch_private import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 # How many of their first tensors have the samples as their first dimension.
@@ -24,9 +26,9 @@ _BY_SAMPLES = {
     _aten.convolution.default: 1,
     _aten.convolution_backward.default: 2,
     _aten.native_batch_norm_backward.default: 2,
-    _aten._safe_softmax.default: 1,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+    SAFE_SOFTMAX: 1,
+    ATTENTION: 4,
+    ATTENTION_BACKWARD: 7,
 }
 # The place of the matrix that may be copied.
 _PRODUCTS = {
@@ -113,7 +115,10 @@ def _computed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with with_memory(), torch.no_grad():
             given_args, given_kwargs = tree_map(_made, (args, kwargs))
             operation(*given_args, **given_kwargs)  # the first time, code is made for it
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            # acc_events: torch 2.12 warns of its default, which makes a difference only where a profiler starts twice.
+            with profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            ) as seen:
                 result = operation(*given_args, **given_kwargs)
             sizes = list(accumulate(single_allocations(seen)))
             _measured[key] = max(sizes, default=0) - (sizes[-1] if sizes else 0)

@@ -23,6 +23,7 @@ from typing import IO, TypeAlias
 
 import msgspec
 
+from torchmuster.launch.record import LEAST_TORCH, torch_too_old, torch_version
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.tracing.cache import TraceCache, as_asked, with_log
 from torchmuster.redaction import redact_text
@@ -168,6 +169,9 @@ class Tracer:
         with self._lock:
             if self._given_up:
                 return _TOO_LATE
+            version = torch_version()
+            if version is not None and torch_too_old(version):
+                return _too_old(version)
             idle = self._idle.setdefault(folder, [])
             try:
                 worker = idle.pop() if idle else _Worker(folder, self._log_folder())
@@ -254,6 +258,14 @@ class _Worker:
         self._process.kill()
         self._process.communicate()
         self._errors.close()
+
+
+def _too_old(version: str) -> Refused:
+    return Refused(
+        what=f"torch {version} is older than {LEAST_TORCH}",
+        why="torchmuster uses parts of torch that older versions do not have",
+        fix=f"python -m pip install 'torch>={LEAST_TORCH}'",
+    )
 
 
 def _died(last_words: str) -> Refused:

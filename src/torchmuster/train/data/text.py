@@ -49,6 +49,7 @@ class TextRows:
     def _rows(self, source: Source) -> Source:
         assert self.tokenizer is not None, "text needs a tokenizer"
         documents = Tokenised(source, self.tokenizer, field=self.field)
+        documents.check_first()
         laid_out = PackedRows if self.pack else PaddedRows
         return laid_out(documents, sequence_length=self.sequence_length, end=self.tokenizer.end)
 

@@ -13,6 +13,7 @@ from torchmuster.train.data.reading import Portion, Reader
 from torchmuster.train.data.shared_memory import Room, free_bytes
 from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
 from torchmuster.train.seeds import derive, seed_process
+from torchmuster.train.torch_private import stop_workers
 
 PREFETCH = 2  # batches that each worker has ready; torch's default
 
@@ -70,10 +71,8 @@ class Workers:
 
     def close(self) -> None:
         """End the processes, also while somebody still holds an epoch that was not read to its end."""
-        # There is no public way: torch ends them when the last reference is gone, and a traceback has one.
-        at_work = self._batches._iterator
-        if at_work is not None:
-            at_work._shutdown_workers()  # type: ignore[attr-defined]
+        # torch by itself stops them when the last reference is gone, and a traceback has one.
+        stop_workers(self._batches)
 
 
 class _Upcoming:

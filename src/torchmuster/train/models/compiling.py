@@ -1,6 +1,7 @@
 """Compiling a model block by block: repeated layers share what was compiled, and names stay as they are."""
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,8 @@ def can_compile(device: torch.device) -> Decision[bool]:
                 value=False,
                 reason="not compiled: there is no C++ compiler (g++ or clang++, or one named by CXX)",
             )
+        # Also where code is made for the CPU, torch looks for CUDA, and warns if there is nvcc and no GPU.
+        logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda)
         return Decision(value=True, reason=f"compiled with {compiler}")
     if device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
         return Decision(
@@ -49,6 +52,10 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
         block.compile()
     what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
     return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
+
+
+def _is_not_about_cuda(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,17 +25,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-# How DTensor itself finds a rank's part; torch's checkpoints use it, and it has no public name.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as hooks
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models.recording import recorded
 from torchmuster.train.models.tape import Tape, Window
+from torchmuster.train.torch_private import (
+    REGISTERED,
+    compute_local_shape_and_global_offset,
+    parameters_and_buffers,
+)
 
 Part = tuple[slice, ...]
-_MEMBERS = ("_parameters", "_buffers", "_modules")  # where nn.Module has what is registered
 
 
 class Source(Protocol):
@@ -196,8 +197,8 @@ def _parameters_in_containers(module: nn.Module) -> Iterator[_Place]:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    others = {name: one for name, one in vars(module).items() if name not in _MEMBERS}
-    holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    others = {name: one for name, one in vars(module).items() if name not in REGISTERED}
+    holders: tuple[dict[str, Any], ...] = (*parameters_and_buffers(module), vars(module))
     for holder, members in zip(holders, (*holders[:2], others), strict=True):
         for name, value in members.items():
             put = partial(holder.__setitem__, name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,17 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 # Nothing else of a model's repository is fetched: no code, and no weights that are pickles.
-_FETCHED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
+_FETCHED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# Of tokenizers, also those that the class in transformers does not declare, such as Gemma's tokenizer.model.
+_VOCABULARIES = (
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "tekken.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +39,14 @@ class ModelFiles:
 
     folder: Path
     weights: tuple[Path, ...]  # safetensors; none where the folder has only config.json
+    name: str  # what other programs find the model by: an absolute path, or a name on the hub
+    revision: str | None = None  # of a model on the hub
 
 
 def find(name_or_path: str) -> ModelFiles:
     """Find a model: a local folder, or a name on the hub, which is fetched unless it is here already."""
     folder = Path(name_or_path).expanduser()
+    name, revision = str(folder.absolute()), None
     if not folder.is_dir():
         if looks_like_path(name_or_path):
             raise Impossible(
@@ -41,6 +55,7 @@ def find(name_or_path: str) -> ModelFiles:
                 fix="check the path; a name on the hub is written as owner/name",
             )
         folder = _fetch(name_or_path)
+        name, revision = name_or_path, folder.name
     if not (folder / "config.json").is_file():
         names = ", ".join(sorted(one.name for one in folder.iterdir())[:10]) or "nothing"
         raise Impossible(
@@ -48,7 +63,7 @@ def find(name_or_path: str) -> ModelFiles:
             why=f"it has {names}",
             fix="give the folder that save_pretrained wrote, or build the model yourself: model.build",
         )
-    return ModelFiles(folder=folder, weights=_weights(folder))
+    return ModelFiles(folder=folder, weights=_weights(folder), name=name, revision=revision)
 
 
 def build(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
@@ -79,12 +94,76 @@ def load(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> 
     return _for_training(model)
 
 
-def save_beside(files: ModelFiles, folder: Path) -> None:
-    """Put what belongs to a model beside its weights: config.json and the tokenizer's files."""
-    for source in sorted(files.folder.iterdir()):
-        belongs = source.name.startswith(("config.json", "generation_config", "tokenizer"))
-        if belongs or source.name in ("special_tokens_map.json", "vocab.json", "merges.txt"):
-            (folder / source.name).write_bytes(source.read_bytes())
+def save_configs(files: ModelFiles, folder: Path) -> None:
+    """Copy what a model's folder has besides weights and tokenizer: how it is built, generates, and reads inputs."""
+    from transformers import utils
+
+    for name in (
+        utils.CONFIG_NAME,
+        utils.GENERATION_CONFIG_NAME,
+        utils.PROCESSOR_NAME,
+        utils.IMAGE_PROCESSOR_NAME,
+        utils.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    ):
+        if (files.folder / name).is_file():
+            shutil.copyfile(files.folder / name, folder / name)
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """Load a tokenizer from a folder or by its name on the hub."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise Impossible(
+            f"the tokenizer {name_or_path} needs transformers, which is not installed",
+            fix="pip install 'torchmuster[transformers]'; or use the tokenizer bytes",
+        ) from None
+    folder = Path(name_or_path).expanduser()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name_or_path)
+    except (OSError, ValueError, ImportError) as error:
+        raise Impossible(
+            f"the tokenizer {name_or_path} cannot be loaded",
+            why=str(error).splitlines()[0],
+            fix="give the folder of a tokenizer, or a name that can be downloaded from here",
+        ) from None
+    # From a folder without a tokenizer transformers builds one that knows no text.
+    names = tokenizer.vocab_files_names
+    loaded = [value for kind, value in tokenizer.init_kwargs.items() if kind.endswith("_file")]
+    if names and not any(loaded) and not _tokenizer_files(tokenizer):
+        raise Impossible(
+            f"{name_or_path} has no tokenizer",
+            why=f"none of {', '.join(sorted(names.values()))} is there",
+            fix="give data.tokenizer: bytes, the folder of a tokenizer, or its name on the hub",
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer into a folder as transformers does, and the vocabularies that it was loaded with.
+
+    transformers writes tokenizer.json instead of vocab.txt, tokenizer.model and the like, which other programs read.
+    """
+    tokenizer.save_pretrained(folder)
+    for name, path in _tokenizer_files(tokenizer).items():
+        if not (folder / name).exists():
+            shutil.copyfile(path, folder / name)
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, Path]:
+    """Return the files of a tokenizer, in its folder or in the hub's cache: those it declares, and vocabularies."""
+    from transformers.tokenization_utils_base import ADDED_TOKENS_FILE, SPECIAL_TOKENS_MAP_FILE
+    from transformers.utils import cached_file
+
+    found = {}
+    declared = tokenizer.vocab_files_names.values()
+    for name in (*declared, ADDED_TOKENS_FILE, SPECIAL_TOKENS_MAP_FILE):
+        with contextlib.suppress(OSError):
+            found[name] = Path(cached_file(tokenizer.name_or_path, name, local_files_only=True))
+    for source in {path.parent for path in found.values()}:
+        for kind in _VOCABULARIES:
+            found.update((one.name, one) for one in source.glob(kind) if one.is_file())
+    return found
 
 
 def _for_training(model: nn.Module) -> nn.Module:

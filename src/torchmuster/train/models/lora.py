@@ -1,5 +1,6 @@
 """LoRA through peft: small matrices are trained beside weights that stay as they are."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmuster.checkpoints.adapters import ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.weights import whole_tensor
@@ -50,24 +52,34 @@ def name_before(name: str) -> str | None:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def save_adapters(model: nn.Module, state: Mapping[str, Any], folder: Path, world: World) -> None:
+def save_adapters(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    folder: Path,
+    world: World,
+    *,
+    beside: Path | None = None,
+) -> None:
     """Write what was trained as peft reads it: ``PeftModel.from_pretrained(model, folder)``.
 
-    ``state`` is the model's, whole or sharded, and is gathered one matrix at a time. All ranks call this;
-    rank 0 writes.
+    ``state`` is the model's, whole or sharded, and is gathered one matrix at a time. The files of the folder
+    ``beside`` are put next to them. All ranks call this; rank 0 writes.
     """
     from safetensors.torch import save_file
 
     adapters: dict[str, torch.Tensor] = {}
     for name, value in state.items():
-        if f".{_ADAPTER}." not in name:
+        name_in_file = name_in_adapter(name)
+        if name_in_file is None:
             continue
         whole = whole_tensor(value)
         if world.is_first:
-            adapters[name.replace(f".{_ADAPTER}", "")] = whole.detach().cpu().contiguous()
+            adapters[name_in_file] = whole.detach().cpu().contiguous()
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        if beside is not None:
+            shutil.copytree(beside, folder, dirs_exist_ok=True)
+        save_file(adapters, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         peft_config(model).save_pretrained(folder)
 
 

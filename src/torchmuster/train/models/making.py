@@ -90,9 +90,14 @@ class Recipe:
                 why="it has only config.json, and weights drawn at random are not kept",
                 fix="give a folder with weights, or leave out model.lora_rank",
             )
-        return lora.add_lora(
+        adapted = lora.add_lora(
             model, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets
         )
+        if self.files is not None:  # where an adapter finds its base model, from any folder
+            config = lora.peft_config(adapted.value)
+            config.base_model_name_or_path = self.files.name
+            config.revision = self.files.revision
+        return adapted
 
 
 def check_tokens(model: nn.Module, *, vocabulary: int | None, sequence_length: int) -> None:

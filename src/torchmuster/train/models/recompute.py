@@ -7,6 +7,7 @@ that each block is gathered once for its backward and computed again from what w
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.models.blocks import repeated_blocks
+from torchmuster.train.torch_private import ATTENTION
 
 Kind = Literal["full", "selective"]
 # What takes long to compute for its size; everything else is computed again.
@@ -29,10 +31,7 @@ _KEPT_NAMES = (
     "bmm",
     "baddbmm",
     "convolution",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
+    *ATTENTION,
 )
 
 
@@ -65,7 +64,8 @@ def _recomputed(forward: Callable[..., Any], kind: Kind, *args: Any, **kwargs: A
         return forward(*args, **kwargs)
     if kind == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+    options = {"context_fn": _selective, **_SELECTIVE_OPTIONS, **kwargs}
+    return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -85,3 +85,7 @@ def _overloads() -> frozenset[Any]:
 
 
 _KEPT = _overloads()
+# From torch 2.15: tensors that selective checkpointing keeps go through saved_tensors_hooks (save_on_cpu), as all others do.
+_SELECTIVE_OPTIONS = {
+    name: True for name in signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"
+}

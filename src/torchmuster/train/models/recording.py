@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models.tape import Tape, tensors_in, written_by
+from torchmuster.train.torch_private import (
+    TorchDispatchMode,
+    arguments_of,
+    tree_map_only,
+    truncated_normal_noted,
+    without_modes,
+)
 
 _META = torch.device("meta")
 
@@ -20,21 +24,11 @@ _META = torch.device("meta")
 @contextlib.contextmanager
 def recorded(tape: Tape) -> Iterator[None]:
     """Make all tensors without memory inside the ``with``, and note on the tape how they came about."""
-    # It draws again until the numbers fit, which cannot be followed without numbers, and for the meta
-    # device it does nothing. Others keep references to its public name, so this is where to meet it.
-    truncated_normal = nn.init._no_grad_trunc_normal_
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tape.note_draw(truncated_normal, tensor, *args)
-        return tensor
-
     recording = _Recording(tape)
-    nn.init._no_grad_trunc_normal_ = noted
-    try:
-        with recording, _Pretence(recording):
-            yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = truncated_normal
+    # Truncated normal numbers are drawn again until they fit, which cannot be followed without numbers, and for the
+    # meta device nothing is drawn at all.
+    with truncated_normal_noted(tape.note_draw), recording, _Pretence(recording):
+        yield
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -63,7 +57,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meta_args, meta_kwargs = tree_map_only(
             (torch.Tensor, torch.device), _on_meta, (args, kwargs)
         )
-        if not given and any(one.name == "device" for one in func._schema.arguments):
+        if not given and any(one.name == "device" for one in arguments_of(func)):
             meta_kwargs["device"] = _META
             kwargs = {**kwargs, "device": kwargs.get("device") or _META}
         try:
@@ -80,7 +74,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         window = self._tape.window(tensor)
         if self._tape.is_random(window):
             raise _cannot(f"{asker} asks for the value of a tensor of random numbers")
-        with _disable_current_modes():
+        with without_modes():
             return self._tape.play(window, torch.device("cpu"), 0)
 
 

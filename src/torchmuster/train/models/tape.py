@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchmuster.errors import Impossible
+from torchmuster.train.torch_private import (
+    arguments_of,
+    negated_view,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 _aten = torch.ops.aten
 # Memory that nobody has written to is zero when it is played: the same on every rank.
@@ -72,9 +78,9 @@ class Tape:
     def window(self, tensor: torch.Tensor) -> Window:
         """Return the place of a meta tensor in the storages of this tape."""
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage._cdata)
+        number = self._numbers.get(storage_id(storage))
         if number is None:
-            number = self._numbers[storage._cdata] = len(self.storages)
+            number = self._numbers[storage_id(storage)] = len(self.storages)
             self.storages.append(storage)  # kept alive, so that its address stays its own
         return Window(
             storage=number,
@@ -88,7 +94,7 @@ class Tape:
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor was made while this tape recorded."""
-        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        number = self._numbers.get(storage_id(tensor.untyped_storage()))
         return number is not None and number not in self._foreign
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -122,7 +128,9 @@ class Tape:
             )
         self._draws += random
 
-    def note_draw(self, call: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> None:
+    def note_draw(
+        self, call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """Note a function that fills a tensor with random numbers, as one operation."""
         window = self.window(tensor)
         self.writers.setdefault(window.storage, []).append(len(self.operations))
@@ -130,7 +138,7 @@ class Tape:
             _Operation(
                 call=call,
                 args=(window, *args),
-                kwargs={},
+                kwargs=kwargs,
                 results=(window,),
                 reads=frozenset() if _is_whole(tensor) else frozenset([window.storage]),
                 writes=frozenset([window.storage]),
@@ -238,7 +246,7 @@ class _Memory:
         tensor = torch.empty(0, dtype=window.dtype, device=self.device)
         tensor.set_(storage, window.offset, window.size, window.stride)
         tensor = tensor.conj() if window.conjugate else tensor
-        return torch._neg_view(tensor) if window.negative else tensor
+        return negated_view(tensor) if window.negative else tensor
 
     def keep(self, window: Window, tensor: torch.Tensor) -> None:
         """Keep an operation's result, in the layout that the tape knows."""
@@ -265,7 +273,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 def written_by(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that an operation writes into."""
     found: list[torch.Tensor] = []
-    for place, argument in enumerate(call._schema.arguments):
+    for place, argument in enumerate(arguments_of(call)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found.extend(tensors_in(value))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmuster.train.torch_private import ddp_measurements, let_ddp_measure
 from torchmuster.train.world import World
 
 
@@ -31,7 +32,8 @@ def communication_of(model: nn.Module, world: World) -> Communication:
     if world.world_size == 1:
         return _Nobody()
     if isinstance(model, DistributedDataParallel):
-        return _DdpTimes(model)
+        measures = let_ddp_measure(model, every=_DdpTimes.EVERY)
+        return _DdpTimes(model) if measures else _Unknown()
     if _can_time_fsdp(model, world):
         return _FsdpTimes(model)
     return _Unknown()
@@ -52,17 +54,16 @@ class _Unknown:
 class _DdpTimes:
     """Takes what DDP measures by itself, in its first 10 iterations and in every 10th later on.
 
-    There is no public way to it; timing from outside would need a hook on every parameter.
+    Timing from outside would need a hook on every parameter.
     """
 
-    _EVERY = 10
+    EVERY = 10
     _ENOUGH = 5  # one iteration alone may have been disturbed, and would be taken for all
     _ASK_EVERY_S = (
         1.0  # the answer is a table of everything, which takes longer than all else for a line
     )
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        model._set_ddp_runtime_logging_sample_rate(self._EVERY)  # type: ignore[no-untyped-call]
         self._model = model
         self._measured = 0  # iterations that DDP has measured so far
         self._sum_ns = 0  # of what they waited
@@ -74,9 +75,9 @@ class _DdpTimes:
         if self._mean_s is not None and now_s - self._asked_s < self._ASK_EVERY_S:
             return self._mean_s * steps
         self._asked_s = now_s
-        said = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        said = ddp_measurements(self._model)
         iteration = int(said.get("iteration", 0))
-        measured = iteration if iteration <= 10 else 9 + iteration // self._EVERY
+        measured = iteration if iteration <= 10 else 9 + iteration // self.EVERY
         if "avg_backward_comm_time" not in said:
             return None
         if measured - self._measured >= self._ENOUGH:

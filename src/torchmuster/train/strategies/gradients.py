@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torchmuster.train.torch_private import base_of, non_finite_check, sparse_values
+
 # The dtypes for which torch has its kernel of overflows on every device; there is none for bfloat16 on CUDA.
 _SCALED = frozenset([torch.float16, torch.float32, torch.float64])
 
@@ -107,8 +109,7 @@ def sum_is_finite(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    base = gradient._base
-    return gradient if base is None else base
+    return base_of(gradient)
 
 
 @torch.no_grad()
@@ -148,19 +149,19 @@ def _not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for one in gradients:
-        dense = one._values() if one.is_sparse else one
+        dense = sparse_values(one) if one.is_sparse else one
         if dense.is_complex():
             dense = torch.view_as_real(dense.resolve_conj())
         by_dtype.setdefault(dense.dtype, []).append(dense)
     device = gradients[0].device
     found = torch.zeros((), device=device)
     for dtype, alike in by_dtype.items():
-        if dtype in _SCALED:
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, _one(device))
+        if dtype in _SCALED and non_finite_check is not None:
+            non_finite_check(alike, found, _one(device))
         elif some := [one for one in alike if one.numel()]:  # nothing has no largest number
             # The largest number, since squares could overflow where the gradients do not.
-            largest = torch.stack(torch._foreach_norm(some, float("inf")))
-            torch.maximum(found, largest.isfinite().logical_not().any(), out=found)
+            largest = nn.utils.get_total_norm(some, float("inf"))
+            torch.maximum(found, largest.isfinite().logical_not(), out=found)
     return found
 
 

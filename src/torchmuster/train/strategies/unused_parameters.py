@@ -9,12 +9,10 @@ from contextlib import suppress
 from datetime import timedelta
 
 from torch import nn
-
-# The store of the default group has no public name. Collectives will not do: a rank that does use these
-# parameters is still waiting for the others in its backward.
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from torchmuster.errors import MusterError
+from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.agreement import speaks_for_all, tell_all
 from torchmuster.train.names import own_name
 from torchmuster.train.world import World
@@ -39,7 +37,8 @@ def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
     """
     if world.world_size == 1 or speaks_for_all(world):
         return list(range(world.world_size))
-    store = PrefixStore("torchmuster-unused-parameters", _get_default_store())
+    # Collectives will not do: a rank that does use these parameters is still waiting for the others in its backward.
+    store = PrefixStore("torchmuster-unused-parameters", group_store())
     text = json.dumps(names)
     store.set(str(world.global_rank), text)
     keys = [str(rank) for rank in range(world.world_size)]

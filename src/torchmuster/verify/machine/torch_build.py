@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchmuster.devices.model import Device, Kind, Node, label_all
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.record import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
 from torchmuster.verify.check import Check, Surroundings
 from torchmuster.verify.machine import cuda_versions, installed
@@ -102,6 +103,14 @@ def _whole(surroundings: Surroundings) -> Iterator[Finding]:
             why=(troubles or ["it has no readable version.py, so it is not a whole torch"])[0],
             fix=f"{surroundings.python} -m pip install --force-reinstall torch",
             evidence="\n".join(troubles[1:5]),
+        )
+    elif torch_too_old(build.version):
+        yield Finding(
+            name="torch-too-old",
+            status=Status.FAILURE,
+            what=f"{build.words} is older than {LEAST_TORCH}",
+            why="torchmuster uses parts of torch that older versions do not have",
+            fix=f"{surroundings.python} -m pip install 'torch>={LEAST_TORCH}'",
         )
     else:
         yield Finding(name="torch-installed", status=Status.OK, what=build.words)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import MusterError
@@ -27,6 +26,7 @@ from torchmuster.verify.probes import collective_values, health, matmul, pairs
 from torchmuster.verify.probes.exact_values import Seat, all_reduce, wait_for_device
 from torchmuster.verify.probes.together import Absent, Hangs, Together, in_time
 from torchmuster.verify.rank_record import RankRecord, Trouble, line_of
+from torchmuster.verify.torch_private import collectives_begun
 
 _FORM_S = 60.0
 _COME_S = 10.0
@@ -65,7 +65,7 @@ def main() -> int:
         backend_reason=group.reasons[-1],
         accelerator=process_group.look_around().accelerator,
     )
-    together = Together(_get_default_store(), record.rank, record.world_size)
+    together = Together(process_group.group_store(), record.rank, record.world_size)
     record = _Course(record, together, group.device).run()
     _say(_changed(record, stage="end", ended=True))
     _end(record, together)
@@ -125,9 +125,9 @@ class _Course:
 
     def _stragglers(self, stage: str) -> tuple[int, ...]:
         """Return the ranks that have begun fewer collectives than others: for these all others wait."""
-        world = dist.group.WORLD
-        assert world is not None
-        begun = world._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        begun = collectives_begun(dist.group.WORLD)
+        if begun is None:
+            return ()
         try:
             of_all = self._together.share(f"hangs {stage}", begun, _END_S)
         except Absent as error:

@@ -11,6 +11,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 import nvml_stub
 from muster_command import Stubs
@@ -227,7 +228,9 @@ def test_split_and_lost_gpus_are_in_no_link(machine: Machine) -> None:
 # What goes wrong
 
 
-def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(machine: Machine) -> None:
+def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
     machine(scenarios.one_failing())
     reading = nvml.read()
     lost = reading.devices[2]
@@ -240,15 +243,9 @@ def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(machine: Machine) -> No
     (finding,) = reading.findings
     assert finding.name == "gpu-unreachable"
     assert finding.status is Status.FAILURE
-    assert finding.what == "GPU 2 (NVIDIA A100-SXM4-80GB) does not answer"
-    assert finding.why == (
-        "the driver has lost contact with it: heat, power, the PCIe link or the card itself; "
-        "programs that use it hang or fail"
-    )
-    assert finding.fix == (
-        "sudo dmesg | grep -i xid  # names the cause; then reset it or reboot the machine"
-    )
+    assert "GPU 2 (NVIDIA A100-SXM4-80GB)" in finding.what
     assert finding.evidence == "GPU is lost"
+    assert finding == snapshot
 
 
 def test_a_gpu_without_a_handle_is_listed_all_the_same(machine: Machine) -> None:
@@ -257,42 +254,38 @@ def test_a_gpu_without_a_handle_is_listed_all_the_same(machine: Machine) -> None
     assert [one.index for one in reading.devices] == [0, 1, 2, 3]
     lost = reading.devices[2]
     assert (lost.uuid, lost.trouble) == ("GPU-unreadable-2", "GPU is lost")
-    assert [one.what for one in reading.findings] == ["GPU 2 (unknown NVIDIA GPU) does not answer"]
+    (finding,) = reading.findings
+    assert finding.name == "gpu-unreachable"
+    assert finding.what.startswith("GPU 2 ")
     assert len(reading.links) == 3
 
 
-def test_a_driver_updated_under_a_running_machine(machine: Machine) -> None:
+def test_a_driver_updated_under_a_running_machine(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
     machine(scenarios.driver_mismatch())
     reading = nvml.read()
     assert reading.devices == ()
     (finding,) = reading.findings
     assert finding.status is Status.FAILURE
     assert finding.name == "driver-library-mismatch"
-    assert finding.what == "the NVIDIA driver was updated, but the old one is still loaded"
-    assert finding.why == (
-        "the library and the kernel module are of different versions, so no program can use the "
-        "GPUs until the new module is loaded"
-    )
     assert finding.fix == "sudo reboot"
-    assert finding.evidence == "nvmlInit: RM has detected an NVML/RM version mismatch."
+    assert finding == snapshot
 
 
-def test_a_driver_that_is_not_loaded(machine: Machine) -> None:
+def test_a_driver_that_is_not_loaded(machine: Machine, snapshot: SnapshotAssertion) -> None:
     machine(scenarios.driver_not_loaded())
     (finding,) = nvml.read().findings
     assert finding.status is Status.WARNING
     assert finding.name == "driver-not-loaded"
-    assert finding.what == "the NVIDIA driver is installed but not loaded"
-    assert finding.why == (
-        "the library is there, the kernel module is not; right on a machine without GPUs, wrong "
-        "on one with them or in a container started without its GPUs"
-    )
-    assert finding.fix == "sudo modprobe nvidia  # in a container: start it with --gpus all"
-    assert finding.evidence == "nvmlInit: Driver Not Loaded"
+    assert finding.fix.startswith("sudo modprobe nvidia ")
+    assert finding == snapshot
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_a_driver_that_does_not_answer(machine: Machine, function: str) -> None:
+def test_a_driver_that_does_not_answer(
+    machine: Machine, function: str, snapshot: SnapshotAssertion
+) -> None:
     scenario = scenarios.eight_a100()
     if function == "nvmlInit":
         scenario["driver"]["init"] = 999
@@ -304,10 +297,8 @@ def test_a_driver_that_does_not_answer(machine: Machine, function: str) -> None:
     (finding,) = reading.findings
     assert finding.status is Status.FAILURE
     assert finding.name == "driver-unusable"
-    assert finding.what == "the NVIDIA driver does not answer"
-    assert finding.why == "every CUDA program on this machine will fail in the same way"
-    assert finding.fix == "nvidia-smi  # shows the driver's own message"
     assert finding.evidence == f"{function}: Unknown Error"
+    assert finding == snapshot
 
 
 @pytest.mark.parametrize("code", [15, 999])
@@ -492,9 +483,9 @@ def test_slices_that_cannot_be_read_are_told(machine: Machine, function: str) ->
     reading = nvml.read()
     assert [one.number for one in reading.devices] == ["0", "1"]
     assert reading.devices[0].trouble == "GPU is lost"
-    assert [one.what for one in reading.findings] == [
-        "GPU 0 (NVIDIA A100-SXM4-80GB) does not answer"
-    ]
+    (finding,) = reading.findings
+    assert finding.name == "gpu-unreachable"
+    assert finding.what.startswith("GPU 0 ")
 
 
 def test_slices_of_a_gpu_lost_between_them_are_not_relied_upon(machine: Machine) -> None:
@@ -542,7 +533,7 @@ def test_a_card_that_does_not_say_its_uuid_cannot_be_used(machine: Machine) -> N
     machine({"driver": {}, "devices": [{"name": "A"}, {"name": "B"}]})
     reading = nvml.read()
     assert [one.uuid for one in reading.devices] == ["GPU-unreadable-0", "GPU-unreadable-1"]
-    assert {one.trouble for one in reading.devices} == {"it does not say its UUID"}
+    assert all("UUID" in (one.trouble or "") for one in reading.devices)
 
 
 @pytest.mark.parametrize(

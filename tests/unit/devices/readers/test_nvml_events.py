@@ -34,7 +34,7 @@ def test_who_does_not_listen_hears_nothing(machine: Machine) -> None:
 def test_what_comes_while_it_listens_is_counted(machine: Machine) -> None:
     machine(_two([31], []))
     with snapshot.listening() as look:
-        assert _heard(look()) == [(), ()], "what came before is not told"
+        assert _heard(look()) == [(), ()]  # what came before does not count
         machine(_two([31, 31, 94, 31], [13]))
         assert _heard(look()) == [((31, 2), (94, 1)), ((13, 1),)]
         assert _heard(look()) == [((31, 2), (94, 1)), ((13, 1),)], "each is counted once"

@@ -5,11 +5,13 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible, MusterError
@@ -59,15 +61,15 @@ def forged(code: Code) -> Code:
     return dataclasses.replace(code, token=hashlib.sha256(code.token).digest()[:16])
 
 
-def test_a_wrong_token_is_refused_and_told_at_a_bounded_rate() -> None:
+def test_a_wrong_token_is_refused_and_told_at_a_bounded_rate(snapshot: SnapshotAssertion) -> None:
     async def story() -> None:
         async with open_host() as host:
             real = host.service.codes()[1]
             for _ in range(20):
                 with pytest.raises(Impossible) as caught:
                     await join(forged(real))
-            assert caught.value.what == "the host does not know this join code"
-            assert host.events == ["refused a wrong join code from 127.0.0.1"]
+            assert str(caught.value) == snapshot
+            assert host.events == snapshot  # once
             assert host.arrivals.empty()
             assert host.service.codes()[1] == real
             await proves_open(host)
@@ -75,7 +77,9 @@ def test_a_wrong_token_is_refused_and_told_at_a_bounded_rate() -> None:
     asyncio.run(story())
 
 
-def test_a_token_works_once_and_who_used_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_works_once_and_who_used_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     async def story() -> None:
         monkeypatch.setattr("platform.node", lambda: "gpu-b")
         async with open_host(count=2) as host:
@@ -83,9 +87,8 @@ def test_a_token_works_once_and_who_used_it_is_named(monkeypatch: pytest.MonkeyP
             machine = await join(code)
             with pytest.raises(Impossible) as caught:
                 await join(code)
-            assert caught.value.what == "this join code was used before"
-            assert caught.value.why.startswith("this code has been used by gpu-b (127.0.0.1) at ")
-            assert caught.value.fix == "use a code that muster host shows as still waiting"
+            assert " gpu-b (127.0.0.1) " in caught.value.why
+            assert re.sub(r"\d+:\d+:\d+", "TIME", str(caught.value)) == snapshot
             _, channel = await host.arrivals.get()
             await channel.send(wire.Alive())  # whoever was first is unharmed
             assert await machine.receive() == wire.Alive()
@@ -102,7 +105,7 @@ def test_of_two_machines_with_one_code_exactly_one_wins() -> None:
             outcomes = await asyncio.gather(*(join(code) for _ in range(8)), return_exceptions=True)
             (winner,) = [one for one in outcomes if not isinstance(one, BaseException)]
             assert all(
-                isinstance(one, Impossible) and one.what == "this join code was used before"
+                isinstance(one, Impossible) and "used before" in one.what
                 for one in outcomes
                 if one is not winner
             )
@@ -114,7 +117,7 @@ def test_of_two_machines_with_one_code_exactly_one_wins() -> None:
     asyncio.run(story())
 
 
-def test_a_man_in_the_middle_hears_nothing() -> None:
+def test_a_man_in_the_middle_hears_nothing(snapshot: SnapshotAssertion) -> None:
     async def story() -> None:
         async with open_host() as host:
             real = host.service.codes()[1]
@@ -138,8 +141,8 @@ def test_a_man_in_the_middle_hears_nothing() -> None:
             with pytest.raises(MusterError) as caught:
                 await join(dataclasses.replace(real, port=port))
             server.close()
-            assert caught.value.what == f"someone else than the host answers at 127.0.0.1:{port}"
-            assert "nothing was sent" in caught.value.why
+            assert f"127.0.0.1:{port}" in caught.value.what
+            assert str(caught.value).replace(str(port), "PORT") == snapshot
             assert bytes(heard) == b""
             assert host.service.codes()[1] == real
             await proves_open(host)
@@ -189,15 +192,13 @@ def test_garbage_closes_the_connection(
     asyncio.run(story())
 
 
-def test_a_plain_join_message_without_tls_is_not_even_read() -> None:
+def test_a_plain_join_message_without_tls_is_not_even_read(snapshot: SnapshotAssertion) -> None:
     async def story() -> None:
         async with open_host() as host:
             async with raw_connection(host, tls=False) as (reader, writer):
                 writer.write(join_message(host.service.codes()[1]))
                 await is_closed_on(reader)
-            assert host.events == [
-                "refused a connection that does not speak TLS 1.3 from 127.0.0.1"
-            ]
+            assert host.events == snapshot
             await proves_open(host)
 
     asyncio.run(story())
@@ -273,7 +274,9 @@ def test_those_who_wait_are_let_go_when_the_host_closes() -> None:
     asyncio.run(story())
 
 
-def test_who_is_slow_is_cut_off_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_slow_is_cut_off_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     monkeypatch.setattr(reception, "JOIN_S", 1.5)
 
     async def story() -> None:
@@ -288,7 +291,7 @@ def test_who_is_slow_is_cut_off_and_holds_nobody_up(monkeypatch: pytest.MonkeyPa
                         break
                 await closed
                 assert time.monotonic() - began_s < 4 + BUSY_S
-            assert host.events == ["refused a connection that said nothing in time from 127.0.0.1"]
+            assert host.events == snapshot
             await proves_open(host)
 
     asyncio.run(story())
@@ -356,7 +359,7 @@ def test_a_joined_machine_that_takes_nothing_holds_up_nobody_and_is_let_go(
                     assert await machine.receive() == wire.Alive()
                 await asyncio.wait_for(sending, GIVE_UP_S)
             assert await deaf.receive() is None
-            assert "took nothing of what was sent for 0.5 s" in deaf.why_closed()
+            assert "0.5 s" in deaf.why_closed()
             await machine.close()
 
     asyncio.run(story())

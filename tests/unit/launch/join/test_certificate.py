@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.join import certificate
@@ -48,7 +49,9 @@ def test_only_the_certificate_with_the_fingerprint_is_known() -> None:
     assert not certificate.is_known(None, certificate.fingerprint_of(der))
 
 
-def test_without_cryptography_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cryptography_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -59,7 +62,5 @@ def test_without_cryptography_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(Impossible) as caught:
         certificate.make()
-    assert caught.value.what == (
-        "machines cannot join: the package cryptography is not installed here"
-    )
+    assert caught.value.what == snapshot
     assert caught.value.fix == "pip install 'torchmuster[join]'"

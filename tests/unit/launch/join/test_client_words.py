@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
+from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.join import attempts, certificate, client, discovery, handshake
 from torchmuster.launch.join.code import Code
@@ -59,37 +61,28 @@ class LastEvents(list[str]):
 
 
 def test_nobody_there_is_said_at_once_and_ends_in_the_reason(
-    closed_port: int, clock: list[float]
+    closed_port: int, clock: list[float], snapshot: SnapshotAssertion
 ) -> None:
     port, events = closed_port, LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(port, LOOPBACK), events=events, patience_s=0.5))
-    assert events == [
-        f"the host is not reachable yet (127.0.0.1:{port}: connection refused); "
-        "trying for another 0 s"
-    ]
-    assert str(caught.value) == (
-        "the host was not reached in 0.5 s\n"
-        f"127.0.0.1:{port}: connection refused\n"
-        "the machine is there but nobody listens: has the host ended, or its port changed?\n"
-        "start muster host again and use the new code"
-    )
+    (event,) = events
+    assert event.replace(str(port), "PORT") == snapshot
+    assert f"127.0.0.1:{port}: " in caught.value.why
+    assert str(caught.value).replace(str(port), "PORT") == snapshot
 
 
-def test_no_answer_names_the_firewall_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_names_the_firewall_command(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     async def never(target: attempts.Target) -> socket.socket:
         raise TimeoutError
 
     monkeypatch.setattr(attempts, "_connected", never)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(29400, "10.0.0.1", "fd00::1"), patience_s=0.1))
-    assert str(caught.value) == (
-        "the host was not reached in 0.1 s\n"
-        "10.0.0.1:29400: no answer within 3 s\n"
-        "[fd00::1]:29400: no answer within 3 s\n"
-        "a firewall is in between, or the networks are not connected, or the host is off\n"
-        "on the host:\nsudo ufw allow 29400/tcp"
-    )
+    assert caught.value.fix.endswith("\nsudo ufw allow 29400/tcp")
+    assert str(caught.value) == snapshot
 
 
 def test_an_address_that_never_answers_is_given_up_in_time(
@@ -140,7 +133,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("clock")
 def test_it_is_not_silent_while_a_slow_host_takes_its_time(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(client, "TELL_EVERY_S", 0.05)
 
@@ -162,12 +155,11 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
         joining = asyncio.create_task(
             client.connect(code, on_event=told.put_nowait, open_firewall=str, discover=False)
         )
-        words = (
-            f"the host answers at 127.0.0.1:{port}, waiting to be let in; trying for another 120 s"
-        )
-        while (first := await told.get()) != words:
-            assert first == "looking for the host; trying for another 120 s"
-        assert await told.get() == words
+        answers = f" 127.0.0.1:{port}, "
+        while answers not in (first := await told.get()):
+            assert "120 s" in first
+        assert first.replace(str(port), "PORT") == snapshot
+        assert await told.get() == first
         told_twice.set()
         machine = await joining
         await machine.close()
@@ -180,7 +172,9 @@ def test_words_come_often_enough() -> None:
     assert client.TELL_EVERY_S < 10
 
 
-def test_something_that_does_not_speak_tls_is_named(clock: list[float]) -> None:
+def test_something_that_does_not_speak_tls_is_named(
+    clock: list[float], snapshot: SnapshotAssertion
+) -> None:
     async def story() -> None:
         async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             clock[0] += GIVE_UP_S
@@ -193,37 +187,28 @@ def test_something_that_does_not_speak_tls_is_named(clock: list[float]) -> None:
         with pytest.raises(MusterError) as caught:
             await join(code_for(port, LOOPBACK))
         server.close()
-        assert f"127.0.0.1:{port}: something there that does not speak TLS" in caught.value.why
-        assert "not the host that printed this code" in caught.value.why
+        assert f"127.0.0.1:{port}: " in caught.value.why
+        assert caught.value.why.replace(str(port), "PORT") == snapshot
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize(
-    ("answer", "what", "fix"),
+    ("answer", "fix"),
     [
-        (
-            sorry("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"),
-            "this join code was used before",
-            "use a code that muster host shows as still waiting",
-        ),
-        (
-            sorry("unknown-code", "this host has not given out such a code"),
-            "the host does not know this join code",
-            "use a code that muster host shows as still waiting",
-        ),
+        (sorry("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"), "muster host"),
+        (sorry("unknown-code", "this host has not given out such a code"), "muster host"),
         (
             Sorry(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
-            "the host has torchmuster 9.1�, this machine has ",
-            "pip install torchmuster==9.1�  # then use the same code again",
+            "pip install torchmuster==9.1� ",
         ),
     ],
     ids=["used", "unknown", "protocol"],
 )
-def test_each_refusal_says_what_to_do(answer: Sorry, what: str, fix: str) -> None:
+def test_each_refusal_says_what_to_do(answer: Sorry, fix: str, snapshot: SnapshotAssertion) -> None:
     error = client._not_let_in(answer)
-    assert error.what.startswith(what)
-    assert error.fix == fix
+    assert fix in error.fix
+    assert str(error).replace(__version__, "VERSION") == snapshot
 
 
 def test_a_short_code_needs_the_search() -> None:
@@ -232,7 +217,7 @@ def test_a_short_code_needs_the_search() -> None:
 
 
 def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], snapshot: SnapshotAssertion
 ) -> None:
     async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
         return None
@@ -241,5 +226,5 @@ def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
     events = LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))
-    assert events[0].startswith("the host is not found on the local network yet")
-    assert "multicast is blocked (UDP 5353)" in caught.value.why
+    assert "UDP 5353" in caught.value.why
+    assert events[0] == snapshot

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.join import code as codes
@@ -93,14 +94,11 @@ def test_no_text_is_worse_than_a_refusal(text: str) -> None:
         codes.decode(text)
 
 
-def test_a_letter_that_no_code_has_is_named() -> None:
+def test_a_letter_that_no_code_has_is_named(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as caught:
         codes.decode(codes.encode(EXAMPLE)[:-1] + "$")
-    assert str(caught.value) == (
-        "this join code has a typing mistake\n"
-        "'$' does not occur in join codes; nothing was sent\n"
-        "copy the whole code that muster host printed, and paste it"
-    )
+    assert caught.value.why.startswith("'$' ")
+    assert str(caught.value) == snapshot
 
 
 def test_no_code_at_all_says_what_to_paste() -> None:
@@ -112,7 +110,7 @@ def test_a_code_of_a_newer_version_is_named_as_such(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codes, "VERSION", 2)
     newer = codes.encode(EXAMPLE)
     monkeypatch.undo()
-    with pytest.raises(Impossible, match="version 2, and this torchmuster knows version 1"):
+    with pytest.raises(Impossible, match=r"version 2, .* version 1"):
         codes.decode(newer)
 
 

@@ -50,7 +50,7 @@ def test_messages_go_both_ways_once_a_machine_has_joined() -> None:
             assert await machine.receive() == START
             await channel.close()
             assert await machine.receive() is None
-            assert machine.why_closed() == "the other side closed the connection"
+            assert "closed the connection" in machine.why_closed()
             await machine.send(wire.Alive())  # nothing happens
             await machine.close()
 
@@ -86,15 +86,30 @@ def test_a_machine_lost_before_the_start_loses_its_place_and_a_new_code_is_given
             _, channel = await host.arrivals.get()
             await machine.close()
             assert await channel.receive() is None
-            assert "the other side closed the connection" in channel.why_closed()
+            assert "closed the connection" in channel.why_closed()
             place, second_code = await host.new_codes.get()
             assert place == 1
             assert second_code == host.service.codes()[1]
             assert second_code.token != first_code.token
-            assert re.match(r"the connection broke \d+ s ago", host.service.waiting_for(1))
+            assert re.search(r"connection broke \d+ s", host.service.waiting_for(1))
             with pytest.raises(Impossible, match="used before"):
                 await join(first_code)
             await proves_open(host)
+
+    asyncio.run(story())
+
+
+def test_machine_that_was_sent_away_gets_no_new_code() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            machine = await join(host.service.codes()[1])
+            _, channel = await host.arrivals.get()
+            await channel.send(wire.Leave(exit_code=1, words="the run has ended"))
+            assert isinstance(await machine.receive(), wire.Leave)
+            await machine.close()
+            assert await channel.receive() is None
+            assert host.service.codes() == {}
+            assert host.new_codes.empty()
 
     asyncio.run(story())
 
@@ -150,7 +165,7 @@ def test_places_may_begin_with_the_first_machine() -> None:
             assert list(host.service.codes()) == [0, 1]
             assert host.service.places == ("machine 1", "machine 2")
             assert host.service.gave_up(0) is None
-            assert re.fullmatch(r"its code is not used yet, \d+ s", host.service.waiting_for(0))
+            assert re.search(r" code .*, \d+ s$", host.service.waiting_for(0))
 
     asyncio.run(story())
 
@@ -211,7 +226,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_an_address_that_is_not_of_this_machine_is_named() -> None:
-    with pytest.raises(Impossible, match=r"192\.0\.2\.77 is not an address of this machine"):
+    with pytest.raises(Impossible, match=r"192\.0\.2\.77"):
         entrance.listen(["127.0.0.1", "192.0.2.77"], None)
     with pytest.raises(Impossible, match="'gpu-a' is not an address"):
         entrance.listen(["gpu-a"], None)

@@ -3,6 +3,7 @@
 import resource
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.join.open_files import make_room_for
@@ -36,12 +37,10 @@ def test_many_machines_raise_the_limit_and_the_line_takes_what_is_left(
 
 
 def test_too_many_machines_are_refused_with_the_command_that_helps(
-    limits: list[int],
+    limits: list[int], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
         make_room_for(10_000, wanted=0)
-    assert caught.value.what == (
-        "10000 open files for connections do not fit: this user may have 4096"
-    )
+    assert caught.value.what == snapshot
     assert caught.value.fix.startswith("sudo prlimit --pid $$ --nofile=10256")
     assert limits == [1024, 4096]

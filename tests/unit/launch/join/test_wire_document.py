@@ -6,10 +6,9 @@ from unit.launch.join import wire_tables
 
 
 def test_every_message_is_in_the_page_as_it_is_in_the_code() -> None:
+    """To write the tables anew: PYTHONPATH=tests python tests/unit/launch/join/wire_tables.py."""
     written = wire_tables.in_page(wire_tables.PAGE.read_text(encoding="utf-8"))
-    assert written == wire_tables.tables(), (
-        "write the tables anew: PYTHONPATH=tests python tests/unit/launch/join/wire_tables.py"
-    )
+    assert written == wire_tables.tables()
 
 
 def test_every_kind_of_message_is_in_a_table() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from torchmuster.launch import wire
 from torchmuster.launch.join import handshake
+from torchmuster.launch.keeper import join_policy
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
 
@@ -85,6 +86,12 @@ def tables() -> dict[str, str]:
     rows = ["| record | meaning | fields |", "|---|---|---|"]
     rows += [f"| {name} | {meaning(one)} | {fields(one)} |" for name, one in inner.items()]
     made["records"] = "\n".join(rows)
+    groups: dict[str, list[str]] = {}
+    for name in sorted(join_policy.VARIABLES):
+        groups.setdefault(name.partition("_")[0], []).append(f"`{name}`")
+    rows = ["| of | variables |", "|---|---|"]
+    rows += [f"| {group} | {', '.join(names)} |" for group, names in groups.items()]
+    made["variables"] = "\n".join(rows)
     return made
 
 

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces
@@ -139,64 +140,38 @@ def findings(
     return interfaces.socket_findings(environment, SERVER, alone=alone, gpus=gpus)
 
 
-def test_gloo_with_an_interface_that_is_not_there() -> None:
+def test_gloo_with_an_interface_that_is_not_there(snapshot: SnapshotAssertion) -> None:
     (finding,) = findings(gloo="ens5")
-    assert finding.status is Status.FAILURE
-    assert finding.what == "GLOO_SOCKET_IFNAME=ens5 cannot work on this machine"
-    assert finding.why == (
-        "ens5 is not there; gloo would end with “Unable to find address for: ens5”"
-    )
-    assert finding.fix == (
-        "unset GLOO_SOCKET_IFNAME  # then the interface that reaches the other machines is taken\n"
-        "export GLOO_SOCKET_IFNAME=eth0  # or choose one yourself"
-    )
-    assert finding.evidence == (
-        "interfaces here: lo (127.0.0.1, ::1), docker0 (172.17.0.1), wg0 (10.9.0.5), "
-        "eth0 (10.0.0.5, fd00::5, fe80::5), eth1 (192.168.7.5; down)"
-    )
+    assert (finding.name, finding.status) == ("socket-interface", Status.FAILURE)
+    assert finding.what.startswith("GLOO_SOCKET_IFNAME=ens5 ")
+    assert "export GLOO_SOCKET_IFNAME=eth0 " in finding.fix
+    assert finding.as_json() == snapshot
 
 
-def test_gloo_with_nccls_way_of_writing() -> None:
+def test_gloo_with_nccls_way_of_writing(snapshot: SnapshotAssertion) -> None:
     (finding,) = findings(gloo="^lo", alone=True)
-    assert finding.why == (
-        "^ is NCCL's way of writing; gloo takes the plain names of interfaces and would look for "
-        "one that is called '^lo'"
-    )
+    assert finding.name == "socket-interface"
+    assert finding.why == snapshot
 
 
-@pytest.mark.parametrize(
-    ("gloo", "why"),
-    [
-        ("lo", "lo is loopback: through it this machine reaches nobody but itself"),
-        ("eth0,docker0", "docker0 is the bridge to the containers or virtual machines on this"),
-        ("eth1", "eth1 is down"),
-        ("eth", "eth is not there"),
-    ],
-)
-def test_gloo_with_an_interface_that_leads_nowhere(gloo: str, why: str) -> None:
+@pytest.mark.parametrize("gloo", ["lo", "eth0,docker0", "eth1", "eth"])
+def test_gloo_with_an_interface_that_leads_nowhere(gloo: str, snapshot: SnapshotAssertion) -> None:
     (finding,) = findings(gloo=gloo)
-    assert finding.why.startswith(why)
+    assert (finding.name, finding.status) == ("socket-interface", Status.FAILURE)
+    assert finding.what.startswith(f"GLOO_SOCKET_IFNAME={gloo} ")
+    assert finding.why == snapshot
 
 
 def test_loopback_is_right_where_no_other_machine_takes_part() -> None:
     assert findings(gloo="lo", nccl="lo", alone=True) == []
 
 
-@pytest.mark.parametrize(
-    ("nccl", "why"),
-    [
-        ("=eth", "no interface matches it; NCCL would end with “no socket interface found”"),
-        ("ens", "no interface matches it; NCCL would end with “no socket interface found”"),
-        ("^lo,docker,wg,eth", "no interface matches it"),
-        ("=lo", "lo is loopback"),
-        ("^docker0", "lo is loopback"),
-        ("docker", "docker0 is the bridge"),
-    ],
-)
-def test_nccl_with_an_interface_that_leads_nowhere(nccl: str, why: str) -> None:
+@pytest.mark.parametrize("nccl", ["=eth", "ens", "^lo,docker,wg,eth", "=lo", "^docker0", "docker"])
+def test_nccl_with_an_interface_that_leads_nowhere(nccl: str, snapshot: SnapshotAssertion) -> None:
     (finding,) = findings(nccl=nccl)
-    assert finding.what == f"NCCL_SOCKET_IFNAME={nccl} cannot work on this machine"
-    assert finding.why.startswith(why)
+    assert finding.name == "socket-interface"
+    assert finding.what.startswith(f"NCCL_SOCKET_IFNAME={nccl} ")
+    assert finding.why == snapshot
     assert "export NCCL_SOCKET_IFNAME==eth0" in finding.fix
 
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -253,12 +254,14 @@ def close(port: listening.OpenPort) -> None:
     asyncio.run(port.close())
 
 
-def test_the_usual_port_is_taken_if_it_is_free(usual_ports: int) -> None:
+def test_the_usual_port_is_taken_if_it_is_free(
+    usual_ports: int, snapshot: SnapshotAssertion
+) -> None:
     decision = listening.open_port(None, interfaces=MACHINE)
     number = decision.value.port
     close(decision.value)
     assert number == usual_ports
-    assert decision.reason == f"port {usual_ports}: the usual one, and it is free"
+    assert decision.reason.replace(str(number), "PORT") == snapshot
 
 
 def test_the_next_free_port_is_taken_and_the_holder_of_the_usual_one_is_named(
@@ -270,9 +273,8 @@ def test_the_next_free_port_is_taken_and_the_holder_of_the_usual_one_is_named(
         number = decision.value.port
         close(decision.value)
     assert number == usual_ports + 1
-    assert decision.reason.startswith(
-        f"port {number}: the next free one, for {usual_ports} is held by "
-    )
+    assert decision.reason.startswith(f"port {number}: ")
+    assert f" {usual_ports} " in decision.reason
     assert f"(pid {os.getpid()}, user " in decision.reason
 
 
@@ -290,7 +292,9 @@ def test_two_jobs_at_once_get_different_ports(usual_ports: int) -> None:
     assert asyncio.run(run()) == (usual_ports, usual_ports + 1)
 
 
-def test_any_port_is_taken_if_all_usual_ones_are_held(usual_ports: int) -> None:
+def test_any_port_is_taken_if_all_usual_ones_are_held(
+    usual_ports: int, snapshot: SnapshotAssertion
+) -> None:
     with contextlib.ExitStack() as held:
         for port in range(usual_ports, usual_ports + 3):
             held.enter_context(socket.create_server(("127.0.0.4", port)))
@@ -298,32 +302,30 @@ def test_any_port_is_taken_if_all_usual_ones_are_held(usual_ports: int) -> None:
     number = decision.value.port
     close(decision.value)
     assert number not in range(usual_ports, usual_ports + 3)
-    assert decision.reason == (
-        f"port {number}: any, for {usual_ports} to {usual_ports + 2} are all taken"
-    )
+    told = decision.reason.replace(str(number), "PORT").replace(str(usual_ports), "USUAL")
+    assert told.replace(str(usual_ports + 2), "LAST") == snapshot
 
 
-def test_a_port_that_was_asked_for(usual_ports: int) -> None:
+def test_a_port_that_was_asked_for(usual_ports: int, snapshot: SnapshotAssertion) -> None:
     decision = listening.open_port(usual_ports, interfaces=MACHINE)
     number = decision.value.port
     close(decision.value)
     assert number == usual_ports
-    assert decision.reason == f"port {usual_ports}: it was asked for"
+    assert decision.reason.replace(str(number), "PORT") == snapshot
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_port_that_was_asked_for_and_is_taken_is_refused_with_its_holder(alone: bool) -> None:
+def test_a_port_that_was_asked_for_and_is_taken_is_refused_with_its_holder(
+    alone: bool, snapshot: SnapshotAssertion
+) -> None:
     with socket.create_server(("0.0.0.0", 0)) as sock:
         port = sock.getsockname()[1]
         ask = listening.open_loopback if alone else listening.open_port
         with pytest.raises(Impossible) as refusal:
             ask(port)
-    assert refusal.value.what == f"port {port} is asked for, but it is taken"
-    assert refusal.value.why.startswith("it is held by ")
+    assert refusal.value.what.replace(str(port), "PORT") == snapshot
     assert f"(pid {os.getpid()}, " in refusal.value.why
-    assert refusal.value.fix == (
-        "give no port, which takes the next that is free, or end that program"
-    )
+    assert refusal.value.fix == snapshot
 
 
 @pytest.mark.parametrize("port", [-1, 65_536])
@@ -332,14 +334,12 @@ def test_a_number_that_is_no_port(port: int) -> None:
         listening.open_port(port, interfaces=MACHINE)
 
 
-def test_only_the_given_address() -> None:
+def test_only_the_given_address(snapshot: SnapshotAssertion) -> None:
     decision = listening.open_port(0, "127.0.0.9", interfaces=MACHINE)
     addresses, number = decision.value.addresses, decision.value.port
     close(decision.value)
     assert addresses == (wire.Address(address="127.0.0.9", interface="lo"),)
-    assert decision.reason == (
-        f"port {number}: any free one was asked for; only at 127.0.0.9, which was asked for"
-    )
+    assert decision.reason.replace(str(number), "PORT") == snapshot
 
 
 def test_an_address_may_be_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,28 +358,17 @@ def test_an_interface_may_be_given() -> None:
     assert addresses == (wire.Address(address="127.0.0.3", interface="eth3"),)
 
 
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("lo", "it is an interface that others cannot reach"),
-        ("10.0.0.77", "it is no address of {host}"),
-        ("head", "it stands for 10.0.0.77, which is no address of {host}"),
-        ("nobody", "the name is not known here"),
-    ],
-)
+@pytest.mark.parametrize("address", ["lo", "10.0.0.77", "head", "nobody"])
 def test_an_address_that_is_not_here_is_refused(
-    monkeypatch: pytest.MonkeyPatch, address: str, why: str
+    monkeypatch: pytest.MonkeyPatch, address: str, snapshot: SnapshotAssertion
 ) -> None:
     known = {"head": ["10.0.0.77"]}
     monkeypatch.setattr(interfaces, "resolve", lambda name: known.get(name, []))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     with pytest.raises(Impossible) as refusal:
         listening.open_port(0, address, interfaces=MACHINE)
-    own = "127.0.0.2 (eth2), 127.0.0.3 (eth3), 127.0.0.4 (eth4)"
-    assert refusal.value.what == f"cannot listen at {address}"
-    assert refusal.value.why == f"{why.format(host=socket.gethostname())}; it has {own}"
-    assert refusal.value.fix == (
-        "give one of these, or none: then the one is taken that all other machines reach"
-    )
+    assert "127.0.0.2 (eth2), 127.0.0.3 (eth3), 127.0.0.4 (eth4)" in refusal.value.why
+    assert str(refusal.value) == snapshot
 
 
 def test_an_address_that_has_gone_meanwhile_is_done_without(
@@ -402,7 +391,7 @@ def test_no_address_at_all_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refusal.value.why == os.strerror(errno.EADDRNOTAVAIL)
 
 
-def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     def forbid(address: str, port: int) -> socket.socket:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -410,11 +399,11 @@ def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     for ask in (listening.open_loopback, listening.open_port):
         with pytest.raises(Impossible) as refusal:
             ask(80)
-        assert refusal.value.why == "Permission denied; ports below 1024 belong to root"
+        assert refusal.value.why == snapshot
 
 
 def test_a_machine_without_any_network_listens_on_loopback(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     none: Sequence[wire.Address] = []
     monkeypatch.setattr(interfaces, "candidates", lambda known=None: none)
@@ -422,7 +411,7 @@ def test_a_machine_without_any_network_listens_on_loopback(
     addresses = decision.value.addresses
     close(decision.value)
     assert [one.address for one in addresses] == ["127.0.0.1"]
-    assert decision.reason.endswith("; only at 127.0.0.1, for this machine has no other address")
+    assert decision.reason.partition("; ")[2] == snapshot
 
 
 @pytest.mark.parametrize("port", [None, 0])

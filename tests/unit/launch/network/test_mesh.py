@@ -1,4 +1,5 @@
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.network import mesh
@@ -22,28 +23,18 @@ def test_all_reach_each_other() -> None:
     assert check(call(A, B), call(B, A), both_ways=True) == ""
 
 
-def test_the_direction_that_gloo_needs() -> None:
+def test_the_direction_that_gloo_needs(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refusal:
         check(call(A, B), call(B, A, "refused"))
-    assert refusal.value.what == "b does not reach a at the ports at which ranks talk"
-    assert refusal.value.why == (
-        "b to a (10.0.0.2, at port 40000 to try it): refused: a firewall rejects it, or the address "
-        "leads to another machine\n"
-        "ranks connect at ports that the system gives out; port 29400 is not enough"
-    )
-    assert refusal.value.fix.splitlines()[:2] == [
-        "let b in at a:",
-        "sudo ufw allow from 10.0.0.10/32 to any port 32768:60999 proto tcp  # Ubuntu",
-    ]
+    assert "ufw allow from 10.0.0.10/32 " in refusal.value.fix
+    assert str(refusal.value) == snapshot
 
 
-def test_the_direction_that_only_nccl_needs() -> None:
-    assert check(call(A, B, "timeout"), call(B, A)) == (
-        "a does not reach b at the ports at which ranks talk; "
-        "gloo does not need that direction, NCCL would"
-    )
-    with pytest.raises(Impossible, match="a does not reach b at the ports"):
+def test_the_direction_that_only_nccl_needs(snapshot: SnapshotAssertion) -> None:
+    assert check(call(A, B, "timeout"), call(B, A)) == snapshot
+    with pytest.raises(Impossible) as refusal:
         check(call(A, B, "timeout"), call(B, A), both_ways=True)
+    assert refusal.value.what == snapshot
 
 
 def test_addresses_are_compared_as_numbers_as_gloo_does() -> None:
@@ -63,7 +54,7 @@ def test_of_many_only_a_few_are_told() -> None:
     lines = refusal.value.why.splitlines()
     assert len(lines) == 6
     assert lines[-2] == "and 5 more"
-    assert refusal.value.fix.count("let b in at a:") == 4
+    assert refusal.value.fix.count("sudo ufw allow ") == 4
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 10, 1000])

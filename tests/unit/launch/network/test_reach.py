@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -207,44 +208,33 @@ def refusal(
     return caught.value
 
 
-def test_the_first_address_that_all_reach_is_chosen() -> None:
+def test_the_first_address_that_all_reach_is_chosen(snapshot: SnapshotAssertion) -> None:
     by_node = [
         ("b", reached(eth0="timeout", eth1="", docker0="impostor")),
         ("c", reached(eth0="", eth1="", docker0="impostor")),
     ]
     decision = reach.choose_address("a", "linux", heard(ETH0, ETH1, DOCKER), by_node)
     assert decision.value == "192.168.7.5"
-    assert decision.reason == (
-        "192.168.7.5 (eth1 of a): all 2 other machines reach it; 10.0.0.5 was passed over "
-        "(b: no answer in 5 s: a firewall drops it or the link is down)"
-    )
+    assert decision.reason == snapshot
 
 
-def test_the_choice_with_one_other_machine_and_with_none() -> None:
+def test_the_choice_with_one_other_machine_and_with_none(snapshot: SnapshotAssertion) -> None:
     one = reach.choose_address("a", "linux", heard(ETH0, ETH1), [("b", reached(eth0="", eth1=""))])
-    assert one.reason == "10.0.0.5 (eth0 of a): b reaches it"
+    assert (one.value, one.reason) == snapshot
     none = reach.choose_address("a", "linux", heard(ETH0), [])
-    assert none.reason == "10.0.0.5 (eth0 of a): no other machine takes part"
+    assert (none.value, none.reason) == snapshot
 
 
-def test_a_machine_that_reaches_nothing_is_named_with_the_cause_and_the_command() -> None:
+def test_a_machine_that_reaches_nothing_is_named_with_the_cause_and_the_command(
+    snapshot: SnapshotAssertion,
+) -> None:
     by_node = {
         "b": reached(eth0="timeout", docker0="impostor"),
         "c": reached(eth0="", docker0="impostor"),
     }
     error = refusal([ETH0, DOCKER], by_node)
-    assert error.what == "b does not reach a at port 29400"
-    assert error.why.splitlines() == [
-        "10.0.0.5 (eth0): b: no answer in 5 s: a firewall drops it or the link is down",
-        "172.17.0.1 (docker0): b and c: it leads somewhere else: the same address is in use there "
-        "too (docker0, a bridge, a copied virtual machine)",
-    ]
-    assert error.fix.splitlines() == [
-        "let them in at a:",
-        *firewall.open_command("linux", 29400).splitlines(),
-        "the ranks also talk to each other at ports that the system gives out: each machine has "
-        "to let the others in at these too",
-    ]
+    assert firewall.open_command("linux", 29400) in error.fix
+    assert str(error) == snapshot
 
 
 def test_the_command_is_for_the_system_of_the_first_machine() -> None:
@@ -252,30 +242,26 @@ def test_the_command_is_for_the_system_of_the_first_machine() -> None:
     assert "New-NetFirewallRule" in error.fix
 
 
-@pytest.mark.parametrize(
-    ("problem", "why"),
-    [
-        ("refused", "refused: a firewall rejects it, or the address leads to another machine"),
-        ("unreachable", "unreachable: a firewall or a router on the way says no"),
-    ],
-)
-def test_a_rejecting_firewall_is_opened_too(problem: str, why: str) -> None:
+@pytest.mark.parametrize("problem", ["refused", "unreachable"])
+def test_a_rejecting_firewall_is_opened_too(problem: str, snapshot: SnapshotAssertion) -> None:
     error = refusal([ETH0], {"b": reached(eth0=problem)})
-    assert error.why == f"10.0.0.5 (eth0): b: {why}"
+    assert error.why == snapshot
     assert "sudo ufw allow 29400/tcp" in error.fix
 
 
-def test_where_no_firewall_is_the_cause_no_command_is_given() -> None:
+def test_where_no_firewall_is_the_cause_no_command_is_given(snapshot: SnapshotAssertion) -> None:
     error = refusal([ETH0], {"b": reached(eth0="no-route")})
-    assert error.why == "10.0.0.5 (eth0): b: no route: the machine is not connected to this network"
-    assert error.fix == "give an address of a that all of them reach: --address"
+    assert "sudo" not in error.fix
+    assert (error.why, error.fix) == snapshot
 
 
-def test_machines_that_reach_different_addresses_have_none_in_common() -> None:
+def test_machines_that_reach_different_addresses_have_none_in_common(
+    snapshot: SnapshotAssertion,
+) -> None:
     by_node = {"b": reached(eth0="", eth1="no-route"), "c": reached(eth0="timeout", eth1="")}
     error = refusal([ETH0, ETH1], by_node)
-    assert error.what == "no address of a is reached by all of b and c"
-    assert error.fix.endswith("give an address of a that all of them reach: --address")
+    assert error.what == snapshot
+    assert "--address" in error.fix
 
 
 def test_of_two_machines_with_one_name_both_have_to_reach_the_address() -> None:
@@ -288,10 +274,10 @@ def test_an_address_that_a_machine_did_not_try_is_not_chosen() -> None:
     assert error.why == "192.168.7.5 (eth1): b: was not tried"
 
 
-def test_ten_thousand_machines_are_told_briefly_and_quickly() -> None:
+def test_ten_thousand_machines_are_told_briefly_and_quickly(snapshot: SnapshotAssertion) -> None:
     by_node = {f"n{number}": reached(eth0="timeout", eth1="refused") for number in range(10_000)}
     error = refusal([ETH0, ETH1], by_node)
-    assert error.what == "n0, n1, n2 and 9,997 others do not reach a at port 29400"
+    assert error.what == snapshot
     assert len(str(error)) < 700
 
 
@@ -326,36 +312,13 @@ def test_a_machine_that_listens_where_others_can_reach_it() -> None:
     reach.check_not_loopback("a", heard(LOOPBACK, ETH0), None, [ETH0])
 
 
-@pytest.mark.parametrize(
-    ("asked", "others", "what", "why"),
-    [
-        (
-            "127.0.1.1",
-            [ETH0],
-            "the other machines cannot reach a at 127.0.1.1",
-            "this leads every machine to itself; a has 10.0.0.5 (eth0)",
-        ),
-        (
-            "myself",
-            [],
-            "the other machines cannot reach a at myself",
-            "on a this stands for 127.0.1.1, which leads every machine to itself; "
-            "a has no other address",
-        ),
-        (
-            None,
-            [],
-            "a has no address at which others could reach it",
-            "it has loopback only: its other interfaces are down or have no address",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("asked", "others"), [("127.0.1.1", [ETH0]), ("myself", []), (None, [])])
 def test_a_machine_that_listens_only_for_itself(
-    asked: str | None, others: list[wire.Address], what: str, why: str
+    asked: str | None, others: list[wire.Address], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
         reach.check_not_loopback("a", heard(LOOPBACK), asked, others)
-    assert (caught.value.what, caught.value.why) == (what, why)
+    assert (caught.value.what, caught.value.why) == snapshot
 
 
 def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
@@ -363,13 +326,13 @@ def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
     reach.check_service("etcd", target, [("b", reached(eth0="impostor")), ("c", reached(eth0=""))])
 
 
-def test_a_service_that_does_not_answer() -> None:
+def test_a_service_that_does_not_answer(snapshot: SnapshotAssertion) -> None:
     target = wire.Target(address=ETH0.address, port=29400)
     by_node = [("b", reached(eth0="impostor")), ("c", reached(eth0="no-name"))]
     with pytest.raises(Impossible) as caught:
         reach.check_service("etcd", target, by_node)
-    assert caught.value.what == "c does not reach etcd at 10.0.0.5:29400"
-    assert caught.value.why == "c: the name is not known there"
+    assert (caught.value.what, caught.value.why) == snapshot
+    assert "10.0.0.5:29400" in caught.value.what
 
 
 def test_a_name_that_cannot_be_resolved() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import wire
@@ -93,7 +94,7 @@ def test_the_keepers_are_started_with_this_python() -> None:
 
 
 def test_without_srun_every_place_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -107,5 +108,5 @@ def test_without_srun_every_place_is_given_up(
 
     trouble = asyncio.run(scene())
     assert trouble is not None
-    assert trouble.what == "srun could not start the keeper on n2"
-    assert trouble.why == "srun: No such file or directory"
+    assert trouble.name == "srun-failed"
+    assert (trouble.what, trouble.why) == snapshot

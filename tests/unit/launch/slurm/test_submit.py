@@ -1,8 +1,10 @@
 """Submitting where Slurm is not, or does not answer."""
 
+import re
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible, NotNow
 from torchmuster.launch.slurm.submit import cancel, submit
@@ -23,11 +25,12 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_without_sbatch_the_way_out_is_told(only_here: Path, tmp_path: Path) -> None:
+def test_without_sbatch_the_way_out_is_told(
+    only_here: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(Impossible) as caught:
         submit("#!/bin/sh\n", run_root=tmp_path / "runs")
-    assert caught.value.what == "Slurm's sbatch is not on this machine"
-    assert "login node" in caught.value.fix
+    assert str(caught.value) == snapshot
 
 
 def test_a_controller_that_does_not_answer_can_be_tried_again(
@@ -44,12 +47,14 @@ def test_a_controller_that_does_not_answer_can_be_tried_again(
         cancel("7")
 
 
-def test_a_site_filter_that_refuses_is_quoted(only_here: Path, tmp_path: Path) -> None:
+def test_a_site_filter_that_refuses_is_quoted(
+    only_here: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     client(only_here, "sbatch", "echo 'sbatch: error: Ask Bob first' >&2; exit 1")
     with pytest.raises(Impossible) as caught:
         submit("#!/bin/sh\n", run_root=tmp_path / "runs")
-    assert caught.value.what == "Slurm did not take the job: Ask Bob first"
-    assert caught.value.fix == "sbatch's own words are above"
+    assert caught.value.what.endswith(": Ask Bob first")
+    assert str(caught.value) == snapshot
 
 
 def test_the_number_is_the_first_word_and_the_log_has_its_folder(
@@ -62,5 +67,5 @@ def test_the_number_is_the_first_word_and_the_log_has_its_folder(
 
 def test_a_folder_that_cannot_be_made_is_told_before(only_here: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Impossible, match=r"cannot make the folder .*/file/runs for the job's log"):
+    with pytest.raises(Impossible, match=re.escape(str(tmp_path / "file" / "runs"))):
         submit("#!/bin/sh\n", run_root=tmp_path / "file" / "runs")

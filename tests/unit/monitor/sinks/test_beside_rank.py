@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from mlflow_stand_in import silent_server
 from patience import BUSY_S, GIVE_UP_S
@@ -74,7 +75,9 @@ def test_it_sends_as_lines_come_and_the_rest_at_the_end(written: WrittenRun) -> 
 
 
 @pytest.mark.usefixtures("time_enough")
-def test_it_is_killed_and_the_training_goes_on(written: WrittenRun) -> None:
+def test_it_is_killed_and_the_training_goes_on(
+    written: WrittenRun, snapshot: SnapshotAssertion
+) -> None:
     with sending(written.run.path, FILES):
         written.steps(1)
         _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
@@ -82,7 +85,7 @@ def test_it_is_killed_and_the_training_goes_on(written: WrittenRun) -> None:
         written.steps(2, 3)
     told = not_sent(written.run, FILES.sinks)
     assert [one.partition(" ")[0] for one in told] == ["tensorboard", "parquet"]
-    assert "the process that sends was ended" in told[0]
+    assert told[0].replace(str(written.run.path), "RUN") == snapshot
     assert told[0].endswith(f"muster runs export {written.run.path} --to tensorboard")
     with sending(written.run.path, FILES):  # as in the next attempt
         pass
@@ -133,7 +136,8 @@ def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
         assert time.monotonic() - began < FINISH_WITHIN_S + 3 + BUSY_S
     assert _reached(written, "mlflow") == 0
     (told,) = not_sent(written.run, wanted.sinks)
-    assert told.startswith("mlflow has not got everything (TimeoutError: no answer within 10 s")
+    assert told.startswith("mlflow ")
+    assert "TimeoutError: no answer within 10 s" in told
 
 
 def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:

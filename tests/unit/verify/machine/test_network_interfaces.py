@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, found, made_up_machine, only
 from torchmuster.finding import Status
@@ -63,13 +64,16 @@ def test_a_tunnel_says_nothing_of_speed(tmp_path: Path, monkeypatch: pytest.Monk
     all_well(INTERFACES, machine(tmp_path, monkeypatch, files, tunnel))
 
 
-def test_no_cable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     second = Interface(name="eno1", up=False, addresses=("192.168.7.5",))
     files = card("eno1", carrier=0, flags="0x1003")
     finding = only(INTERFACES, machine(tmp_path, monkeypatch, files, second))
     assert (finding.name, finding.status) == ("no-carrier", Status.NOTE)
-    assert finding.what == "eno1 (192.168.7.5) is on, but nothing is connected to it"
-    assert finding.fix.endswith("sudo ip link set eno1 down")
+    assert "eno1" in finding.what
+    assert finding.fix.endswith("ip link set eno1 down")
+    assert finding == snapshot
     off = card("eno1", carrier=0, flags="0x1002")
     all_well(INTERFACES, machine(tmp_path, monkeypatch, off, second))
 
@@ -84,18 +88,25 @@ def test_no_cable_in_the_only_interface(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("values", "seen"),
     [
-        ({"speed": 100}, "eth0 runs at 100 Mbit/s"),
-        ({"speed": 1000, "duplex": "half"}, "eth0 runs at 1000 Mbit/s, half duplex"),
+        ({"speed": 100}, "100 Mbit/s"),
+        ({"speed": 1000, "duplex": "half"}, "half duplex"),
     ],
+    ids=["speed", "duplex"],
 )
 def test_a_slow_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], what: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    seen: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     finding = only(INTERFACES, machine(tmp_path, monkeypatch, card(**values)))
-    assert (finding.name, finding.status, finding.what) == ("link-slow", Status.WARNING, what)
+    assert (finding.name, finding.status) == ("link-slow", Status.WARNING)
+    assert seen in finding.what
     assert finding.fix.startswith("sudo ethtool eth0")
+    assert finding == snapshot
 
 
 def test_a_speed_that_is_not_told_is_not_slow(
@@ -109,13 +120,19 @@ def test_a_speed_that_is_not_told_is_not_slow(
     [(5000, 10**6, True), (5000, 10**9, False), (900, 1000, False)],
 )
 def test_errors_count_only_if_many_and_frequent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int, packets: int, warns: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: int,
+    packets: int,
+    warns: bool,
+    snapshot: SnapshotAssertion,
 ) -> None:
     files = counters(rx_packets=packets, tx_packets=0, rx_errors=errors, rx_dropped=10**6)
     findings = found(INTERFACES, machine(tmp_path, monkeypatch, files))
     assert ("link-errors" in findings) == warns
     if warns:
-        assert "eth0 counted 5,000 damaged or lost packets" in findings["link-errors"].what
+        assert "5,000" in findings["link-errors"].what
+        assert findings["link-errors"] == snapshot
 
 
 @pytest.mark.parametrize(
@@ -130,20 +147,26 @@ def test_packet_sizes(
     assert f"{mtu} bytes" in finding.what
 
 
-def test_several_interfaces_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_interfaces_are_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     second = Interface(name="eth1", up=True, addresses=("10.1.0.5",))
     finding = only(INTERFACES, machine(tmp_path, monkeypatch, card("eth1"), second))
     assert (finding.name, finding.status) == ("several-interfaces", Status.NOTE)
-    assert "muster tries eth0 first" in finding.why
+    assert "eth0" in finding.why
+    assert finding == snapshot
     assert "NCCL_SOCKET_IFNAME==eth0" in finding.fix
 
 
-def test_the_same_address_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_address_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     second = Interface(name="eth1", up=True, addresses=("10.0.0.5", "fe80::5"))
-    findings = found(INTERFACES, machine(tmp_path, monkeypatch, card("eth1"), second))
-    assert findings["address-twice"].what == "eth0 and eth1 have the same address, 10.0.0.5"
-    assert findings["address-twice"].fix.startswith("ip -br address  #")
-    assert "sudo" not in findings["address-twice"].fix
+    twice = found(INTERFACES, machine(tmp_path, monkeypatch, card("eth1"), second))["address-twice"]
+    assert "10.0.0.5" in twice.what
+    assert twice.fix.startswith("ip -br address  #")
+    assert "sudo" not in twice.fix
+    assert twice == snapshot
 
 
 def test_routes(tmp_path: Path) -> None:
@@ -151,17 +174,18 @@ def test_routes(tmp_path: Path) -> None:
         "proc/net/route": HEADER + DEFAULT + LAN.format(name="eth0", metric=0),
         "proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n",
     }
-    assert all_well(ROUTES, made_up_machine(tmp_path, files)) == "the default route is by eth0"
+    assert "eth0" in all_well(ROUTES, made_up_machine(tmp_path, files))
     files["proc/net/route"] = HEADER + LAN.format(name="eth0", metric=0)
     finding = only(ROUTES, made_up_machine(tmp_path, files))
     assert (finding.name, finding.status) == ("no-default-route", Status.NOTE)
 
 
-def test_two_ways_into_the_same_network(tmp_path: Path) -> None:
+def test_two_ways_into_the_same_network(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     ways = LAN.format(name="eth0", metric=0) + LAN.format(name="wlan0", metric=600)
     finding = only(ROUTES, made_up_machine(tmp_path, {"proc/net/route": HEADER + DEFAULT + ways}))
     assert (finding.name, finding.status) == ("same-network-twice", Status.NOTE)
-    assert finding.what == "eth0 and wlan0 are on the same network"
+    assert "eth0 and wlan0" in finding.what
+    assert finding == snapshot
     assert finding.fix.startswith("ip route  #")
     assert "sudo" not in finding.fix  # it may be the one by which the user is connected
 
@@ -201,15 +225,16 @@ def ib(**states: str) -> dict[str, object]:
     }
 
 
-def test_infiniband(tmp_path: Path) -> None:
-    assert all_well(INFINIBAND, made_up_machine(tmp_path)) == "no InfiniBand here"
+def test_infiniband(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    all_well(INFINIBAND, made_up_machine(tmp_path))
     one_left = made_up_machine(tmp_path, ib(mlx5_0="4: ACTIVE", mlx5_1="1: DOWN"))
     finding = only(INFINIBAND, one_left)
     assert (finding.name, finding.status) == ("infiniband-down", Status.NOTE)
-    assert finding.what == "mlx5_1 port 1 is not active (down)"
+    assert "mlx5_1 port 1" in finding.what
+    assert finding == snapshot
     none_left = made_up_machine(tmp_path, ib(mlx5_0="2: INIT", mlx5_1="1: DOWN"))
     finding = only(INFINIBAND, none_left)
     assert finding.status is Status.WARNING
     assert "sudo systemctl start opensm" in finding.fix
     all_active = made_up_machine(tmp_path, ib(mlx5_0="4: ACTIVE", mlx5_1="4: ACTIVE"))
-    assert all_well(INFINIBAND, all_active) == "mlx5_0 port 1, mlx5_1 port 1 active"
+    assert "mlx5_0 port 1, mlx5_1 port 1" in all_well(INFINIBAND, all_active)

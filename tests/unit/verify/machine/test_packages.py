@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from site_packages import SitePackages, surroundings
 from torchmuster.finding import Finding, Status
@@ -77,34 +78,32 @@ def test_companions_that_fit(site: SitePackages) -> None:
     assert (found.status, found.what) == (Status.OK, "torchvision 0.28.0+cu126")
 
 
-def test_a_companion_of_another_torch(site: SitePackages) -> None:
+def test_a_companion_of_another_torch(site: SitePackages, snapshot: SnapshotAssertion) -> None:
     site.torch("2.13.0")
     site.add("torchvision", "0.20.0", requires=["torch (==2.5.0)"])
     found = only(COMPANIONS.run(surroundings(site)))
     assert (found.name, found.status) == ("torch-companion-mismatch", Status.WARNING)
-    assert found.what == "torchvision 0.20.0 does not fit to torch 2.13.0"
-    assert found.why.startswith("torchvision 0.20.0 is compiled for torch 2.5.0;")
-    assert found.fix == ("/opt/python -m pip install --force-reinstall torchvision torch==2.13.0")
+    assert found.fix.endswith("--force-reinstall torchvision torch==2.13.0")
+    assert found == snapshot
 
 
-def test_a_companion_for_other_hardware(site: SitePackages) -> None:
+def test_a_companion_for_other_hardware(site: SitePackages, snapshot: SnapshotAssertion) -> None:
     site.torch("2.13.0+cu126", cuda="12.6")
     site.add("torchaudio", "2.13.0+cpu", requires=["torch==2.13.0"])
     found = only(COMPANIONS.run(surroundings(site)))
-    assert found.why.startswith("torchaudio is built for cpu, torch for cu126")
-    assert found.fix == (
-        "/opt/python -m pip install --force-reinstall torchaudio torch==2.13.0"
-        "  # both built for cu126, from where this torch came"
-    )
+    assert "--force-reinstall torchaudio torch==2.13.0" in found.fix
+    assert "cu126" in found.why
+    assert found == snapshot
 
 
-def test_a_companion_of_a_torch_that_somebody_built(site: SitePackages) -> None:
+def test_a_companion_of_a_torch_that_somebody_built(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
     site.torch("2.6.0a0+ecf3bae40a.nv25.01", cuda="12.8")
     site.add("torchvision", "0.15.0", requires=["torch==2.0.0"])
     found = only(COMPANIONS.run(surroundings(site)))
-    assert found.fix == (
-        "take torchvision from where torch 2.6.0a0+ecf3bae40a.nv25.01 came, or build it there"
-    )
+    assert "pip" not in found.fix
+    assert found == snapshot
 
 
 def test_labels_that_name_no_hardware_are_not_compared(site: SitePackages) -> None:
@@ -119,7 +118,9 @@ def test_a_build_that_does_not_say_what_it_is_for_is_believed(site: SitePackages
     assert only(COMPANIONS.run(surroundings(site))).status is Status.OK
 
 
-def test_a_cuda_library_that_torch_needs_is_missing(site: SitePackages) -> None:
+def test_a_cuda_library_that_torch_needs_is_missing(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
     site.torch(
         cuda="12.6",
         requires=[f"nvidia-cudnn-cu12==9.5.1.17; {HERE}", f"nvidia-nccl-cu12==2.21.5; {HERE}"],
@@ -127,7 +128,8 @@ def test_a_cuda_library_that_torch_needs_is_missing(site: SitePackages) -> None:
     site.add("nvidia-nccl-cu12", "2.21.5")
     found = only(COMPANIONS.run(surroundings(site)))
     assert (found.name, found.status) == ("cuda-libraries-missing", Status.FAILURE)
-    assert found.what == "torch's own CUDA libraries are not all installed: nvidia-cudnn-cu12"
+    assert "nvidia-cudnn-cu12" in found.what
+    assert found == snapshot
     assert found.fix == "/opt/python -m pip install nvidia-cudnn-cu12==9.5.1.17"
 
 
@@ -145,13 +147,14 @@ def test_what_another_kind_of_machine_needs_is_not_missed(site: SitePackages) ->
     ],
 )
 def test_a_cuda_library_of_another_version(
-    site: SitePackages, package: str, version: str, status: Status
+    site: SitePackages, package: str, version: str, status: Status, snapshot: SnapshotAssertion
 ) -> None:
     site.torch(cuda="12.6", requires=[f"{package}==2.21.5; {HERE}"])
     site.add(package, version)
     found = only(COMPANIONS.run(surroundings(site)))
     assert (found.name, found.status) == ("cuda-library-version", status)
-    assert found.what == f"{package} is {version}, but torch 2.13.0 was made with 2.21.5"
+    assert f"{package} is {version}" in found.what
+    assert found == snapshot
     assert found.fix == f"/opt/python -m pip install {package}==2.21.5"
 
 
@@ -165,19 +168,15 @@ def test_one_nccl(site: SitePackages) -> None:
     assert (found.status, found.what) == (Status.OK, "NCCL 2.21.5, gloo")
 
 
-def test_two_nccls_in_one_place(site: SitePackages) -> None:
+def test_two_nccls_in_one_place(site: SitePackages, snapshot: SnapshotAssertion) -> None:
     site.torch(cuda="12.6")
     site.add("nvidia-nccl-cu11", "2.19.3")
     site.add("nvidia-nccl-cu12", "2.21.5")
     found = only(NCCL.run(surroundings(site)))
     assert (found.name, found.status) == ("two-nccl", Status.WARNING)
-    assert found.what == (
-        "NCCL is installed more than once: nvidia-nccl-cu11 2.19.3, nvidia-nccl-cu12 2.21.5"
-    )
-    assert found.fix == (
-        "/opt/python -m pip uninstall -y nvidia-nccl-cu11\n"
-        "/opt/python -m pip install --force-reinstall --no-deps nvidia-nccl-cu12==2.21.5"
-    )
+    assert "pip uninstall -y nvidia-nccl-cu11\n" in found.fix
+    assert found.fix.endswith("--no-deps nvidia-nccl-cu12==2.21.5")
+    assert found == snapshot
 
 
 def test_nccl_does_not_matter_to_a_cpu_build(site: SitePackages) -> None:
@@ -188,11 +187,13 @@ def test_nccl_does_not_matter_to_a_cpu_build(site: SitePackages) -> None:
     assert (found.status, found.what) == (Status.OK, "gloo")
 
 
-def test_a_torch_for_windows_without_libuv(site: SitePackages) -> None:
+def test_a_torch_for_windows_without_libuv(site: SitePackages, snapshot: SnapshotAssertion) -> None:
     folder = site.torch("2.5.0")
     found = only(LIBUV.run(surroundings(site, system="win32")))
     assert (found.name, found.status) == ("torch-without-libuv", Status.WARNING)
-    assert found.fix == '$env:USE_LIBUV = "0"  # in PowerShell; in cmd.exe: set USE_LIBUV=0'
+    assert '$env:USE_LIBUV = "0"' in found.fix
+    assert "set USE_LIBUV=0" in found.fix
+    assert found == snapshot
     told = surroundings(site, system="win32", environment={"USE_LIBUV": "0"})
     assert list(LIBUV.run(told)) == []
     (folder / "lib" / "uv.dll").touch()
@@ -220,12 +221,15 @@ def test_no_numpy_is_worth_a_note(site: SitePackages) -> None:
     assert found.fix == "/opt/python -m pip install numpy"
 
 
-def test_numpy_2_beside_a_torch_that_was_compiled_for_numpy_1(site: SitePackages) -> None:
+def test_numpy_2_beside_a_torch_that_was_compiled_for_numpy_1(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
     site.torch("2.2.2")
     site.add("numpy", "2.0.0")
     found = only(NUMPY.run(surroundings(site)))
     assert (found.name, found.status) == ("numpy-abi", Status.FAILURE)
-    assert found.what == "NumPy 2.0.0 does not fit to torch 2.2.2, compiled for NumPy 1"
+    assert "torch 2.2.2" in found.what
+    assert found == snapshot
     assert found.fix.splitlines()[0] == '/opt/python -m pip install "numpy<2"'
 
 
@@ -245,15 +249,18 @@ def test_numpy_1_is_right_for_old_packages(site: SitePackages) -> None:
     assert only(NUMPY.run(surroundings(site))).status is Status.OK
 
 
-def test_a_package_that_says_numpy_is_too_new_for_it(site: SitePackages) -> None:
+def test_a_package_that_says_numpy_is_too_new_for_it(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
     site.torch()
     site.add("numpy", "2.3.0")
     site.add("numba", "0.61", requires=["numpy<2.3,>=1.24"])
     site.add("other", "1.0", requires=['numpy<2; python_version < "3.9"'])
     found = only(NUMPY.run(surroundings(site)))
     assert (found.name, found.status) == ("numpy-too-new", Status.NOTE)
-    assert found.what == "NumPy 2.3.0 is newer than numba 0.61 allows"
-    assert found.fix == "/opt/python -m pip install --upgrade numba"
+    assert "numba 0.61" in found.what
+    assert "pip install --upgrade numba" in found.fix
+    assert found == snapshot
 
 
 def test_what_a_package_that_is_not_taken_says_of_numpy_does_not_count(

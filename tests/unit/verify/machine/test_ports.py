@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, found, made_up_machine, only
 from torchmuster.finding import Status
@@ -18,40 +19,43 @@ def held(monkeypatch: pytest.MonkeyPatch, **holders: str) -> None:
 
 def test_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held(monkeypatch)
-    assert all_well(CHECK, made_up_machine(tmp_path)) == "29400, 29500 are free"
+    assert "29400, 29500" in all_well(CHECK, made_up_machine(tmp_path))
 
 
 def test_usual_ports_that_are_taken_are_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     held(monkeypatch, p29400="python old.py (pid 12, user ana)", p29500="pid 13")
-    first, second = CHECK.run(made_up_machine(tmp_path))
-    assert {first.status, second.status} == {Status.NOTE}
-    assert first.what == "port 29400 is taken by python old.py (pid 12, user ana)"
-    assert first.why.startswith("muster takes the next free one")
-    assert second.what == "port 29500 is taken by pid 13"
+    findings = list(CHECK.run(made_up_machine(tmp_path)))
+    assert [one.status for one in findings] == [Status.NOTE, Status.NOTE]
+    assert "29400" in findings[0].what
+    assert "pid 12" in findings[0].what
+    assert "29500" in findings[1].what
+    assert "pid 13" in findings[1].what
+    assert findings == snapshot
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1"])
 def test_a_port_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, snapshot: SnapshotAssertion
 ) -> None:
     held(monkeypatch, p12345="python old.py (pid 12, user ana)")
     environment = {"MASTER_PORT": "12345", "MASTER_ADDR": address}
     finding = only(CHECK, made_up_machine(tmp_path, environment=environment))
     assert (finding.name, finding.status) == ("master-port-taken", Status.WARNING)
-    assert "python old.py (pid 12, user ana) holds it" in finding.why
+    assert "pid 12" in finding.why
     assert finding.fix.startswith("unset MASTER_PORT")
     assert "kill" not in finding.fix
+    assert finding == snapshot
 
 
 def test_a_run_that_is_under_way_holds_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     held(monkeypatch, p29500="python train.py (pid 12, user ana)")
     environment = {"MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     machine = made_up_machine(tmp_path, environment=environment)
-    assert all_well(CHECK, machine) == "29500 is that of the run under way; 29400 is free"
+    assert all_well(CHECK, machine) == snapshot
 
 
 def test_a_port_of_another_machine_is_not_ours_to_free(
@@ -74,6 +78,4 @@ def test_a_real_holder_is_found(tmp_path: Path) -> None:
         port = server.getsockname()[1]
         machine = made_up_machine(tmp_path, environment={"MASTER_PORT": str(port)})
         findings = found(CHECK, machine)
-        assert (
-            f"port {port}, which MASTER_PORT names, is taken" in findings["master-port-taken"].what
-        )
+        assert f"port {port}" in findings["master-port-taken"].what

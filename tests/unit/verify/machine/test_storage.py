@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, made_up_machine, only
 from torchmuster.finding import Status
@@ -68,31 +69,40 @@ def test_a_folder_that_will_be_made(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("free", "status", "word"),
-    [(MiB, Status.FAILURE, "nearly full"), (500 * MiB, Status.WARNING, "nearly full")],
-)
+@pytest.mark.parametrize(("free", "status"), [(MiB, Status.FAILURE), (500 * MiB, Status.WARNING)])
 def test_little_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: Status, word: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    status: Status,
+    snapshot: SnapshotAssertion,
 ) -> None:
     set_room(monkeypatch, free=free)
     finding = only(RUN_FOLDER, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("run-folder-full", status)
-    assert f"the disk of {tmp_path} is {word}" in finding.what
+    assert str(tmp_path) in finding.what
     assert finding.fix.startswith(f"du -xh --max-depth=2 {tmp_path}")
+    assert finding == snapshot
 
 
-def test_no_room_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     set_room(monkeypatch, free=0)
     refuse_writing(monkeypatch, errno.ENOSPC)
     finding = only(RUN_FOLDER, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("run-folder-full", Status.FAILURE)
-    assert f"the disk of {tmp_path} is full: 0 B of 100 GiB are free" in finding.what
+    assert "0 B of 100 GiB" in finding.what
+    assert finding == snapshot
 
 
 @pytest.mark.parametrize(("files", "status"), [(0, Status.FAILURE), (12, Status.WARNING)])
 def test_no_more_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, status: Status
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: int,
+    status: Status,
+    snapshot: SnapshotAssertion,
 ) -> None:
     room = SimpleNamespace(
         f_frsize=1, f_blocks=100 * GiB, f_bavail=9 * GiB, f_files=1000, f_favail=files
@@ -100,33 +110,39 @@ def test_no_more_files(
     monkeypatch.setattr(os, "statvfs", lambda _: room)
     finding = only(RUN_FOLDER, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("run-folder-no-inodes", status)
-    assert f"can hold only {files} more files" in finding.what
+    assert f" {files} " in finding.what
+    assert finding == snapshot
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "why", "fix"),
+    ("number", "name", "fix"),
     [
-        (errno.EROFS, "run-folder-read-only", "mounted read-only", "sudo dmesg | tail"),
-        (errno.EDQUOT, "run-folder-quota", "your quota there is used up", "quota -s"),
-        (errno.EACCES, "run-folder-not-writable", "permission denied", "mkdir -p ~/runs"),
-        (errno.EPERM, "run-folder-not-writable", "operation not permitted", "mkdir -p ~/runs"),
-        (errno.EIO, "run-folder-not-writable", "input/output error", "sudo dmesg | tail"),
-        (errno.ESTALE, "run-folder-not-writable", "stale file handle", "sudo dmesg | tail"),
+        (errno.EROFS, "run-folder-read-only", "sudo dmesg | tail"),
+        (errno.EDQUOT, "run-folder-quota", "quota -s"),
+        (errno.EACCES, "run-folder-not-writable", "mkdir -p ~/runs"),
+        (errno.EPERM, "run-folder-not-writable", "mkdir -p ~/runs"),
+        (errno.EIO, "run-folder-not-writable", "sudo dmesg | tail"),
+        (errno.ESTALE, "run-folder-not-writable", "sudo dmesg | tail"),
     ],
+    ids=["EROFS", "EDQUOT", "EACCES", "EPERM", "EIO", "ESTALE"],
 )
 def test_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str, why: str, fix: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    name: str,
+    fix: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     set_room(monkeypatch, free=64 * MiB)  # little room is not what is wrong here
     refuse_writing(monkeypatch, number)
     finding = only(RUN_FOLDER, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == (name, Status.FAILURE)
-    assert finding.what == f"nothing can be written to {tmp_path}"
-    assert why in finding.why
     assert finding.fix.startswith(fix)
     assert "muster run --runs ~/runs" in finding.fix
     assert "chown" not in finding.fix
     assert "chmod" not in finding.fix
+    assert finding == snapshot
 
 
 def test_a_disk_is_made_writable_again_only_after_a_look_at_the_log(
@@ -134,16 +150,16 @@ def test_a_disk_is_made_writable_again_only_after_a_look_at_the_log(
 ) -> None:
     refuse_writing(monkeypatch, errno.EROFS)
     *_, last = only(RUN_FOLDER, made_up_machine(tmp_path)).fix.splitlines()
-    assert last == (
-        f'sudo mount -o remount,rw "$(stat -c %m {tmp_path})"  # only if the log shows no error'
-    )
+    assert last.startswith("sudo mount -o remount,rw ")
+    assert f'"$(stat -c %m {tmp_path})"  #' in last
 
 
-def test_a_network_disk_is_a_note(tmp_path: Path) -> None:
+def test_a_network_disk_is_a_note(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     machine = made_up_machine(tmp_path, mounts(("/", "rw", "ext4"), (tmp_path, "rw", "nfs4")))
     finding = only(RUN_FOLDER, machine)
     assert (finding.name, finding.status) == ("run-folder-far", Status.NOTE)
-    assert finding.what == f"{tmp_path} is on nfs4 (server:/export)"
+    assert "nfs4 (server:/export)" in finding.what
+    assert finding == snapshot
 
 
 def test_the_mount_that_counts_is_the_last_and_nearest(tmp_path: Path) -> None:
@@ -171,7 +187,7 @@ def test_temporary_folder_with_a_long_name(tmp_path: Path) -> None:
     long.mkdir()
     finding = only(TEMPORARY, made_up_machine(tmp_path, environment={"TMPDIR": str(long)}))
     assert (finding.name, finding.status) == ("temporary-folder-long", Status.WARNING)
-    assert "AF_UNIX path too long" in finding.why
+    assert "AF_UNIX" in finding.why
     assert finding.fix == "export TMPDIR=/tmp"
 
 
@@ -188,17 +204,21 @@ def test_temporary_folder_that_cannot_be_written(
 
 @pytest.mark.parametrize(("folder", "other"), [("/tmp", "/var/tmp"), ("/var/tmp", "/tmp")])
 def test_everybodys_temporary_folder_is_given_back_to_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, other: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    other: str,
 ) -> None:
     refuse_writing(monkeypatch, errno.EACCES)
     finding = only(TEMPORARY, made_up_machine(tmp_path, environment={"TMPDIR": folder}))
-    assert finding.fix.splitlines() == [
-        f"sudo chmod 1777 {folder}  # as it is meant to be",
-        f"export TMPDIR={other}",
-    ]
+    opened, moved = finding.fix.splitlines()
+    assert opened.startswith(f"sudo chmod 1777 {folder} ")
+    assert moved == f"export TMPDIR={other}"
 
 
-def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     environment = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "models")}
     machine = made_up_machine(tmp_path, environment=environment)
     assert str(tmp_path / "models") in all_well(CACHES, machine)
@@ -206,10 +226,10 @@ def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(CACHES.run(machine))
     assert {one.name for one in findings} == {"cache-not-writable"}
     assert {one.status for one in findings} == {Status.WARNING}
-    assert [one.what for one in findings] == [
-        f"nothing can be written to {tmp_path / 'models'} (HF_HOME)",
-        f"nothing can be written to {tmp_path} (HOME)",
-    ]
+    models, home = findings
+    assert "HF_HOME" in models.what
+    assert "HOME" in home.what
+    assert findings == snapshot
 
 
 def test_a_slow_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,23 +241,26 @@ def test_a_slow_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("rate", "sync_s", "what", "why"),
-    [
-        (2e6, 0.001, "is slow: 1.9 MiB/s", "a checkpoint of 10 GiB would take 89 minutes"),
-        (300e6, 0.8, "takes 800 ms to make a small file safe", "each file of a checkpoint"),
-    ],
+    ("rate", "sync_s", "what"),
+    [(2e6, 0.001, "1.9 MiB/s"), (300e6, 0.8, "800 ms")],
+    ids=["rate", "sync"],
 )
 def test_a_disk_that_stays_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, sync_s: float, what: str, why: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    sync_s: float,
+    what: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     monkeypatch.setattr(disk_speed, "_try", lambda _: Speed(bytes_per_s=rate, sync_s=sync_s))
     monkeypatch.setattr(disk_speed, "_PAUSE_S", 0.0)
     finding = only(SPEED, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("disk-slow", Status.WARNING)
-    assert finding.what == f"the disk below {tmp_path} {what}"
-    assert why in finding.why
+    assert what in finding.what
     assert "muster run --runs /scratch/runs" in finding.fix
     assert f"{sync_s * 1000:.1f} ms" in finding.evidence
+    assert finding == snapshot
 
 
 def test_the_real_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from site_packages import SitePackages, surroundings
@@ -53,41 +54,44 @@ def only(findings: list[Finding]) -> Finding:
     return found
 
 
-def test_all_is_well() -> None:
+def test_all_is_well(snapshot: SnapshotAssertion) -> None:
     found = only(told(IMPORT, NUMPY, GROUP, device()))
     assert found.status is Status.OK
-    assert found.what == "imported in 2.3 s; gloo works; cpu 100 GFLOP/s"
+    assert found == snapshot
 
 
-def test_an_import_that_fails() -> None:
+def test_an_import_that_fails(snapshot: SnapshotAssertion) -> None:
     complaint = "Traceback\nImportError: torch is tired"
     found = only(told(begun("import"), code=1, complaint=complaint))
     assert (found.name, found.status) == ("torch-import-fails", Status.FAILURE)
-    assert found.what == "torch fails while importing torch: ImportError: torch is tired"
-    assert found.why == "every script here fails in the same way (exit code 1)"
+    assert "ImportError: torch is tired" in found.what
+    assert "pip install --force-reinstall torch" in found.fix
+    assert found == snapshot
     assert found.evidence == complaint
-    assert "/opt/python -m pip install --force-reinstall torch" in found.fix
 
 
-def test_an_import_that_fails_in_a_known_way() -> None:
+def test_an_import_that_fails_in_a_known_way(snapshot: SnapshotAssertion) -> None:
     complaint = (
         "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
     )
     found = only(told(begun("import"), code=1, complaint=complaint))
-    assert "is not found on this machine: libcudnn.so.9" in found.why
-    assert found.fix.startswith("python -m pip install --force-reinstall torch")
+    assert "libcudnn.so.9" in found.why
+    assert found.fix.startswith("python -m pip install")
+    assert found == snapshot
 
 
-def test_a_crash_names_its_place() -> None:
+def test_a_crash_names_its_place(snapshot: SnapshotAssertion) -> None:
     found = only(told(begun("import"), IMPORT, begun("group"), code=-11))
     assert found.name == "torch-crashes"
-    assert found.what == "torch fails while making a gloo group of one rank: signal 11"
+    assert "signal 11" in found.what
+    assert found == snapshot
 
 
-def test_a_hang_names_its_place() -> None:
+def test_a_hang_names_its_place(snapshot: SnapshotAssertion) -> None:
     found = only(told(begun("import"), code=None, seconds=60.0))
     assert (found.name, found.status) == ("torch-hangs", Status.FAILURE)
-    assert found.what == "torch did not get beyond importing torch within 60 s"
+    assert "60 s" in found.what
+    assert found == snapshot
 
 
 def test_gloo_that_fails() -> None:
@@ -101,34 +105,39 @@ def test_numpy_that_is_broken() -> None:
     assert (found.name, found.status) == ("numpy-broken", Status.WARNING)
 
 
-def test_a_device_that_computes_wrongly() -> None:
+def test_a_device_that_computes_wrongly(snapshot: SnapshotAssertion) -> None:
     found = only(told(IMPORT, NUMPY, GROUP, device(), device("cuda:2", 2, wrong=3), gpus=True))
     assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
-    assert found.what == "cuda:2 computes wrong values: 3 of 9 products"
+    assert found.what.startswith("cuda:2 ")
+    assert found == snapshot
 
 
-def test_a_device_that_the_build_has_no_code_for() -> None:
+def test_a_device_that_the_build_has_no_code_for(snapshot: SnapshotAssertion) -> None:
     error = "RuntimeError: CUDA error: no kernel image is available for execution on the device"
     bad = device("cuda:0", 0, error=error, built_for=["sm_80", "sm_90"])
     found = only(told(IMPORT, NUMPY, GROUP, bad, gpus=True))
     assert found.name == "gpu-not-in-build"
-    assert found.evidence == "this torch has code for sm_80, sm_90"
+    assert "sm_80, sm_90" in found.evidence
+    assert found == snapshot
 
 
-def test_gpus_that_torch_does_not_see() -> None:
+def test_gpus_that_torch_does_not_see(snapshot: SnapshotAssertion) -> None:
     blind = {**IMPORT, "gpu_build": True, "gpu_error": "RuntimeError: No CUDA GPUs are available"}
     found = only(told(blind, NUMPY, GROUP, device(), gpus=True))
     assert (found.name, found.status) == ("gpus-not-usable", Status.FAILURE)
-    assert found.why == "RuntimeError: No CUDA GPUs are available"
+    assert found.why == blind["gpu_error"]
+    assert found == snapshot
     assert only(told(blind, NUMPY, GROUP, device(), gpus=False)).status is Status.OK
 
 
-def test_a_device_that_is_slower_than_its_like() -> None:
+def test_a_device_that_is_slower_than_its_like(snapshot: SnapshotAssertion) -> None:
     devices = [device(f"cuda:{one}", one, gflops=1000.0 + one) for one in range(4)]
     devices[2]["gflops"] = 700.0
     found = only(told(IMPORT, *devices, gpus=True))
     assert (found.name, found.status) == ("device-slow", Status.WARNING)
-    assert found.what == "cuda:2 reaches 70% of what its like here do"
+    assert "cuda:2" in found.what
+    assert "70%" in found.what
+    assert found == snapshot
     assert only(told(IMPORT, *devices, gpus=True, busy={2})).status is Status.OK
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.verify import report
@@ -43,42 +44,26 @@ def troubled() -> GroupResult:
 # ---- the terminal
 
 
-def test_the_text_has_machines_links_and_findings() -> None:
-    assert report.text(troubled()) == (
-        "machine  ranks  devices          cores  torch       python  system  clock\n"
-        "node1    1      CPU              2      2.13.0+cpu  3.11.7  linux   same\n"
-        "node2    1      8 x NVIDIA A100  2      2.13.0+cpu  3.11.7  linux   -61.5 s\n"
-        "node3    ?      CPU              2      none        3.11.7  linux   same\n"
-        "node4  did not come: ssh: connect to host node4 port 22: Connection refused\n"
-        "\n"
-        "links between machines, from the left to the top\n"
-        "            node1       node2      node3      node4\n"
-        "node1           -  9.6 Gbit/s  no answer  not tried\n"
-        "node2   88 Mbit/s           -  not tried  not tried\n"
-        "node3  8.8 Gbit/s   not tried          -  not tried\n"
-        "node4   not tried   not tried  not tried          -\n"
-        "\n"
-        "not tried: ranks: node3 has no torch\n"
-        "\n"
-        "failure  node1 does not reach node3\n"
-        "         why  packets vanish\n"
-        "         fix  sudo ufw allow from 10.77.0.11\n"
-        "         seen timeout after 3 s\n"
-        "note     a note"
-    )
+def test_the_text_has_machines_links_and_findings(snapshot: SnapshotAssertion) -> None:
+    text = report.text(troubled())
+    rows = [line.split() for line in text.splitlines()]
+    assert ["node2", "1", "8", "x", "NVIDIA", "A100", "2"] in [row[:7] for row in rows]
+    assert "9.6 Gbit/s" in text  # from node1 to node2
+    assert f"failure  {FINDING.what}" in text
+    assert text == snapshot
 
 
-def test_ranks_of_one_machine_are_shown_two_by_two() -> None:
+def test_ranks_of_one_machine_are_shown_two_by_two(snapshot: SnapshotAssertion) -> None:
     alone = group(1, links=(), ranks=(rank(0, host="here"), rank(1, host="here")))
-    assert report.text(alone).splitlines()[3:] == [
-        "data between ranks, from the left to the top",
-        "            0 here      1 here",
+    text = report.text(alone)
+    assert text.splitlines()[-2:] == [
         "0 here           -  8.0 Gbit/s",
         "1 here  8.0 Gbit/s           -",
     ]
+    assert text == snapshot
 
 
-def test_of_many_machines_the_worst_links_are_listed() -> None:
+def test_of_many_machines_the_worst_links_are_listed(snapshot: SnapshotAssertion) -> None:
     many = group(300, pairs_each=4)
     blocked = link(many.machines[5], many.machines[200], problem="refused")
     many = dataclasses.replace(
@@ -86,12 +71,11 @@ def test_of_many_machines_the_worst_links_are_listed() -> None:
         links=(*many.links, blocked, link(many.machines[9], many.machines[100], 1e6)),
     )
     lines = report.text(many).splitlines()
-    start = lines.index(next(one for one in lines if one.startswith("links between machines")))
-    assert lines[start].startswith("links between machines: 1202 measured, 8.")
+    start = next(place for place, line in enumerate(lines) if "1202" in line)
     assert lines[start + 1].split() == ["node6", "to", "node201", "refused"]
     assert lines[start + 2].split() == ["node10", "to", "node101", "8.0", "Mbit/s"]
-    assert lines[start + 21] == "  … the other 1182 are no worse"
     assert len(lines) < 100
+    assert [*lines[start : start + 3], lines[start + 21]] == snapshot
 
 
 @pytest.mark.parametrize(
@@ -123,14 +107,17 @@ def test_the_picture_is_well_formed_and_holds_every_row(count: int) -> None:
     assert all(labels.count(name) == 2 for name in grid.names)
 
 
-def test_what_is_blocked_has_a_cross_and_says_why() -> None:
+def test_what_is_blocked_has_a_cross_and_says_why(snapshot: SnapshotAssertion) -> None:
     grid = of_machines(troubled())
     assert grid is not None
     root = ElementTree.fromstring(heat_map(grid))
     assert len(list(root.iter(f"{SVG}line"))) == 2  # one cross
-    tips = [one.text for one in root.iter(f"{SVG}title")]
-    assert "node1 to node3: no answer" in tips
-    assert "node1 to node2: 9.6 Gbit/s, 0.20 ms there and back" in tips
+    tips = [one.text or "" for one in root.iter(f"{SVG}title")]
+    assert [one.partition(",")[0] for one in tips if "Gbit/s" in one] == [
+        "node1 to node2: 9.6 Gbit/s",
+        "node3 to node1: 8.8 Gbit/s",
+    ]
+    assert tips == snapshot
 
 
 def test_slow_is_dark_and_fast_is_light() -> None:

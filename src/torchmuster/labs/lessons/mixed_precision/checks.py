@@ -7,6 +7,7 @@ from torch import nn
 
 from torchmuster.labs.probes.bench import Bench, compare, mistake, require
 from torchmuster.labs.probes.spying import watched
+from torchmuster.labs.torch_private import forward_hooks
 
 
 class _Witness(torch.autograd.Function):
@@ -135,7 +136,7 @@ def first_bad_layer(bench: Bench) -> None:
     require(given != "3", "only-nan", "layer 1 gives inf, layer 3 NaN; it said 3")
     require(given != "4", "last-not-first", "layers 1 to 4 are bad; it said 4")
     require(given == "1", "wrong-value", f"layer 1 is the first bad one; it said {given!r}")
-    left = sum(len(module._forward_hooks) for module in model.modules())
+    left = forward_hooks(model)
     require(not left, "hooks-left-behind", f"{left} hooks are still in the model")
     good = bench.code.first_bad_layer(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
     require(good is None, "wrong-value", f"of a good model it said {good!r}")

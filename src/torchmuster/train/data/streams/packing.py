@@ -1,6 +1,7 @@
 """Documents of any length as rows of one length, for language models. No token is lost or repeated.
 
-What a row holds is told in :mod:`torchmuster.train.data.streams.rows`. A document that does not fit goes on in the next row.
+:mod:`torchmuster.train.data.streams.rows` describes a row. A document that does not fit continues in the next row.
+A document is a list of ids, to which the end token is added, or :class:`Tokens`, which are used as they are.
 """
 
 from array import array
@@ -11,6 +12,7 @@ import torch
 
 from torchmuster.train.data.streams.rows import Row, row_of
 from torchmuster.train.data.streams.source import Cursor, Lane, Source
+from torchmuster.train.data.streams.tokenising import Tokens
 
 _DOCUMENTS_AT_ONCE = 16
 
@@ -71,19 +73,22 @@ class _RowLane:
             "q"
         )  # torch takes its memory as it is; a list it would read number by number
         begins = []
+        labels: dict[int, Sequence[int]] = {}  # by the place where they begin
         while len(tokens) < self._length and (
             piece := self._documents.take(self._length - len(tokens))
         ):
             is_begin, more = piece
             if is_begin:
                 begins.append(len(tokens))
-            tokens.extend(more)
+            if more.labels is not None:
+                labels[len(tokens)] = more.labels
+            tokens.extend(more.ids)
             if not self._packed:
                 break
         if not tokens:
             return None
         ids = torch.frombuffer(tokens, dtype=torch.int64)
-        return row_of(ids, begins, self._length, masked=not self._packed)
+        return row_of(ids, begins, self._length, masked=not self._packed, labels=labels)
 
     def cursor(self) -> Cursor:
         return self._documents.cursor()
@@ -99,7 +104,7 @@ class _Documents:
         self._lane = lane
         self._end = end
         self._used = 0  # tokens of the first waiting document
-        self._waiting: deque[list[int]] = deque()
+        self._waiting: deque[Tokens] = deque()
         # The last documents were read together: where that began, and how many of them are used up.
         self._at: Cursor = None
         self._gone = 0
@@ -112,7 +117,9 @@ class _Documents:
         """Read more documents, once those read before are used up."""
         self._at, self._gone = self._lane.cursor(), 0
         documents = self._lane.read(max(_DOCUMENTS_AT_ONCE, least + 1))
-        self._waiting.extend([*one, self._end] for one in documents)
+        self._waiting.extend(
+            one if isinstance(one, Tokens) else Tokens([*one, self._end]) for one in documents
+        )
         return bool(documents)
 
     def _drop(self, count: int) -> None:
@@ -120,17 +127,24 @@ class _Documents:
             self._waiting.popleft()
         self._gone += count
 
-    def take(self, most: int) -> tuple[bool, list[int]] | None:
+    def take(self, most: int) -> tuple[bool, Tokens] | None:
         """Return the next tokens of one document, and whether it begins with them; None at the end."""
-        if not self._waiting and not self._read():
-            return None
+        while True:
+            if not self._waiting and not self._read():
+                return None
+            if self._waiting[0].ids:
+                break
+            self._drop(1)
         document, begin = self._waiting[0], self._used
-        tokens = document[begin : begin + most]
-        self._used = begin + len(tokens)
-        if self._used == len(document):
+        end = min(begin + most, len(document.ids))
+        labels = document.labels
+        self._used = end
+        if end == len(document.ids):
             self._drop(1)
             self._used = 0
-        return begin == 0, tokens
+        return begin == 0, Tokens(
+            document.ids[begin:end], None if labels is None else labels[begin:end]
+        )
 
     def cursor(self) -> Cursor:
         if not self._waiting:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchmuster.errors import MusterError
 from torchmuster.train.data.reading import random_numbers_kept, seed_cpu
@@ -16,6 +15,7 @@ from torchmuster.train.data.streams.parcel import Parcel, pack, unpack
 from torchmuster.train.data.streams.source import Cursor, Source
 from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
 from torchmuster.train.seeds import derive
+from torchmuster.train.torch_private import forget_worker_info
 from torchmuster.train.world import World
 
 PREFETCH = 2  # laps that each process has ready
@@ -81,11 +81,11 @@ class _Reading(IterableDataset[Parcel]):
         self._room = room
 
     def __iter__(self) -> Iterator[Parcel]:
-        worker = torch_worker.get_worker_info()
+        worker = get_worker_info()
         assert worker is not None
         # A dataset that divides itself among loader workers would lose samples: here each process has
-        # its lanes already. torch has no public way to say so.
-        torch_worker._worker_info = None
+        # its lanes already.
+        forget_worker_info()
         mine = self._begin.lanes[worker.id :: worker.num_workers]
         try:
             for blocks in read_laps(self._source, replace(self._begin, lanes=mine)):

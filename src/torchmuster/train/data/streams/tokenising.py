@@ -1,10 +1,26 @@
-"""Text to tokens, in the process that reads it."""
+"""Text to tokens, in the process that reads it; records that hold token ids already are used as they are."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.data.reading import random_numbers_kept
 from torchmuster.train.data.streams.source import Cursor, Lane, Source
+from torchmuster.train.losses import IGNORED
+from torchmuster.train.models.hugging_face import load_tokenizer, save_tokenizer
+
+
+class Tokens(NamedTuple):
+    """A document that came as token ids; no end token is added to it."""
+
+    ids: Sequence[int]
+    labels: Sequence[int] | None = None  # None: every token is learnt
+
+
+Document = list[int] | Tokens  # a list is of a text, and still needs its end token
 
 
 class Tokenizer(Protocol):
@@ -44,21 +60,7 @@ class TransformersTokenizer:
     """A tokenizer of ``transformers``, from a folder or by its name; without the ids it would put around."""
 
     def __init__(self, name_or_path: str) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise Impossible(
-                f"the tokenizer {name_or_path} needs transformers, which is not installed",
-                fix="pip install 'torchmuster[transformers]'; or use the tokenizer bytes",
-            ) from None
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path)
-        except (OSError, ValueError) as error:
-            raise Impossible(
-                f"the tokenizer {name_or_path} cannot be loaded",
-                why=str(error).splitlines()[0],
-                fix="give the folder of a tokenizer, or a name that can be downloaded from here",
-            ) from None
+        self._tokenizer = load_tokenizer(name_or_path)
         if self._tokenizer.eos_token_id is None:
             raise Impossible(
                 f"the tokenizer {name_or_path} has no end token",
@@ -67,6 +69,10 @@ class TransformersTokenizer:
             )
         self.end: int = self._tokenizer.eos_token_id
         self.vocabulary: int = len(self._tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Save the tokenizer, so that ``AutoTokenizer.from_pretrained(folder)`` loads it."""
+        save_tokenizer(self._tokenizer, folder)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -81,9 +87,11 @@ class TransformersTokenizer:
 
 
 class Tokenised:
-    """A source of documents as lists of ids, from one of texts or of records with a text in them.
+    """A source of documents, from one of texts, of records with a text in them, or of token ids.
 
-    A sample that is a list of ids already (under ``input_ids`` in a record) is passed on.
+    A record with ``input_ids`` gives :class:`Tokens`: its ``labels`` are kept, and tokens whose ``attention_mask`` is 0
+    are left out. Such a record needs no text, and one that it has is not read. A sample that is a list of ids
+    gives :class:`Tokens` too.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, *, field: str = "text") -> None:
@@ -99,25 +107,42 @@ class Tokenised:
         """Return what is read, and by which tokenizer."""
         return f"{self._source.identity()}, {self._tokenizer.vocabulary} ids"
 
+    def check_first(self) -> None:
+        """Read the first record and raise what is wrong with it, before anything expensive is built."""
+        with random_numbers_kept():
+            for lane in range(self.lanes()):
+                opened = self._source.open([lane], epoch=0, cursors={})[lane]
+                try:
+                    if samples := opened.read(1):
+                        self._documents(samples)
+                        return
+                finally:
+                    opened.close()
+
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, "_TokenisedLane"]:
         """Begin to read lanes."""
         opened = self._source.open(lanes, epoch=epoch, cursors=cursors)
-        return {lane: _TokenisedLane(one, self._ids) for lane, one in opened.items()}
+        return {lane: _TokenisedLane(one, self._documents) for lane, one in opened.items()}
 
-    def _ids(self, samples: list[Any]) -> list[list[int]]:
-        texts = [self._text(sample) for sample in samples]
-        encoded = iter(self._tokenizer.encode([one for one in texts if isinstance(one, str)]))
-        return [next(encoded) if isinstance(one, str) else one for one in texts]
+    def _documents(self, samples: list[Any]) -> list[Document]:
+        found = [self._text_or_tokens(sample) for sample in samples]
+        texts = [one for one in found if isinstance(one, str)]
+        encoded = iter(self._tokenizer.encode(texts) if texts else [])
+        return [next(encoded) if isinstance(one, str) else one for one in found]
 
-    def _text(self, sample: Any) -> str | list[int]:
-        found = sample
-        if isinstance(sample, Mapping):
-            found = sample.get(self._field, sample.get("input_ids"))
-        if isinstance(found, str | list):
+    def _text_or_tokens(self, sample: Any) -> str | Tokens:
+        record = sample if isinstance(sample, Mapping) else {self._field: sample}
+        if record.get("input_ids") is not None:
+            return _tokens(record, "input_ids")
+        found = record.get(self._field)
+        if isinstance(found, str):
             return found
-        there = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else ""
+        _refuse_chat(record)
+        if isinstance(found, list | tuple) or hasattr(found, "tolist"):
+            return _tokens(record, self._field)
+        there = f"has {', '.join(map(str, sample))}" if record is sample else ""
         raise MusterError(
             f"a sample has no text in the field {self._field}: it "
             + (there or f"is of the type {type(sample).__name__}"),
@@ -126,12 +151,73 @@ class Tokenised:
         )
 
 
+def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
+    """Return the ids that a record has in a field, without padding, and its labels."""
+    _refuse_chat({field: record[field]})
+    ids = _integers(record, field)
+    labels = _integers(record, "labels") if record.get("labels") is not None else None
+    if labels is not None and len(labels) != len(ids):
+        raise _unusable("labels", f"{len(labels)} labels for {len(ids)} tokens")
+    if record.get("attention_mask") is not None:
+        mask = _integers(record, "attention_mask")
+        if len(mask) != len(ids):
+            raise _unusable("attention_mask", f"{len(mask)} entries, {len(ids)} tokens")
+        ids = array("q", compress(ids, mask))
+        labels = None if labels is None else array("q", compress(labels, mask))
+    if (lowest := min(ids, default=0)) < 0:
+        raise _unusable(field, f"one of its ids is {lowest}")
+    wrong = next((one for one in labels or () if one < 0 and one != IGNORED), None)
+    if wrong is not None:
+        raise _unusable("labels", f"one of them is {wrong}")
+    return Tokens(ids, labels)
+
+
+def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
+    """Return a field's list of integers; arrays and tensors will do."""
+    value = record[field]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise _unusable(field, f"it is of the type {type(value).__name__}")
+    try:
+        return array("q", value)
+    except (TypeError, OverflowError):
+        wrong = next(one for one in value if not isinstance(one, int) or abs(one) >= 2**63)
+        raise _unusable(
+            field, f"it has an entry of the type {type(wrong).__name__}: {wrong!r:.60}"
+        ) from None
+
+
+def _unusable(field: str, why: str) -> MusterError:
+    kinds = {
+        "labels": f"one integer for each token: its id, or {IGNORED} for a token that is not learnt",
+        "attention_mask": "one integer for each token: 1, or 0 for padding",
+    }
+    return MusterError(
+        f"a record's field {field} cannot be used",
+        why=why,
+        fix=f"store {kinds.get(field, 'a list of token ids, which are integers from 0 on')}",
+    )
+
+
+def _refuse_chat(record: Mapping[Any, Any]) -> None:
+    for field, value in record.items():
+        first = value[0] if isinstance(value, list | tuple) and value else None
+        if isinstance(first, Mapping) and ("role" in first or "from" in first):
+            raise MusterError(
+                f"a record's field {field} is a list of chat messages, which cannot be trained on yet",
+                why="training needs text or token ids",
+                fix="store the text of each conversation, and name its field in data.text_field: "
+                "tokenizer.apply_chat_template(messages, tokenize=False)",
+            )
+
+
 class _TokenisedLane:
-    def __init__(self, lane: Lane, change: Callable[[list[Any]], list[list[int]]]) -> None:
+    def __init__(self, lane: Lane, change: Callable[[list[Any]], list[Document]]) -> None:
         self._lane = lane
         self._change = change
 
-    def read(self, count: int) -> list[list[int]]:
+    def read(self, count: int) -> list[Document]:
         samples = self._lane.read(count)
         return self._change(samples) if samples else []
 

@@ -1,0 +1,261 @@
+"""The private names of torch that training uses."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from torchmuster.torch_internals import PrivateName, require
+
+NAMES = (
+    PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "see every operation: while a model is built without memory, and to count operations",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "compute real values while a model is built without memory",
+    ),
+    PrivateName(
+        "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
+    ),
+    PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
+    PrivateName(
+        "torch.utils._pytree.tree_map_only", "replace the tensors among an operation's arguments"
+    ),
+    PrivateName(
+        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes into"
+    ),
+    PrivateName("torch.UntypedStorage._cdata", "tell storages apart, also those without memory"),
+    PrivateName(
+        "torch._neg_view",
+        "make the same negated views when a model gets its values as when it was built",
+    ),
+    PrivateName(
+        "torch.nn.init._no_grad_trunc_normal_",
+        "record truncated normal values, which torch draws again until they fit, while a model is built without memory",
+    ),
+    PrivateName(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "know which part of a sharded parameter a rank has, as torch's own checkpoints do",
+    ),
+    PrivateName(
+        "torch.nn.Module._parameters", "put a parameter with values in the place of one without"
+    ),
+    PrivateName("torch.nn.Module._buffers", "put a buffer with values in the place of one without"),
+    PrivateName(
+        "torch.nn.Module._modules", "tell what a module has registered from its other attributes"
+    ),
+    PrivateName(
+        "torch.nn.Module._compiled_call_impl",
+        "see that a module is compiled, so that its operations cannot be counted",
+        without="a compiled module is not recognised, and fewer operations are counted",
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        "see that a module is what torch.compile returned",
+        without="as without _compiled_call_impl",
+    ),
+    PrivateName(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
+        "leave out what torch's checkpoint wrapper adds to the names of parameters",
+        without="such names are shown whole",
+    ),
+    PrivateName(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "keep the results of attention in selective recomputation",
+        without="attention is computed again",
+    ),
+    PrivateName(
+        "torch.ops.aten._scaled_dot_product_flash_attention",
+        "keep the results of attention in selective recomputation",
+        without="attention is computed again",
+    ),
+    PrivateName(
+        "torch.ops.aten._scaled_dot_product_efficient_attention",
+        "keep the results of attention in selective recomputation",
+        without="attention is computed again",
+    ),
+    PrivateName(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "keep the results of attention in selective recomputation",
+        without="attention is computed again",
+    ),
+    PrivateName(
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        "find gradients that are not finite in one call, as torch's GradScaler does",
+        without="the largest gradient is looked at, which takes up to five times as long",
+    ),
+    PrivateName(
+        "torch._foreach_mul_",
+        "multiply all gradients in one call",
+        without="they are multiplied one by one",
+    ),
+    PrivateName(
+        "torch.Tensor._base",
+        "add gradients up by the few large tensors that they are views of",
+        without="they are added up one by one",
+    ),
+    PrivateName(
+        "torch.Tensor._values",
+        "look at the values of a sparse gradient without waiting for the device",
+        without="the gradient is coalesced first",
+    ),
+    PrivateName(
+        "torch.utils.data._utils.worker._worker_info",
+        "keep a data set from dividing itself among loader workers that have their shares already",
+    ),
+    PrivateName(
+        "torch.utils.data.DataLoader._iterator",
+        "stop loader workers although something still refers to their epoch",
+        without="they stop when the last reference is gone",
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+        "stop loader workers although something still refers to their epoch",
+        without="they stop when the last reference is gone",
+    ),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
+        "let DDP measure communication in every 10th step",
+        without="DDP's share of communication is not reported",
+    ),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data",
+        "read how long DDP waited for communication",
+        without="DDP's share of communication is not reported",
+    ),
+)
+require(NAMES)
+
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: E402
+from torch.utils.data._utils import worker as _worker  # noqa: E402
+
+__all__ = [
+    "TorchDispatchMode",
+    "compute_local_shape_and_global_offset",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
+
+# Marks in its second argument whether any of the tensors in its first is not finite; None if torch does not have it.
+non_finite_check: Callable[..., None] | None = getattr(
+    torch, "_amp_foreach_non_finite_check_and_unscale_", None
+)
+# What recomputation and torch.compile add to the names of a model's parts.
+WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+# Attention, by the names of its operations.
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+# Where a module keeps what is registered with it.
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return the arguments of an operation as its schema has them."""
+    arguments: Sequence[Any] = operation._schema.arguments
+    return arguments
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has, with or without memory."""
+    return int(storage._cdata)
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor that is its negative."""
+    return torch._neg_view(tensor)
+
+
+@contextmanager
+def truncated_normal_noted(note: Callable[..., None]) -> Iterator[None]:
+    """Call ``note(draw, tensor, ...)`` wherever torch would draw truncated normal numbers with ``draw(tensor, ...)``.
+
+    Modules keep references to the public name, so the private one that it calls is replaced.
+    """
+    draw = nn.init._no_grad_trunc_normal_
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        note(draw, tensor, *args, **kwargs)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = noted
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = draw
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Compute as outside of every mode."""
+    return _disable_current_modes()
+
+
+def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries in which a module itself keeps its parameters and its buffers."""
+    return module._parameters, module._buffers
+
+
+def is_compiled_part(module: nn.Module) -> bool:
+    """Say whether ``torch.compile`` has made code for this module."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], by: float) -> None:
+    """Multiply tensors in place."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(list(tensors), by)
+    else:
+        for one in tensors:
+            one.mul_(by)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that another is a view of; itself if it is none."""
+    base: torch.Tensor | None = getattr(tensor, "_base", None)
+    return tensor if base is None else base
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor, in which a place may have several."""
+    return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
+
+
+def forget_worker_info() -> None:
+    """Let ``get_worker_info()`` return None in this loader worker."""
+    _worker._worker_info = None
+
+
+def stop_workers(loader: "DataLoader[Any]") -> None:
+    """Stop a loader's worker processes, also while something still refers to its iterator."""
+    at_work = getattr(loader, "_iterator", None)
+    stop: Callable[[], None] | None = getattr(at_work, "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+
+
+def let_ddp_measure(model: DistributedDataParallel, *, every: int) -> bool:
+    """Let DDP measure communication in every Nth iteration; return False if it cannot."""
+    if not hasattr(model, "_get_ddp_logging_data"):
+        return False
+    if not hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
+        return False
+    model._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
+    return True
+
+
+def ddp_measurements(model: DistributedDataParallel) -> Mapping[str, Any]:
+    """Return what DDP has measured; :func:`let_ddp_measure` came before."""
+    measured: Mapping[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return measured

@@ -1,0 +1,19 @@
+"""The private names of torch that checks use."""
+
+from typing import Any
+
+from torchmuster.torch_internals import PrivateName
+
+NAMES = (
+    PrivateName(
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "count the collectives that a rank has begun, to name the ranks that a hung check waits for",
+        without="a hung check names no rank",
+    ),
+)
+
+
+def collectives_begun(group: Any) -> int | None:
+    """Return how many collectives of a group this rank has begun; None if torch does not say."""
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    return None if count is None else int(count())

@@ -1,0 +1,307 @@
+"""Records that hold token ids already: used as they are, with their labels; chat messages are refused."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.errors import MusterError
+from torchmuster.train.data.streams.iterable import Iterables
+from torchmuster.train.data.streams.packing import PackedRows, PaddedRows
+from torchmuster.train.data.streams.rows import Row
+from torchmuster.train.data.streams.source import Source
+from torchmuster.train.data.streams.tokenising import (
+    ByteTokenizer,
+    Tokenised,
+    Tokenizer,
+    TransformersTokenizer,
+)
+from torchmuster.train.data.text import TextRows
+from torchmuster.train.data.token_files import TokenRows
+from torchmuster.train.losses import language_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+
+RECORDS = [
+    {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+    {"input_ids": [9, 10, 11], "labels": [9, 10, -100]},
+    {"input_ids": [12, 13, 14, 15, 16, 17], "labels": [-100, 13, -100, 15, 16, 17]},
+    {"input_ids": [18, 19]},
+]
+
+
+def word_tokenizer(folder: Path) -> TransformersTokenizer:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, "<unknown>": 1, "two": 2, "words": 3}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unknown>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(folder / "tokenizer.json"))
+    settings_of_it = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_it))
+    return TransformersTokenizer(str(folder))
+
+
+@pytest.fixture(params=["bytes", "transformers"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return ByteTokenizer() if request.param == "bytes" else word_tokenizer(tmp_path)
+
+
+def laid_out(records: list[Any], tokenizer: Tokenizer, *, length: int, packed: bool) -> Source:
+    kind = PackedRows if packed else PaddedRows
+    documents = Tokenised(Iterables(records, lanes=1), tokenizer)
+    return kind(documents, sequence_length=length, end=tokenizer.end)
+
+
+def rows_of(source: Source, cursor: Any = None) -> list[Row]:
+    lane = source.open([0], epoch=0, cursors={0: cursor})[0]
+    rows: list[Row] = []
+    while more := lane.read(3):
+        rows += more
+    return rows
+
+
+def test_ids_are_used_as_they_are_and_labels_are_kept(tokenizer: Tokenizer) -> None:
+    rows = rows_of(laid_out(RECORDS, tokenizer, length=8, packed=False))
+    for row, record in zip(rows, RECORDS, strict=True):
+        filled = int(row["attention_mask"].sum())
+        assert row["input_ids"][:filled].tolist() == record["input_ids"]  # no end token is added
+        labels = record.get("labels", record["input_ids"])
+        assert row["labels"][:filled].tolist() == [-100, *labels[1:]]  # nothing is before the first
+        assert (row["labels"][filled:] == -100).all()
+
+
+def test_packed_ids_keep_their_labels(tokenizer: Tokenizer) -> None:
+    (row, rest) = rows_of(laid_out(RECORDS, tokenizer, length=13, packed=True))
+    assert row["input_ids"].tolist() == list(range(5, 18))
+    assert row["labels"].tolist() == [
+        *(-100, -100, 7, 8),
+        *(-100, 10, -100),
+        *(-100, 13, -100, 15, 16, 17),
+    ]
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert rest["labels"].tolist() == [-100, 19] + [-100] * 11
+
+
+def test_texts_and_ids_mix(tokenizer: Tokenizer) -> None:
+    records = ["two", {"input_ids": [4, 5], "labels": [-100, 5]}, {"text": "words"}]
+    rows = rows_of(laid_out(records, tokenizer, length=6, packed=False))
+    assert rows[0]["input_ids"].tolist()[:2] == [*tokenizer.encode(["two"])[0], tokenizer.end][:2]
+    assert rows[1]["input_ids"].tolist()[:2] == [4, 5]
+    assert rows[1]["labels"].tolist() == [-100, 5, -100, -100, -100, -100]
+    assert tokenizer.end in rows[2]["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_loss_and_its_count_are_those_of_the_records(packed: bool) -> None:
+    """The sum over the rows is what transformers computes for each record with its labels alone."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    expected, counted = 0.0, 0
+    for record in RECORDS:
+        ids = torch.tensor([record["input_ids"]])
+        labels = torch.tensor([record.get("labels", record["input_ids"])])
+        learnt = int((labels[:, 1:] != -100).sum())
+        expected += float(model(input_ids=ids, labels=labels).loss.detach()) * learnt
+        counted += learnt
+    rows = rows_of(laid_out(RECORDS, ByteTokenizer(), length=15, packed=packed))
+    assert len(rows) == (1 if packed else 4)
+    total, count = language_model(model, torch.utils.data.default_collate(rows))
+    assert int(count) == counted == 8
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+documents = st.lists(
+    st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=20), max_size=25
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=documents, length=st.integers(2, 12), packed=st.booleans())
+def test_no_id_or_label_is_lost_and_rows_continue_after_any_row(
+    documents: list[list[tuple[int, bool]]], length: int, packed: bool
+) -> None:
+    records = [
+        {
+            "input_ids": [token for token, _ in document],
+            "labels": [token + 1 if learnt else -100 for token, learnt in document],
+        }
+        for document in documents
+    ]
+    source = laid_out(records, ByteTokenizer(), length=length, packed=packed)
+    lane = source.open([0], epoch=0, cursors={})[0]
+    rows, cursors = [], [lane.cursor()]
+    while row := lane.read(1):
+        rows += row
+        cursors.append(json.loads(json.dumps(lane.cursor())))
+    expected = [
+        (token, token + 1 if learnt and place else -100)
+        for document in documents
+        for place, (token, learnt) in enumerate(document)
+    ]
+    written: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
+        filled = length
+        if not packed:
+            filled = int(row["attention_mask"].sum())
+        elif number == len(rows) - 1:
+            filled = len(expected) - length * (len(rows) - 1)
+        pairs = zip(row["input_ids"].tolist(), row["labels"].tolist(), strict=True)
+        written += list(itertools.islice(pairs, filled))
+    assert [token for token, _ in written] == [token for token, _ in expected]
+    for (_, label), (_, wanted) in zip(written, expected, strict=True):
+        assert label in (wanted, -100)  # -100: the first of a row has nothing before it
+    assert sum(
+        label != wanted for (_, label), (_, wanted) in zip(written, expected, strict=True)
+    ) <= (len(rows))
+    for stop, cursor in enumerate(cursors):
+        rest = rows_of(source, cursor)
+        assert len(rest) == len(rows) - stop
+        for one, other in zip(rest, rows[stop:], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_padding_of_a_record_is_left_out(tokenizer: Tokenizer) -> None:
+    records = [
+        {"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
+        {"input_ids": [0, 7, 8], "labels": [-100, 7, 8], "attention_mask": [0, 1, 1]},
+    ]
+    (row,) = rows_of(laid_out(records, tokenizer, length=5, packed=True))
+    assert row["input_ids"].tolist() == [7, 8, 9, 7, 8]
+    assert row["labels"].tolist() == [-100, 8, 9, -100, 8]
+
+
+def test_ids_win_over_text_and_a_missing_value_is_none(tokenizer: Tokenizer) -> None:
+    """As datasets.map leaves records: the text stays, and a column that a record lacks is None."""
+    records = [
+        {"text": "two words", "input_ids": [7, 8], "labels": [-100, 8]},
+        {"text": None, "input_ids": [7, 9], "labels": None, "attention_mask": None},
+        {"text": "two", "input_ids": None, "labels": None},
+    ]
+    rows = rows_of(laid_out(records, tokenizer, length=8, packed=False))
+    assert rows[0]["input_ids"].tolist()[:2] == [7, 8]
+    assert rows[1]["labels"].tolist()[:2] == [-100, 9]
+    assert rows[2]["input_ids"].tolist()[0] == tokenizer.encode(["two"])[0][0]
+
+
+def test_a_record_without_tokens_does_not_end_the_data(tokenizer: Tokenizer) -> None:
+    records = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 4]}, {"input_ids": []}]
+    for packed in (True, False):
+        rows = rows_of(laid_out(records, tokenizer, length=2, packed=packed))
+        assert [row["input_ids"].tolist() for row in rows] == [[1, 2], [3, 4]]
+
+
+def of_files(records: list[Any], folder: Path) -> Source:
+    lines = "\n".join(json.dumps(record) for record in records)
+    (folder / "data.jsonl").write_text(lines)
+    rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, pack=False)
+    source = rows.of_files(f"{folder}/data.jsonl")
+    assert not isinstance(source, TokenRows)
+    return source
+
+
+def of_dataset(records: list[Any], folder: Path, how: str = "") -> Source:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list(records)
+    if how in ("torch", "numpy"):
+        dataset = dataset.with_format(how)
+    if how == "iterable":
+        dataset = dataset.to_iterable_dataset(num_shards=2)
+    return TextRows(tokenizer=ByteTokenizer(), sequence_length=8, pack=False).of_dataset(dataset)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        of_files,
+        of_dataset,
+        lambda records, folder: of_dataset(records, folder, "iterable"),
+        lambda records, folder: of_dataset(records, folder, "numpy"),
+        lambda records, folder: of_dataset(records, folder, "torch"),
+    ],
+    ids=["files", "dataset", "iterable dataset", "numpy", "torch"],
+)
+def test_wherever_records_come_from(
+    opened: Callable[[list[Any], Path], Source], tmp_path: Path
+) -> None:
+    records = [{**one, "labels": one.get("labels", one["input_ids"])} for one in RECORDS]
+    source = opened(records, tmp_path)
+    lanes = source.open(range(source.lanes()), epoch=0, cursors={})
+    rows = [row for lane in lanes.values() for row in lane.read(9)]
+    found = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
+    for (ids, labels), record in zip(found, records, strict=True):
+        size = len(record["input_ids"])
+        assert ids[:size] == record["input_ids"]
+        assert labels == [-100, *record["labels"][1:], *[-100] * (8 - size)]
+
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"messages": CHAT}, "messages"),
+        ({"messages": CHAT}, "text"),
+        ({"text": CHAT}, "text"),
+        (CHAT, "text"),
+        ({"input_ids": CHAT}, "text"),
+    ],
+    ids=["the field", "another field", "the default field", "the record", "as input_ids"],
+)
+def test_chat_messages_are_refused_before_anything_is_built(
+    record: Any, field: str, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, field=field)
+    with pytest.raises(MusterError) as refused:
+        rows.of_files(f"{tmp_path}/chat.jsonl")
+    assert str(refused.value) == snapshot
+
+
+def test_chat_messages_of_a_dataset_are_refused(tmp_path: Path) -> None:
+    for how in ("", "iterable"):
+        with pytest.raises(MusterError, match="chat messages"):
+            of_dataset([{"messages": CHAT}] * 2, tmp_path, how)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"input_ids": [1, 2, 3], "labels": [1, 2]},
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1]},
+        {"input_ids": [1.5, 2]},
+        {"input_ids": ["a", "b"]},
+        {"input_ids": [[1, 2], [3]]},
+        {"input_ids": [1, -2]},
+        {"input_ids": 7},
+        {"input_ids": "two words"},
+        {"input_ids": [1, 2], "labels": ["a", "b"]},
+        {"input_ids": [1, 2], "labels": 1},
+        {"input_ids": [1, 2], "labels": [1, -1]},
+        {"text": ["two", "words"]},
+    ],
+    ids=repr,
+)
+def test_what_is_not_token_ids_is_refused(
+    record: Any, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    with pytest.raises(MusterError) as refused:
+        of_files([record], tmp_path)
+    assert str(refused.value) == snapshot

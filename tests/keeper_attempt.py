@@ -1,0 +1,78 @@
+"""One machine's ranks as a keeper runs them, without a launcher: what tests of engines start."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from patience import GIVE_UP_S
+from torchmuster.launch import wire
+from torchmuster.launch.keeper.agent_command import Share, environment
+from torchmuster.launch.keeper.engines import engine_for
+from torchmuster.launch.keeper.running import Running
+
+
+class Attempt:
+    """Two ranks, and what their keeper said: ranks 4 and 5 of 6 on the last of three hosts, or ``alone``."""
+
+    def __init__(
+        self, folder: Path, script: str, *, alone: bool = False, port: int = 29400
+    ) -> None:
+        self.token = os.urandom(8).hex()
+        (folder / "train.py").write_text(script)
+        (folder / "logs").mkdir()
+        (folder / "records").mkdir()
+        prepare = wire.Prepare(
+            run_id="r",
+            token=self.token,
+            command=("train.py", "--lr", "1"),
+            module=False,
+            folder=str(folder),
+            device="cpu",
+            ranks=2,
+        )
+        address = "127.0.0.1" if alone else "10.0.0.1"
+        start = wire.Start(
+            attempt=0,
+            node_rank=0 if alone else 2,
+            nodes=1 if alone else 3,
+            first_rank=0 if alone else 4,
+            world_size=2 if alone else 6,
+            backend="muster",
+            endpoint=f"{address}:{port}",
+            address=address,
+            port=port,
+            local_address="127.0.0.1" if alone else "10.0.0.3",
+            interface=None,
+            timeout_s=60.0,
+            max_restarts=0,
+        )
+        self.share = Share(
+            prepare=prepare,
+            start=start,
+            ranks=2,
+            logs=folder / "logs",
+            records=folder / "records",
+        )
+        self.said: list[wire.FromKeeper] = []
+        self.changed = asyncio.Event()
+
+    async def send(self, message: wire.FromKeeper) -> None:
+        self.said.append(message)
+        self.changed.set()
+
+    def output(self) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        for message in self.said:
+            if isinstance(message, wire.Output):
+                texts[message.rank] = texts.get(message.rank, "") + message.text
+        return texts
+
+    async def until_both_spoke(self) -> None:
+        while len(self.output()) < 2:
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), GIVE_UP_S)
+
+    def running(self, system: str, **variables: str) -> Running:
+        """Return the ranks to be started as on this system, with these variables."""
+        env = environment(self.share, {**os.environ, **variables}, {}, threads=1)
+        return Running(self.share, engine_for(self.share, env, system), self.send)

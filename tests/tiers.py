@@ -1,0 +1,225 @@
+"""Which tests run when: a pytest plugin with ``--tier default`` and ``--tier full``.
+
+The default tier is what CI runs for every change. It has all unit, engine and architecture tests, and of each
+real part (ranks, hosts, sshd, Slurm, etcd, Prometheus, Chromium, MLflow) those tests that show that the part works with the product. A new
+real part or library adds one test of at most 20 s to it. All other tests, and those marked ``stress`` or ``alone``, run in the full tier only.
+"""
+
+import pytest
+
+# Of these files only the tests named here run in the default tier: a function, or one of its cases.
+# fmt: off
+DEFAULT: dict[str, list[str]] = {
+    "tests/hosts/test_away.py": ["test_several_that_are_away_are_told_apart_at_once"],
+    "tests/hosts/test_bench_collectives.py": [],
+    "tests/hosts/test_catalogue.py": [
+        "test_named_and_mended[the ports of ranks are dropped at the second machine]",
+        "test_named_and_mended[a clock that is a minute behind]",
+        "test_named_and_mended[/dev/shm is full]",
+        "test_named_and_mended[another version of torch]",
+        "test_named_and_mended[a GPU has fallen off the bus]",
+        "test_named_and_mended[one value in a million of what a machine contributes is wrong]",
+        "test_the_table_has_every_fault",
+    ],
+    "tests/hosts/test_check.py": [
+        "test_a_healthy_pair_passes_and_the_report_is_written",
+        "test_a_direction_that_is_closed_is_named_and_mended_by_the_fix",
+        "test_a_machine_that_joins_by_a_code_is_checked_like_any_other",
+    ],
+    "tests/hosts/test_elastic.py": ["test_a_run_goes_on_without_a_machine_that_is_gone_and_with_it_when_it_is_back"],
+    "tests/hosts/test_full_disk.py": [],
+    "tests/hosts/test_join.py": [
+        "test_the_pasted_line_is_all_that_a_machine_needs",
+        "test_codes_that_are_wrong_or_used_open_nothing",
+        "test_a_guest_ends_what_it_runs_when_the_host_is_killed",
+    ],
+    "tests/hosts/test_kills.py": [
+        "test_a_kill_ends_the_run_everywhere_and_is_named[starting-launcher-node1]",
+        "test_a_kill_ends_the_run_everywhere_and_is_named[running-rank-1-node2]",
+        "test_a_kill_ends_the_run_everywhere_and_is_named[running-keeper-node1]",
+        "test_a_kill_ends_the_run_everywhere_and_is_named[ending-agent-node2]",
+        "test_a_watchman_that_is_killed_has_a_successor_that_sweeps",
+    ],
+    "tests/hosts/test_lab.py": [
+        "test_hosts_have_names_addresses_and_processes_of_their_own",
+        "test_ssh_runs_a_command_as_the_other_host",
+        "test_labs_live_side_by_side_and_leave_nothing",
+        "test_a_host_is_killed_without_a_word_and_boots_again",
+    ],
+    "tests/hosts/test_links.py": [
+        "test_healthy_hosts_give_no_finding_and_all_figures[2]",
+        "test_a_closed_meeting_port[drop]",
+        "test_one_direction_is_blocked[refuse]",
+        "test_a_cable_that_is_out",
+        "test_big_frames_vanish",
+        "test_nothing_listens_after_a_survey",
+    ],
+    "tests/hosts/test_machine_checks.py": [
+        "test_no_false_alarms[None-root]",
+        "test_nftables_alone",
+    ],
+    "tests/hosts/test_notebook.py": ["test_by_ssh"],
+    "tests/hosts/test_refusals.py": [
+        "test_refused[a name that nobody knows]",
+        "test_refused[our key is refused]",
+        "test_refused[another script]",
+        "test_refused[a firewall drops]",
+        "test_refused[the given port is taken]",
+    ],
+    "tests/hosts/test_restarts.py": [
+        "test_a_killed_rank_is_named_before_all_start_again",
+        "test_a_host_that_does_not_come_back_ends_the_run",
+    ],
+    "tests/hosts/test_situations.py": [
+        "test_a_run_works_in[own names lead to 127.0.1.1]",
+        "test_a_run_works_in[a network that has IPv6 only]",
+        "test_a_run_works_in[c10d in another order than that of the addresses]",
+        "test_two_jobs_on_the_same_hosts_do_not_disturb_each_other",
+        "test_etcd_brings_the_hosts_together",
+    ],
+    "tests/hosts/test_trouble.py": [
+        "test_what_muster_says_leads_to_a_run_that_works[the ports of ranks are dropped]",
+        "test_the_page_for_people_in_trouble_has_every_story",
+    ],
+    "tests/prometheus/test_abuse.py": [],
+    "tests/prometheus/test_alert_faults.py": [
+        "test_every_alert_is_raised_by_a_fault_somewhere",
+        "test_bad_numbers",
+    ],
+    "tests/prometheus/test_exporter_killed.py": [],
+    "tests/ranks/test_batch_finder.py": ["test_the_weakest_rank_decides[ddp]"],
+    "tests/ranks/test_bench_probing.py": ["test_answers_come_by_rank"],
+    "tests/ranks/test_bench_ranks.py": [
+        "test_every_value_of_every_kind_of_message_is_compared",
+        "test_one_wrong_value_is_found_with_its_rank",
+        "test_collectives_from_the_command_to_the_record",
+    ],
+    "tests/ranks/test_check_ranks.py": ["test_what_is_shown_ends_with_the_verdict_and_where_the_report_is"],
+    "tests/ranks/test_collectives_probe.py": [
+        "test_one_wrong_value_in_a_million_is_found_with_its_rank[corrupt-sum]",
+        "test_a_hang_ends_in_time_and_names_the_rank",
+    ],
+    "tests/ranks/test_full_disk_run.py": [],
+    "tests/ranks/test_kill_matrix.py": [
+        "test_every_victim_is_struck_at_every_moment_in_every_layout",
+        "test_the_smallest_difference_is_one",
+        "test_the_tables_count_kills_and_runs",
+    ],
+    "tests/ranks/test_kubernetes_ranks.py": ["test_an_ordinary_script_trains_in_two_pods[job]"],
+    "tests/ranks/test_lab_command.py": ["test_from_a_gap_to_all_points_and_a_report"],
+    "tests/ranks/test_labs.py": [
+        "test_starter_solution_and_every_planted_mistake[communication]",
+        "test_every_word_is_planted_and_names_belong_to_one_lab",
+    ],
+    "tests/ranks/test_muster_train.py": [
+        "test_a_model_from_its_config_trains_alike_under_ddp_and_fsdp",
+        "test_under_torchrun",
+    ],
+    "tests/ranks/test_notebook.py": [
+        "test_cells_run_on_ranks_and_what_is_alike_is_shown_once",
+        "test_a_hang_is_named_and_its_interrupt_gives_new_ranks",
+        "test_nothing_is_left_of_a_kernel_that_is_killed[True]",
+    ],
+    "tests/ranks/test_notebook_page.py": [],
+    "tests/ranks/test_plan_memory.py": ["test_a_case_is_found_by_its_name"],
+    "tests/ranks/test_plan_rates.py": [],
+    "tests/ranks/test_preemption.py": ["test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on"],
+    "tests/ranks/test_process_group_ranks.py": [
+        "test_under_torchrun_unchanged",
+        "test_spawned_ranks_meet_on_loopback_without_a_launcher",
+    ],
+    "tests/ranks/test_profile.py": [
+        "test_every_phase_of_a_step_is_seen_without_a_change_of_the_script",
+        "test_what_it_was_that_trained_is_written_down",
+    ],
+    "tests/ranks/test_pulse.py": ["test_what_ranks_do_is_known_and_kept"],
+    "tests/ranks/test_quiet_output.py": ["test_every_line_is_ours[train-ddp]"],
+    "tests/ranks/test_run_devices.py": [
+        "test_gpus_are_the_run_s_alone_until_it_ends[2]",
+        "test_more_ranks_than_gpus_is_one_sentence_and_no_process",
+    ],
+    "tests/ranks/test_run_ends.py": [
+        "test_a_signal_lets_the_ranks_save_and_ends_everything[terminate]",
+        "test_a_second_interrupt_ends_them_at_once",
+        "test_a_killed_launcher_leaves_nothing_within_10_s[running]",
+        "test_stop_ends_a_run_and_says_so",
+        "test_a_run_that_outlives_its_shell",
+    ],
+    "tests/ranks/test_run_failures.py": [
+        "test_the_first_rank_s_traceback_is_told_although_both_raise",
+        "test_a_kill_from_outside_is_explained",
+        "test_restarts_begin_anew_and_say_so",
+        "test_ranks_that_are_saving_get_the_whole_grace",
+    ],
+    "tests/ranks/test_run_report.py": ["test_the_numbers_of_a_report_are_those_of_the_run"],
+    "tests/ranks/test_run_without_torchrun.py": ["test_two_ranks_meet_without_an_agent"],
+    "tests/ranks/test_sinks.py": [
+        "test_a_real_mlflow_server_has_a_run_that_was_killed_and_went_on_as_one",
+        "test_passwords_are_refused",
+    ],
+    "tests/ranks/test_smoke.py": [
+        "test_under_torchrun_every_rank_says_its_three_lines[2]",
+        "test_alone_it_is_a_group_of_one",
+    ],
+    "tests/ranks/test_train_planned.py": ["test_a_training_follows_its_plan_and_is_held_against_it"],
+    "tests/ranks/test_train_restarts.py": ["test_a_run_survives_the_death_of_a_rank_and_of_its_launcher"],
+    "tests/slurm/test_jobs.py": [
+        "test_a_job_is_followed_from_the_queue_to_its_end",
+        "test_a_failure_has_its_exit_code",
+        "test_cancelling_ends_the_program_politely",
+        "test_the_warning_reaches_the_program_itself",
+        "test_a_requeued_job_goes_on_in_the_same_log",
+    ],
+    "tests/slurm/test_muster_check.py": [],
+    "tests/slurm/test_muster_run.py": [
+        "test_a_job_on_three_nodes_is_submitted_and_followed",
+        "test_a_failing_rank_fails_the_job_with_its_cause",
+    ],
+    "tests/slurm/test_preemption.py": [],
+    "tests/slurm/test_srun.py": [
+        "test_keepers_come_in_the_order_of_the_nodes",
+        "test_long_and_foreign_messages_arrive_whole_both_ways",
+        "test_a_keeper_that_is_killed_is_named_and_the_others_go_on",
+    ],
+}
+# fmt: on
+FULL_ONLY = ("stress", "alone")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=["default", "full"], default="full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tier") == "full":
+        return
+    left_out = [item for item in items if not _is_default(item)]
+    items[:] = [item for item in items if _is_default(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse names in the table that no test has any more."""
+    if session.config.getoption("--tier") == "full" or session.config.args_source.name == "ARGS":
+        return
+    known = {
+        (item.nodeid.partition("::")[0], name) for item in session.items for name in _names(item)
+    }
+    if unknown := [
+        f"{file}: {name}" for file in DEFAULT for name in DEFAULT[file] if (file, name) not in known
+    ]:
+        raise pytest.UsageError(
+            "tests/tiers.py names tests that do not exist: " + "; ".join(unknown)
+        )
+
+
+def _is_default(item: pytest.Item) -> bool:
+    if any(item.get_closest_marker(name) for name in FULL_ONLY):
+        return False
+    file = item.nodeid.partition("::")[0]
+    return file not in DEFAULT or not _names(item).isdisjoint(DEFAULT[file])
+
+
+def _names(item: pytest.Item) -> set[str]:
+    """Return the test's function and its case."""
+    return {item.name, getattr(item, "originalname", item.name)}
