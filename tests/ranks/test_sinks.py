@@ -16,6 +16,7 @@ from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of
 from torchmuster.launch import ledger
 from torchmuster.monitor.sinks import sent
 from torchmuster.runfolder import RunFolder
+from unit.monitor.sinks.written_run import WrittenRun
 
 pytestmark = pytest.mark.ranks
 
@@ -87,6 +88,27 @@ def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
     assert steps_of(run) == every
     assert _curve(run.run, "train/loss") == every
     assert parquet.read_table(run.run.metrics / "steps.parquet")["step"].to_pylist() == every
+
+
+@needs_mlflow_server
+def test_a_real_mlflow_server_takes_a_run_that_is_exported(
+    own_machine: Path, muster: Muster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    mlflow: Any = pytest.importorskip("mlflow")
+    written = WrittenRun(own_machine)
+    written.run.config.write_text("experiment_name: llama\ntrain:\n  steps: 3\n")
+    written.steps(1, 2, 3, loss=1.5)
+    with real_mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
+        done = muster(
+            *("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
+        )
+        assert done.code == 0, done
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name("llama")
+        (kept,) = client.search_runs([experiment.experiment_id])
+        points = client.get_metric_history(kept.info.run_id, "train/loss")
+    assert [(one.step, one.value) for one in points] == [(1, 1.5), (2, 1.5), (3, 1.5)]
+    assert kept.data.params["train.steps"] == "3"
 
 
 @needs_mlflow_server

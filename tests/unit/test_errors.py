@@ -20,6 +20,7 @@ from torchmuster.errors import (
     NoSuchDevice,
     NoSuchRun,
     NotNow,
+    NotTrusted,
     OutOfMemory,
     TooFewDevices,
 )
@@ -31,6 +32,7 @@ EXIT_CODES = {
     NoSuchDevice: 2,
     TooFewDevices: 2,
     CudaAlreadyInitialised: 2,
+    NotTrusted: 2,
     NoSuchRun: 2,
     MachineLost: 1,
     OutOfMemory: 1,
