@@ -184,6 +184,12 @@ def said_by(rank: int, shown: str, *, ranks: int = 2) -> list[str]:
     ]
 
 
+def line_with(shown: str, *facts: str) -> str:
+    """Return the one line that contains all of these facts; ranks may have printed it more than once."""
+    (line,) = {line for line in shown.splitlines() if all(fact in line for fact in facts)}
+    return line
+
+
 @contextlib.contextmanager
 def launched(
     folder: Path,

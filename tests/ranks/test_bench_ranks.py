@@ -88,6 +88,6 @@ def test_scaling_from_the_command_to_the_record(muster: Muster, own_machine: Pat
     kept = record.read(own_machine / "kept" / "record.json")
     for parts in kept.facts["parts_s"].values():
         assert min(parts.values()) >= 0
-    series = {one.title for one in kept.series}
-    assert "step (ranks 2, samples_of_a_rank 1)" in series
-    assert "step, nothing sent (ranks 2, samples_of_a_rank 2)" in series
+    series = {(one.name, *one.labels.items()) for one in kept.series}
+    assert ("step", ("ranks", 2), ("samples_of_a_rank", 1)) in series
+    assert ("step, nothing sent", ("ranks", 2), ("samples_of_a_rank", 2)) in series

@@ -6,6 +6,7 @@ The faults are those of ``faulty/sitecustomize.py``: the probe knows nothing of 
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from ranks.conftest import Ran, Torchrun
 from torchmuster.finding import Finding, Status
@@ -57,12 +58,15 @@ def test_good_ranks_compare_every_value_and_nothing_is_found(
 
 @pytest.mark.parametrize("fault", ["corrupt-sum", "corrupt-result"])
 def test_one_wrong_value_in_a_million_is_found_with_its_rank(
-    torchrun: Torchrun, fault: str
+    torchrun: Torchrun, fault: str, snapshot: SnapshotAssertion
 ) -> None:
     records = probe(torchrun, fault, ranks=3)
     finding = only(collectives.judge(records))
     assert finding.name == "wrong-values"
-    assert "(rank 1) passes on wrong values in all-reduce" in finding.what
+    _device, rank, does = finding.what.partition("(rank 1) ")
+    assert rank
+    assert "all-reduce" in does
+    assert does == snapshot
     wrong = {one.rank: one.operations[0].values.wrong for one in records}
     # What a rank adds wrongly all get; what it spoils afterwards only it has.
     assert all(wrong.values()) if fault == "corrupt-sum" else (not wrong[0] and wrong[1])
@@ -77,10 +81,14 @@ def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Tor
     assert collectives.second_try(records) == {"NCCL_P2P_DISABLE": "1"}
 
 
-def test_a_hang_ends_in_time_and_names_the_rank(torchrun: Torchrun) -> None:
+def test_a_hang_ends_in_time_and_names_the_rank(
+    torchrun: Torchrun, snapshot: SnapshotAssertion
+) -> None:
     finding = only(collectives.judge(probe(torchrun, "hang", ranks=3)))
     assert finding.name == "collective-hangs"
-    assert "(rank 1) does not take part in the collectives: all others wait" in finding.what
+    _device, rank, does = finding.what.partition("(rank 1) ")
+    assert rank
+    assert does == snapshot
 
 
 def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:

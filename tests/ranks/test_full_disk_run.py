@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.held_model import held_model
-from ranks.launched import Launched, launched
+from ranks.launched import Launched, launched, line_with
 from ranks.test_train_restarts import steps_of
 
 pytestmark = [
@@ -82,7 +83,9 @@ def _whole_lines(run: Launched) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def test_a_disk_that_is_full_for_a_while(own_machine: Path, muster: Muster) -> None:
+def test_a_disk_that_is_full_for_a_while(
+    own_machine: Path, muster: Muster, snapshot: SnapshotAssertion
+) -> None:
     pytest.importorskip("tensorboard")
     (own_machine / "own.py").write_text(OWN)
     (own_machine / "config.yaml").write_text(CONFIG)
@@ -105,4 +108,6 @@ def test_a_disk_that_is_full_for_a_while(own_machine: Path, muster: Muster) -> N
         assert result.code == 0, run
         assert steps_of(run) == list(range(1, STEPS + 1)), "nothing is missing or torn"
         log = run.run.rank_log(0).read_text()
-        assert re.search(r"steps\.jsonl can be written again after .+ all lines of that time", log)
+        again = line_with(log, "steps.jsonl ", " again ")
+        told = again[again.index("steps.jsonl ") :].partition(", ")[0]
+        assert re.sub(r"after .+?:", "after TIME:", told) == snapshot

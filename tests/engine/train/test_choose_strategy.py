@@ -123,8 +123,9 @@ def test_no_shard_is_ddp(snapshot: SnapshotAssertion) -> None:
     decision = choose("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
     assert decision.value == "ddp"
     assert decision.reason == snapshot
-    with pytest.raises(Impossible, match="asked for fsdp with no_shard"):
+    with pytest.raises(Impossible, match="fsdp with no_shard") as refused:
         Fsdp(WORLD, sharding=none)
+    assert refused.value == snapshot
     with pytest.raises(Impossible, match="no_shard") as refused:
         choose(
             "fsdp",

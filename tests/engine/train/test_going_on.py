@@ -16,7 +16,7 @@ from made_up_worlds import made_up_world
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Finding, Status, render
 from torchmuster.train.reporting.communication import communication_of
 from torchmuster.train.reporting.metrics_file import MetricsFile
 from torchmuster.train.reporting.tally import Tally, _add_exactly
@@ -122,9 +122,7 @@ def test_a_request_to_end_is_followed_with_a_save(snapshot: SnapshotAssertion) -
 def test_too_little_room_ends_a_training_before_it_begins() -> None:
     little = Finding(name="room", status=Status.WARNING, what="the disk is small", fix="clear it")
     none = Finding(name="room", status=Status.FAILURE, what="no room", why="why", fix="fix")
-    assert saves(Noting(found=(little,))).check_room({}) == (
-        "warning  the disk is small\n         fix  clear it"
-    )
+    assert saves(Noting(found=(little,))).check_room({}) == render([little])
     with pytest.raises(Impossible) as refusal:
         saves(Noting(found=(little, none))).check_room({})
     assert str(refusal.value) == "no room\nwhy\nfix"

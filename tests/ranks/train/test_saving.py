@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from rank_group import RunRanks
 from rank_programs import saving
@@ -40,16 +41,19 @@ def test_what_some_ranks_save_any_number_reads_bit_by_bit(
 
 
 def test_saves_that_fail_or_are_slow_leave_the_training_going(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     found, other = run_ranks(saving.go_wrong, 2, tmp_path)
     assert found["nothing yet"] is None
     first, second, third = found["problems"]
     where = f"{tmp_path}/shared/step-"
-    assert first.startswith(f"rank 1: rank-00001.safetensors could not be written to {where}")
-    assert first.endswith("No space left on device; make room there, or save elsewhere")
-    assert second.startswith(f"rank 0: manifest.json could not be written to {where}")
+    assert first.startswith("rank 1: rank-00001.safetensors ")
+    assert second.startswith("rank 0: manifest.json ")
+    for one in (first, second):
+        assert where in one
+        assert "No space left on device" in one
     assert third == ""
+    assert [first, second] == snapshot
     assert other["problems"] == found["problems"]  # all ranks hear the same
     assert found["left"] == [1, 1, 2]  # of a save that failed nothing is left
     for one in (found, other):
@@ -73,19 +77,18 @@ def test_saves_that_fail_or_are_slow_leave_the_training_going(
     # Each rank's BatchNorm has seen other samples; rank 0's is the run's.
     assert found["buffers are in"] == {"rank-00000.safetensors"}
     shapes, optimiser, kind, missing = found["misfits"]
-    assert "is of another training: its tensors are not those of this one" in shapes
-    assert "model.embedding.weight is [11, 6] in the checkpoint, [11, 7] here" in shapes
-    assert shapes.splitlines()[-2].startswith("and ")
-    assert optimiser.splitlines()[1] == (
-        "the optimiser was one that keeps exp_avg, exp_avg_sq, step (as Adam and AdamW do), "
-        "this one is one that keeps momentum_buffer (as SGD with momentum does)"
-    )
-    assert "model.layers.0.bias is float32 in the checkpoint, float16 here" in kind
-    assert "model.another is not in the checkpoint" in missing
-    assert found["unkeepable"] == [
-        "model.it cannot be kept in a checkpoint: it is a set",
-        "model.it cannot be kept in a checkpoint: it is torch.complex128, torch.strided",
-    ]
+    for fact in ("model.embedding.weight", "[11, 6]", "[11, 7]"):
+        assert fact in shapes
+    for fact in ("exp_avg, exp_avg_sq, step", "momentum_buffer"):
+        assert fact in optimiser
+    for fact in ("model.layers.0.bias", "float32", "float16"):
+        assert fact in kind
+    assert "model.another" in missing
+    assert found["misfits"] == snapshot
+    a_set, a_complex = found["unkeepable"]
+    assert a_set.startswith("model.it ")
+    assert "torch.complex128" in a_complex
+    assert found["unkeepable"] == snapshot
 
 
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
@@ -97,40 +100,48 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
     assert not canary.exists()
 
 
-def test_room_is_looked_for_and_decides_how_to_save(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_room_is_looked_for_and_decides_how_to_save(
+    run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     found, other = run_ranks(saving.room_and_mode, 2, tmp_path)
     assert other == found
     mode, said = found["much auto"]
     assert (mode.value, said) == ("async", [])
-    assert mode.reason.startswith("saving goes on beside it: copies of what its 2 ranks write take")
+    assert "2 ranks" in mode.reason
+    assert mode.reason == snapshot
     mode, said = found["little auto"]
     assert (mode.value, said) == ("sync", [])
-    assert mode.reason.startswith("the training waits for each save: copies of what its 2 ranks")
-    assert mode.reason.endswith("of which 2.0 KiB of 3.9 KiB are free")
+    assert "2.0 KiB of 3.9 KiB" in mode.reason
+    assert mode.reason == snapshot
     assert found["sync stalls"]
     mode, said = found["little async"]
     assert mode.value == "async"
-    assert said == ["saving beside the training may take more memory than there is"]
+    assert said == snapshot
     (apart,), problem, left = found["not shared"]
     assert apart.status.value == "failure"
-    assert apart.what == "the ranks do not save to the same place: what rank 1 writes is not there"
-    assert apart.why == f"1 of 2 ranks' files are not in {tmp_path}/of-0/saves as seen from rank 0"
-    assert apart.fix == "save to a folder that all machines share, or to object storage"
+    assert "rank 1 " in apart.what
+    assert f"{tmp_path}/of-0/saves" in apart.why
+    assert apart == snapshot
     assert problem[-1] == apart.fix
     assert left == [[], []]  # neither machine keeps what can never be a checkpoint
     assert found["left"] == []  # nor what a killed save left
     (warning,) = found["one fits"]
     assert warning.status.value == "warning"
-    assert warning.what == f"there is not enough room for 4 checkpoints in {tmp_path}/empty"
-    assert "and while one is saved there are 5: " in warning.why
-    assert "9.8 KiB are free" in warning.why
+    assert "4 checkpoints" in warning.what
+    assert f"{tmp_path}/empty" in warning.what
+    assert " 5: " in warning.why  # while one is saved
+    assert "9.8 KiB" in warning.why
+    assert warning == snapshot
     (failure,) = found["none fits"]
     assert failure.status.value == "failure"
-    assert failure.what == f"there is no room for a checkpoint in {tmp_path}/empty"
+    assert f"{tmp_path}/empty" in failure.what
+    assert failure == snapshot
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
-def test_a_full_disk_fails_a_save_and_nothing_else(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_full_disk_fails_a_save_and_nothing_else(
+    run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     mounted = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)]
     if subprocess.run(mounted, capture_output=True).returncode:
         pytest.skip("this container may not mount file systems")
@@ -141,19 +152,24 @@ def test_a_full_disk_fails_a_save_and_nothing_else(run_ranks: RunRanks, tmp_path
     assert answers[0] == answers[1]
     (good, one), (bad, still_one), (good_again, two) = answers[0]
     assert (good, good_again) == ("", "")
-    assert "No space left on device; make room there, or save elsewhere" in bad
+    *_, why, fix = bad.split("; ")
+    assert why == "No space left on device"
+    assert fix.partition(" (and ")[0] == snapshot  # both may have failed
     assert (one, still_one, two) == (1, 1, 2)
 
 
-def test_a_service_that_is_lost_fails_a_save_and_nothing_else(run_ranks: RunRanks) -> None:
+def test_a_service_that_is_lost_fails_a_save_and_nothing_else(
+    run_ranks: RunRanks, snapshot: SnapshotAssertion
+) -> None:
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
     answers = run_ranks(saving.lose_service, 2)
     assert answers[0] == answers[1]
     good, (bad, kept), good_again = answers[0]
     assert good == ("", [1])
-    assert bad.startswith("rank 0: s3://bucket/run cannot be used; ")
-    assert "check " in bad
+    assert bad.startswith("rank 0: s3://bucket/run ")
+    what, *_, fix = bad.split("; ")
+    assert [what, fix.partition(" (and ")[0]] == snapshot  # both may have failed
     assert "made-up-secret" not in bad
     assert kept == []  # it kept everything in its memory
     assert good_again == ("", [5])

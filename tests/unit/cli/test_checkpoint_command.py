@@ -76,7 +76,7 @@ def test_the_newest_good_one_is_exported(
 
 
 def test_weights_that_are_not_those_of_the_model_are_an_error(
-    muster: Muster, run: RunFolder, own_machine: Path
+    muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     """transformers would fill a model with random weights, and say so only in passing."""
     described = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
@@ -84,14 +84,14 @@ def test_weights_that_are_not_those_of_the_model_are_an_error(
     (run.model / "config.json").write_text(json.dumps(described))
     done = muster("checkpoint", "export", "--to", "my-model")
     assert done.code == 1
-    assert "its weights are not those of the model" in done.err
-    assert "missing: lm_head.weight, model.embed_tokens.weight" in done.err
+    assert "lm_head.weight, model.embed_tokens.weight" in done.err
+    assert done.err == snapshot
     assert not (own_machine / "my-model").exists()
     assert not [one for one in own_machine.iterdir() if "unfinished" in one.name]
 
 
 def test_what_cannot_be_checked_is_a_warning(
-    muster: Muster, run: RunFolder, own_machine: Path
+    muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     (run.model / "config.json").write_text("{}")
     (own_machine / "shadow" / "transformers").mkdir(parents=True)
@@ -102,14 +102,16 @@ def test_what_cannot_be_checked_is_a_warning(
         "checkpoint", "export", "--to", "out", env={"PYTHONPATH": f"{own_machine}/shadow"}
     )
     assert done.code == 0, done.err
-    assert "warning: not checked" in done.err
-    assert "transformers cannot be imported here: broken" in done.err
+    assert "broken" in done.err
+    assert done.err == snapshot
 
 
-def test_only_lora_can_be_merged(muster: Muster, run: RunFolder, own_machine: Path) -> None:
+def test_only_lora_can_be_merged(
+    muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     done = muster("checkpoint", "export", "--merge", "--to", "my-model")
     assert done.code == 2
-    assert "there is no LoRA adapter to merge" in done.err
+    assert done.err == snapshot
     assert not (own_machine / "my-model").exists()
 
 

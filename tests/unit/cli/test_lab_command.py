@@ -54,11 +54,9 @@ def test_a_lab_is_started_in_a_folder_of_ones_choice(
 ) -> None:
     done = muster("lab", "start", "ddp", "--labs", "course")
     assert done.code == 0
-    assert done.out == (
-        "read     course/ddp/reading.md\n"
-        "fill in  course/ddp/ddp.py: 6 exercises, 20 points\n"
-        "then     muster lab check ddp\n"
-    )
+    for fact in ("course/ddp/reading.md", "course/ddp/ddp.py", "20 points", "muster lab check ddp"):
+        assert fact in done.out
+    assert done.out == snapshot
     assert (own_machine / "course" / "ddp" / "ddp.py").read_text() == course.lesson("ddp").starter()
     again = muster("lab", "start", "ddp", "--labs", "course")
     assert again.code == 2

@@ -67,7 +67,9 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_program_is_started_talked_with_and_ended_with_the_keeper() -> None:
+def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
+    snapshot: SnapshotAssertion,
+) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
         launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
         engaged = await launcher.hear(wire.Engaged)
@@ -77,7 +79,8 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper() -> None:
         assert isinstance(relayed, wire.Relay)
         answer = json.loads(relayed.text)
         assert answer["id"] == 7
-        assert answer["error"]["what"] == "there is no verb 'no-such-verb'"
+        assert "'no-such-verb'" in answer["error"]["what"]
+        assert answer["error"]["what"] == snapshot
         assert [one.pid for one in sweep.processes_of(token)] == [engaged.pid]
 
     play(scene)
@@ -90,7 +93,7 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
         ended = await launcher.hear(wire.Disengaged)
         assert isinstance(ended, wire.Disengaged)
         assert ended.exit_code == 1
-        assert "No module named torchmuster.no_such" in ended.words
+        assert "torchmuster.no_such" in ended.words
 
     play(scene)
 

@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost
@@ -149,7 +150,9 @@ def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
     with_node(scene)
 
 
-def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed() -> None:
+def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
+    snapshot: SnapshotAssertion,
+) -> None:
     def broken(rank: int, text: str) -> None:
         raise RecursionError("too deep")
 
@@ -160,7 +163,8 @@ def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
         node.listen(on_output=broken, on_change=changed.set)
         await said(channel, wire.Output(rank=0, text="x"))
         await asyncio.wait_for(changed.wait(), GIVE_UP_S)
-        assert node.lost == "what it sent could not be handled: RecursionError: too deep"
+        assert node.lost.endswith(": RecursionError: too deep")
+        assert node.lost == snapshot
         with pytest.raises(MachineLost):
             await node.hear(wire.Listening, within_s=GIVE_UP_S)
         while not channel.closed:

@@ -173,12 +173,12 @@ def test_a_paused_terminal_does_not_hold_up_the_launcher(
     with voice.speaking():
         voice.world(2)
         voice.output(0, "loss 1\n")
-        voice.say("rank 1 failed; starting again")
+        voice.say("rank 1 failed")
         # Others take a launcher that is silent for dead.
         assert time.monotonic() - began < 2 + BUSY_S
     assert time.monotonic() - began < 8 + BUSY_S
     log = run.console.read_text()
-    assert log == "[rank 0] loss 1\nmuster: rank 1 failed; starting again\n"
+    assert log == "[rank 0] loss 1\nmuster: rank 1 failed\n"
 
 
 def test_a_terminal_that_has_gone_does_not_end_the_run(run: RunFolder, terminal: Terminal) -> None:

@@ -76,14 +76,19 @@ def test_trials_are_kept_with_the_profile(tmp_path: Path) -> None:
     assert kept.read_trials(tmp_path / "another") == ((), None)
 
 
-def test_a_folder_that_is_no_profile_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(MusterError, match="there is no profile in"):
+def test_a_folder_that_is_no_profile_is_said_to_be_none(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    with pytest.raises(MusterError, match=str(tmp_path)) as refused:
         read_facts(tmp_path)
-    with pytest.raises(MusterError, match=r"profile\.json cannot be read"):
+    assert refused.value == snapshot
+    with pytest.raises(MusterError, match=r"profile\.json") as refused:
         kept.read_asked(tmp_path)
+    assert refused.value == snapshot
     (tmp_path / "rank-0.facts.json").write_text("{}")
-    with pytest.raises(MusterError, match=r"rank-0\.facts\.json cannot be read"):
+    with pytest.raises(MusterError, match=r"rank-0\.facts\.json") as refused:
         read_facts(tmp_path)
+    assert refused.value == snapshot
 
 
 def test_two_profiles_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:

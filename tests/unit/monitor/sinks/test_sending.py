@@ -49,7 +49,7 @@ class Tracker:
 
     def _fail_if_wanted(self) -> None:
         if self.fails:
-            raise ConnectionError("nobody is there, token=hf_abcdefghijklmnopqrstuvwx")
+            raise ConnectionError("not there, token=hf_abcdefghijklmnopqrstuvwx")
 
     @property
     def steps(self) -> list[int]:
@@ -143,7 +143,7 @@ def test_what_could_not_be_sent_is_sent_when_the_tracker_is_back(
     sending.give_up(error.value)
     far = sent.read(written.run, "mlflow")
     assert far is not None
-    assert far.trouble == "ConnectionError: nobody is there, token=[redacted]"
+    assert far.trouble == "ConnectionError: not there, token=[redacted]"
     assert far.failing_s(far.trouble_since_unix_s + 70) == pytest.approx(70)
     assert far.train.step == 1
     tracker.fails = False
@@ -154,7 +154,8 @@ def test_what_could_not_be_sent_is_sent_when_the_tracker_is_back(
     assert (far.trouble, far.failing_s(far.at_unix_s)) == ("", 0.0)
     assert tracker.steps == [1, 2, 3, 4]
     lost, back = [str(event.facts["what"]) for event in ledger.events(written.run)]
-    assert "ConnectionError: nobody is there, token=[redacted]" in lost
+    assert "ConnectionError" in lost
+    assert "token=[redacted]" in lost
     assert [lost, back] == snapshot
 
 
