@@ -194,6 +194,14 @@ FULL: dict[str, list[str]] = {
         "test_final_is_the_trained_model",
         "test_a_damaged_adapter_is_not_exported",
     ],
+    "tests/ranks/train/test_device_step.py": [
+        "test_the_host_reads_nothing_between_two_lines[single-1]",
+        "test_the_host_reads_nothing_between_two_lines[hybrid-4]",
+        "test_a_step_that_is_not_finite_changes_nothing_at_all[hybrid-4-adamw-0]",
+        "test_a_step_that_is_not_finite_changes_nothing_at_all[hybrid-4-adamw-3]",
+        "test_a_step_that_is_not_finite_changes_nothing_at_all[hybrid-4-sgd-0]",
+        "test_a_step_that_is_not_finite_changes_nothing_at_all[hybrid-4-sgd-3]",
+    ],
     "tests/ranks/train/test_examples.py": [
         "test_the_language_model_learns_the_same_alone_sharded_and_with_trainer",
         "test_lora_trains_adapters_alone_and_the_loss_falls",

@@ -126,9 +126,10 @@ def _one_bad_step(
     before = flat_weights(model)
     for micro in update.accumulate(step_of(micro_batches, 8, number=3)):
         update.backward(loss_fn(model, micro.batch))
-    assert not update.apply().applied
+    outcome = update.apply()
+    assert not outcome.applied
     buffers, random_state = [one.clone() for one in model.buffers()], torch.get_rng_state()
-    found = BadNumbers(model, world).examine(41, update.micro_batches, loss_fn, epoch=2)
+    found = BadNumbers(model, world).examine(41, outcome.micro_batches, loss_fn, epoch=2)
     assert str(flat_weights(model)) == str(before)
     assert all(torch.equal(*pair) for pair in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -24,6 +24,7 @@ from torchmuster.config.resolve import resolve
 from torchmuster.train.data.foreign import ForeignLoader
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.precision import FP16, FP32
+from torchmuster.train.progress import progress
 from torchmuster.train.reporting.reports import Reports
 from torchmuster.train.saving.in_training import Saving
 from torchmuster.train.schedules import schedule
@@ -325,7 +326,7 @@ def _odd(
         loader = BatchLoader(data, world, global_batch_size=8, seed=3)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if trainer.step == len(seen):  # and not where a bad step is looked into
+        if progress.phase == "forward":  # and not where a bad step is looked into
             seen.append(batch[2].tolist())
         if isinstance(model, FSDPModule):  # else what is changed may be a copy
             model.reshard()
@@ -334,7 +335,7 @@ def _odd(
         return entropy(model, batch[:2])
 
     find = {"find_unused_parameters": True}
-    trainer = Trainer(
+    return Trainer(
         world,
         model=Odd(),
         loss=loss,
@@ -344,7 +345,6 @@ def _odd(
         saving=Saving(to=folder / "checkpoints", every=every, mode="async", keep=20),
         reports=Reports(world, folder=folder, quiet=True, log_every=50),
     )
-    return trainer
 
 
 def _teachers(place: Path) -> list[tuple[int, set[float]]]:

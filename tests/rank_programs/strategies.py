@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
-from torchmuster.errors import MusterError
 from torchmuster.train.models.deferred import deferred
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import BF16, FP32, Precision
@@ -107,9 +106,9 @@ def gradients(world: World) -> dict[str, Any]:
             own = value if world.global_rank == world.world_size - 1 else 1.0
             # Only the first row's gradient is bad, so only one rank has it in its shard.
             (model(torch.ones(1, 2)) * torch.tensor([own, 1.0, 1.0])).sum().backward()
-            seen[name] = strategy.gradients_are_finite(parameters)
+            seen[name] = not strategy.measure_gradients(parameters, norm=False).found_inf
             if name in ("good", "nan"):
-                seen[f"norm of {name}"] = strategy.gradient_norm(parameters).item()
+                seen[f"norm of {name}"] = _norm(strategy, parameters)
         told[strategy.name] = seen
     return told
 
@@ -128,7 +127,7 @@ def accumulation_of_shards(world: World) -> dict[str, Any]:
         torch.autograd.backward(token_losses(model, _BATCH).sum())
         seen.append(all(isinstance(one.grad, DTensor) for one in model.parameters()))
         told[name] = seen
-        told[f"{name} norm"] = strategy.gradient_norm(list(model.parameters())).item()
+        told[f"{name} norm"] = _norm(strategy, list(model.parameters()))
     return told
 
 
@@ -174,7 +173,8 @@ def frozen(world: World) -> dict[str, Any]:
                 optimizer.zero_grad()
                 loss = (model(torch.ones(2, 8)) - 1).square().mean()
                 torch.autograd.backward(loss)
-                assert strategy.gradients_are_finite(list(model.parameters()))
+                measured = strategy.measure_gradients(list(model.parameters()), norm=False)
+                assert not measured.found_inf
                 optimizer.step()
                 losses.append(loss.item())
             after = _copied(strategy.state_dict(model)["model"], whole=True)
@@ -296,8 +296,14 @@ def unused(world: World, ranks_that_use: list[int], more: int, find: bool) -> li
         if number == 0:
             _meet([rank for rank in range(world.world_size) if rank not in ranks_that_use], world)
             strategy.check_gradients(model)
-        norms.append(strategy.gradient_norm(list(model.parameters())).item())
+        norms.append(_norm(strategy, list(model.parameters())))
     return norms
+
+
+def _norm(strategy: Strategy, parameters: list[nn.Parameter]) -> float:
+    norm = strategy.measure_gradients(parameters, norm=True).norm
+    assert norm is not None
+    return norm.item()
 
 
 def _meet(ranks: list[int], world: World) -> None:
@@ -327,14 +333,17 @@ def used_here_and_there(world: World) -> list[str]:
     model = strategy.prepare(Branches())
     parameters = list(model.parameters())
     said = []
-    for measure in (strategy.gradients_are_finite, strategy.gradient_norm):
+    for norm in (False, True):
         for left in (True, world.is_first):
             model.zero_grad()
             model(torch.ones(1, 2), left).sum().backward()
-            try:
-                said.append(str(bool(measure(parameters) > 0)))
-            except MusterError as error:
-                said.append(str(error))
+            measured = strategy.measure_gradients(parameters, norm=norm)
+            assert measured.uneven is not None
+            if measured.uneven:
+                assert measured.found_inf
+                said.append(str(strategy.uneven_gradients(parameters, measured.which)))
+            else:
+                said.append(str(not measured.found_inf))
     return said
 
 

@@ -23,13 +23,29 @@ def most_exact(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.to(most_exact_type(numbers.device))
 
 
+class Totals:
+    """Numbers that are being added up over all ranks, in double precision where the device has it."""
+
+    def __init__(self, numbers: Sequence[float], world: World) -> None:
+        self._numbers = [float(one) for one in numbers]
+        self._asked: dist.Work | None = None
+        if world.world_size > 1:
+            self._sums = torch.tensor(
+                numbers, dtype=most_exact_type(world.device), device=world.device
+            )
+            self._asked = dist.all_reduce(self._sums, async_op=True)
+
+    def wait(self) -> list[float]:
+        """Return the sums."""
+        if self._asked is not None:
+            self._asked.wait()
+            self._numbers, self._asked = self._sums.tolist(), None
+        return self._numbers
+
+
 def totals(numbers: Sequence[float], world: World) -> list[float]:
-    """Add numbers up over all ranks, in double precision where the device has it."""
-    if world.world_size == 1:
-        return [float(one) for one in numbers]
-    sums = torch.tensor(numbers, dtype=most_exact_type(world.device), device=world.device)
-    dist.all_reduce(sums)
-    return [float(one) for one in sums.tolist()]
+    """Add numbers up over all ranks."""
+    return Totals(numbers, world).wait()
 
 
 def speaks_for_all(world: World) -> bool:

@@ -52,20 +52,24 @@ class LossScale:
         """Bring the gradients back to their size: before they are measured, clipped or applied."""
         self._scaler.unscale_(optimizer)
 
-    def settle(self, applied: bool) -> bool:
-        """Adapt the scale after a step; say whether it was an overflow that a smaller scale can mend."""
-        before = 0.0 if applied else self._scaler.get_scale()
+    def tensor(self) -> torch.Tensor:
+        """Return the scale as the device has it now."""
+        return self.scale(torch.ones((), device=self._world.device))
+
+    def adapt(self) -> None:
+        """Adapt the scale after a step, on the device."""
         self._scaler.update()
+
+    def settle(self, scale: float, *, applied: bool) -> None:
+        """Count a step that was made with a scale, and warn where fp16 does not suffice."""
         self._steps += 1
         if applied:
-            return False
+            return
         self._skipped += 1
         if self._world.is_first:
-            self._warn()
-        return before > 1.0
+            self._warn(scale * self._scaler.get_backoff_factor())
 
-    def _warn(self) -> None:
-        scale = self._scaler.get_scale()
+    def _warn(self, scale: float) -> None:
         if scale < 1.0:
             self._once(
                 "scale",

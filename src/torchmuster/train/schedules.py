@@ -1,7 +1,7 @@
 """How the learning rate goes: a warm-up, then constant, linear to zero, or half a cosine to zero.
 
-It is a function of the number of *applied* optimiser steps alone: :class:`torchmuster.train.update.Update`
-steps it once for each, so ranks, micro-batches and skipped steps do not change the curve.
+It is a function of the number of optimiser steps alone: :class:`torchmuster.train.update.Update` steps it once for each, so
+ranks and micro-batches do not change the curve. Steps that were skipped count: only the device knows which they are.
 """
 
 import math

@@ -97,8 +97,8 @@ NAMES = (
     ),
     PrivateName(
         "torch.Tensor._base",
-        "add gradients up by the few large tensors that they are views of",
-        without="they are added up one by one",
+        "tell views from tensors with memory of their own, when a plan follows a backward",
+        without="gradients that are added up take a little more in plans",
     ),
     PrivateName(
         "torch.Tensor._values",
@@ -212,7 +212,7 @@ def is_compiled_part(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def multiply_all(tensors: Sequence[torch.Tensor], by: float) -> None:
+def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> None:
     """Multiply tensors in place."""
     if hasattr(torch, "_foreach_mul_"):
         torch._foreach_mul_(list(tensors), by)

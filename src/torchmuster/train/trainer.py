@@ -48,7 +48,7 @@ from torchmuster.train.saving import of_trainer
 from torchmuster.train.saving.checkpointer import Loaded
 from torchmuster.train.saving.in_training import Saves, Saving
 from torchmuster.train.strategies.protocol import Strategy
-from torchmuster.train.update import Update
+from torchmuster.train.update import Outcome, Update
 from torchmuster.train.world import World
 
 # Gives the mean over a batch's samples, or a total over items (tokens) and how many they are.
@@ -146,6 +146,8 @@ class Trainer:
         self._saves: Saves | None = None
         self._last_step: int | None = None
         self._introduced = False
+        # The last step's number, epoch and outcome.
+        self._unsettled: tuple[int, int, Outcome] | None = None
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> StepRecord | None:
         """Train until so many epochs or steps are done in all; return the last record."""
@@ -163,6 +165,7 @@ class Trainer:
                         f"the loader gave no step in epoch {self.epoch - 1}",
                         fix="look at what loader.epoch(…) yields",
                     )
+            self._settle()
             self._lines.finish(self.step)
         return self._lines.last_record
 
@@ -222,13 +225,22 @@ class Trainer:
             tally.checkpoint_s += self._saves.before_update()
         outcome = update.apply()
         tally.flops_per_sample = self._flops.value
-        self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm)
-        tally.end_step(applied=outcome.applied)
+        self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm_tensor)
+        tally.end_step(outcome.found_inf)
         now.phase = "loading data"
+        self._settle()
+        self._unsettled = self.step + 1, step.epoch, outcome
+
+    def _settle(self) -> None:
+        """Look for the cause if the last step was skipped.
+
+        It is called one step later, when the host can know that without stopping the device.
+        """
+        if self._unsettled is None:
+            return
+        (number, epoch, outcome), self._unsettled = self._unsettled, None
         if not outcome.applied and not outcome.overflowed:
-            found = self._bad_numbers.examine(
-                self.step + 1, update.micro_batches, self.loss, epoch=step.epoch
-            )
+            found = self._bad_numbers.examine(number, outcome.micro_batches, self.loss, epoch=epoch)
             self.reports.say(render([found]))
 
     def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
@@ -250,6 +262,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self._evaluation is not None
+        self._lines.flush()  # so that lines come in their order
         now.phase = "evaluating"
         begun = time.perf_counter()
         numbers = evaluate(
@@ -325,6 +338,7 @@ class Trainer:
 
         All ranks call it; what is sharded stays sharded.
         """
+        self._settle()
         tensors = self.strategy.value.state_dict(self.model, self.optimizer)
         return {
             **tensors,
@@ -341,6 +355,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` gave, also on another number of ranks."""
         progress = state["progress"]
+        self._unsettled = None
         assembly.refuse_another_schedule(self.schedule, progress["schedule"])
         self.strategy.value.load_state_dict(self.model, state, self.optimizer)
         self.step = progress["step"]

@@ -9,11 +9,12 @@ step; a mean of means would be another number wherever counts differ::
                 loss = …                   # the mean over the micro-batch's samples
             update.backward(loss)          # or backward(total, count): a sum, and of how many
         outcome = update.apply()
+
+The device decides whether a step is applied, so the host need not wait for it: torch's fused Adam and AdamW take
+that from a tensor. For every other optimiser the host reads it, in every step.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchmuster.errors import MusterError
-from torchmuster.train.agreement import tell_all
+from torchmuster.train.agreement import most_exact_type, speaks_for_all, tell_all
 from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.host_copy import HostCopy
 from torchmuster.train.loss_scale import LossScale, refuse_half_weights
 from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.strategies.gradients import Measured
 from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.torch_private import multiply_all
 from torchmuster.train.world import World
@@ -34,14 +37,69 @@ from torchmuster.train.world import World
 _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a step; the same on every rank."""
+    """What became of a step; the same on every rank.
 
-    applied: bool  # False: a gradient was not finite, and no rank changed its weights
-    norm: float | None  # of the gradient before clipping; None where clipping is off
-    counted: float | None  # samples or items of all ranks; None: means without a known number
-    overflowed: bool = False  # fp16 only: the loss scale was too large, and is smaller now
+    ``applied`` and ``overflowed`` wait until the device has made the step, ``norm`` and ``counted`` until it has nothing
+    left to do. After the next step's ``apply()``, the first two are there without waiting.
+    """
+
+    def __init__(
+        self,
+        found_inf: torch.Tensor,
+        *,
+        norm: torch.Tensor | None,
+        counted: torch.Tensor | float | None,
+        micro_batches: Sequence[MicroBatch],
+        numbers: Sequence[torch.Tensor] = (),
+        settle: Callable[[bool, list[float]], bool],
+    ) -> None:
+        """``settle`` is told whether the step was applied, and ``numbers``; it says whether the loss scale overflowed."""
+        self.found_inf = found_inf  # 1 if the step was skipped, else 0
+        self.norm_tensor = norm
+        self.micro_batches = micro_batches  # to look for bad numbers in
+        self._counted = counted
+        self._numbers = HostCopy(
+            torch.stack([found_inf, *numbers]) if numbers else found_inf.reshape(1)
+        )
+        self._settle: Callable[[bool, list[float]], bool] | None = settle
+        self._applied = True
+        self._overflowed = False
+
+    def settle(self) -> None:
+        """Learn what became of the step."""
+        if self._settle is None:
+            return
+        settle, self._settle = self._settle, None
+        found_inf, *numbers = self._numbers.read()
+        self._applied = found_inf == 0.0
+        self._overflowed = settle(self._applied, numbers)
+
+    def take_as_applied(self) -> None:
+        """Do not read what became of the step."""
+        self._settle = None
+
+    @property
+    def applied(self) -> bool:
+        """False: a gradient was not finite, and no rank changed its weights."""
+        self.settle()
+        return self._applied
+
+    @property
+    def overflowed(self) -> bool:
+        """fp16 only: the loss scale was too large, and is smaller now."""
+        self.settle()
+        return self._overflowed
+
+    @property
+    def norm(self) -> float | None:
+        """Of the gradient before clipping; None where clipping is off."""
+        return None if self.norm_tensor is None else float(self.norm_tensor)
+
+    @property
+    def counted(self) -> float | None:
+        """Samples or items of all ranks; None: means without a known number."""
+        return None if self._counted is None else float(self._counted)
 
 
 class Update:
@@ -72,13 +130,15 @@ class Update:
             refuse_half_weights(self._parameters)
         self._scale = LossScale(world, scaler) if precision.needs_scaler else None
         self._counts_items: bool | None = None  # unknown until the first loss
+        self._on_device = _decides_on_device(optimizer, world.device)
         self._checked = False  # whether every parameter gets a gradient
         self._step: Step | None = None  # the one that is under way
         self._micro: MicroBatch | None = None  # the one whose loss is awaited
         self._counted: int | float | torch.Tensor | None = None  # by this rank, in this step
         self._asked: dist.Work | None = None  # for what all ranks counted
         self._last = False
-        self.micro_batches: list[MicroBatch] = []  # of the last step: to look for bad numbers in
+        self._seen: list[MicroBatch] = []  # of the step that is under way
+        self._unsettled: Outcome | None = None  # of the last step: the host may not know it yet
 
     def accumulate(self, step: Step) -> Iterator[MicroBatch]:
         """Yield the micro-batches; gradients are communicated in the last one's backward only."""
@@ -87,7 +147,7 @@ class Update:
         self._step = step
         self._strategy.begin_step(self._model)
         self._counted = self._asked = None
-        self.micro_batches = seen = []
+        self._seen = seen = []
         rounds = step.rounds
         for micro in step:
             seen.append(micro)
@@ -149,18 +209,23 @@ class Update:
         """Add to what was counted; with the last micro-batch, ask the others while the backward runs."""
         counted = count if self._counted is None else self._counted + count
         if self._last and self._world.world_size > 1:
-            counted = torch.as_tensor(counted, dtype=torch.float64, device=self._world.device)
+            device = self._world.device
+            counted = torch.as_tensor(counted, dtype=most_exact_type(device), device=device)
             counted = counted.detach().clone()  # the caller's own tensor must keep its value
             self._asked = dist.all_reduce(counted, async_op=True)
         self._counted = counted
 
     def apply(self) -> Outcome:
-        """Weigh, agree that all is finite, clip, step, and clear the gradients."""
+        """Weigh, agree that all is finite, clip, step, and clear the gradients.
+
+        Then learn what became of the step before; raise if it was skipped because the ranks' gradients do not
+        belong together.
+        """
         step = self._step
         if step is None:
             raise MusterError("apply() was called without a step", fix=_LOOP)
-        if len(self.micro_batches) != step.rounds or self._micro is not None:
-            raise _wrong_number(step, len(self.micro_batches) - (self._micro is not None))
+        if len(self._seen) != step.rounds or self._micro is not None:
+            raise _wrong_number(step, len(self._seen) - (self._micro is not None))
         self._step = None
         if not self._checked:
             self._strategy.check_gradients(self._model)
@@ -168,31 +233,81 @@ class Update:
         if self._scale is not None:
             self._scale.unscale(self._optimizer)
         counted, factor = self._correction(step)
-        norm: float | None = None
-        if self._clip_norm is None:
-            applied = self._strategy.gradients_are_finite(self._parameters)
-        else:
-            norm = factor * self._strategy.gradient_norm(self._parameters).item()
-            applied = math.isfinite(norm)
-            factor *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
-        if applied:
-            if factor != 1.0:
-                scale_gradients(self._parameters, factor)
-            self._optimizer.step()
-            if self._schedule is not None:
-                self._schedule.step()
-        overflowed = self._scale is not None and self._scale.settle(applied)
+        clip = self._clip_norm is not None
+        measured = self._strategy.measure_gradients(self._parameters, norm=clip)
+        norm = measured.norm
+        if norm is not None and self._clip_norm is not None:
+            norm = norm if factor is None else norm * factor
+            # As torch's clip_grad_norm_ does it.
+            clipping = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = clipping if factor is None else clipping * factor
+        numbers = [] if measured.uneven is None else [measured.uneven]
+        if self._scale is not None:
+            numbers.append(self._scale.tensor())
+            self._scale.adapt()
+        outcome = Outcome(
+            measured.found_inf,
+            norm=norm,
+            counted=counted,
+            micro_batches=self._seen,
+            numbers=numbers,
+            settle=lambda applied, numbers: self._settled(applied, numbers, measured),
+        )
+        if speaks_for_all(self._world):  # in the planner's world numbers have no values
+            outcome.take_as_applied()
+        self._apply(outcome, factor)
+        if self._schedule is not None:
+            self._schedule.step()
         self._optimizer.zero_grad()
-        return Outcome(applied=applied, norm=norm, counted=counted, overflowed=overflowed)
+        self._seen = []
+        self.settle()
+        self._unsettled = outcome
+        return outcome
 
-    def _correction(self, step: Step) -> tuple[float | None, float]:
-        """Return what all ranks counted, and what the gradients must still be multiplied with."""
-        if self._counted is None:
-            return step.samples, 1.0
+    def _apply(self, outcome: Outcome, factor: torch.Tensor | float | None) -> None:
+        """Multiply the gradients and step, unless a gradient is not finite."""
+        optimizer: Any = self._optimizer
+        if self._on_device:
+            if factor is not None:
+                scale_gradients(self._parameters, factor)
+            optimizer.found_inf = outcome.found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+        elif outcome.applied:
+            if factor is not None:
+                scale_gradients(self._parameters, float(factor))
+            optimizer.step()
+
+    def settle(self) -> None:
+        """Learn what became of the last step, if the host does not know it yet."""
+        if self._unsettled is not None:
+            unsettled, self._unsettled = self._unsettled, None
+            unsettled.settle()
+
+    def _settled(self, applied: bool, numbers: list[float], measured: Measured) -> bool:
+        """Say whether the loss scale was too large; raise if the ranks' gradients do not belong together."""
+        if measured.uneven is not None and numbers[0]:
+            raise self._strategy.uneven_gradients(self._parameters, measured.which)
+        if self._scale is None:
+            return False
+        self._scale.settle(numbers[-1], applied=applied)
+        return not applied and numbers[-1] > 1.0
+
+    def _correction(
+        self, step: Step
+    ) -> tuple[torch.Tensor | float | None, torch.Tensor | float | None]:
+        """Return what all ranks counted, and what the gradients must still be multiplied with; None: nothing."""
+        counted = self._counted
+        if counted is None:
+            return step.samples, None
         if self._asked is not None:
             self._asked.wait()
-        counted = float(self._counted)
-        return counted, step.nominal_samples / (counted or 1.0)  # nothing counted: gradients are 0
+        if not isinstance(counted, torch.Tensor):
+            return counted, step.nominal_samples / (counted or 1.0)
+        # Nothing counted: all gradients are 0.
+        return counted, step.nominal_samples / torch.where(counted == 0, 1.0, counted)
 
     def _agree_on_kind(self, counts_items: bool) -> None:
         """Refuse a mixture: ranks would wait for a count that others never send."""
@@ -219,6 +334,7 @@ class Update:
 
     def state(self) -> dict[str, Any]:
         """Return what must be kept besides the optimiser's and the schedule's states: plain JSON types."""
+        self.settle()
         return {"loss_scale": None if self._scale is None else self._scale.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -227,14 +343,28 @@ class Update:
             self._scale.restore(state["loss_scale"])
 
 
-def scale_gradients(parameters: Sequence[nn.Parameter], by: float) -> None:
+def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Say whether an optimiser takes it from a tensor of the device whether to apply a step."""
+    # Not SGD: if its first step is skipped, torch's fused one goes on with a momentum that never got a value.
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] and all(one.device.type == device.type for one in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], by: torch.Tensor | float) -> None:
     """Multiply all gradients, whole or sharded, in place."""
+    if not isinstance(by, torch.Tensor) and by == 1.0:
+        return
     with torch.no_grad():  # without it to_local() would be recorded
         gradients = [
             grad.to_local() if isinstance(grad, DTensor) else grad
             for grad in (one.grad for one in parameters)
             if grad is not None
         ]
+        if isinstance(by, torch.Tensor) and gradients:
+            # As torch takes a plain number: in single precision for gradients of fewer bits.
+            by = by.to(torch.promote_types(gradients[0].dtype, torch.float32))
         multiply_all(gradients, by)
 
 

@@ -350,7 +350,7 @@ def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
     assert sum(one.flops for part in backward for one in part.operations) == 4 * 8 * products
 
 
-def test_cuda_fuses_norms_and_updates_all_parameters_at_once(own: Work) -> None:
+def test_cuda_fuses_norms_and_no_optimiser_takes_room_for_all_parameters(own: Work) -> None:
     candidate = single(micro_batch_size=64)
     cpu, cuda = (
         trace(Request(work=own, candidate=candidate, kernels=kernels)) for kernels in KERNELS
@@ -363,7 +363,7 @@ def test_cuda_fuses_norms_and_updates_all_parameters_at_once(own: Work) -> None:
     updating = [
         next(one for one in record.peaks if one.phase == "update") for record in (cpu, cuda)
     ]
-    assert updating[1].by_category["temporaries"] >= cuda.states["parameters"]
+    assert updating[1].by_category["temporaries"] < cuda.states["parameters"]
     assert updating[0].by_category["temporaries"] < cpu.states["parameters"]
 
 

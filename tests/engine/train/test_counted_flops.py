@@ -87,8 +87,8 @@ def test_a_record_has_the_rate_and_its_share_where_the_highest_is_known(
     tally = Tally(WORLD, communication_of(nn.Linear(1, 1), WORLD), peak_flop_s=peak)
     tally.flops_per_sample = 1e6
     tally.add(torch.tensor(0.1), 4, None)
-    tally.end_step(applied=True)
-    record = tally.record(step=1, epoch=0, learning_rate=0.1, norm=None)
+    tally.end_step(torch.tensor(0.0))
+    record = tally.record(step=1, epoch=0, learning_rate=0.1, norm=None).finish()
     assert record.flop_s is not None
     assert record.flop_s == pytest.approx(1e6 * record.samples_per_s)
     assert (record.mfu is not None) is known

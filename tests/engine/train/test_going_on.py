@@ -167,7 +167,7 @@ def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
 
     def add(to: Tally, loss: float) -> None:
         to.add(torch.tensor(loss), 4, None)
-        to.end_step(applied=True)
+        to.end_step(torch.tensor(0.0))
 
     before, after, whole = tally(), tally(), tally()
     for loss in (0.1, 0.7):
@@ -181,8 +181,8 @@ def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
     after.begin()
     add(after, 0.5)
     add(whole, 0.5)
-    said = after.record(step=4, epoch=0, learning_rate=0.1, norm=None)
-    wanted = whole.record(step=4, epoch=0, learning_rate=0.1, norm=None)
+    said = after.record(step=4, epoch=0, learning_rate=0.1, norm=None).finish()
+    wanted = whole.record(step=4, epoch=0, learning_rate=0.1, norm=None).finish()
     assert (said.loss, said.samples) == (wanted.loss, wanted.samples)
     assert said.samples_per_s * said.step_s == pytest.approx(4)  # one step of its own
     assert not after.has_any
@@ -199,8 +199,8 @@ def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
     tally = Tally(WORLD, Busy())
     for step in (1, 2):
         tally.add(torch.tensor(0.1), 4, None)
-        tally.end_step(applied=True)
-        record = tally.record(step=step, epoch=0, learning_rate=0.1, norm=None)
+        tally.end_step(torch.tensor(0.0))
+        record = tally.record(step=step, epoch=0, learning_rate=0.1, norm=None).finish()
     assert "100 %" in record.verdict
 
 

@@ -14,6 +14,7 @@ from torchmuster.verify.torch_private import collectives_begun
 
 pytestmark = pytest.mark.engine
 
+CPU = torch.device("cpu")
 HUGE = 3e38  # its square is not finite in float32
 
 
@@ -29,9 +30,9 @@ def test_what_is_not_finite_is_found(
         torch.zeros(0, dtype=dtype),
         torch.ones((), dtype=dtype),
     ]
-    assert gradients.are_finite(fine)
+    assert not gradients.found_inf_in(fine, CPU)
     for bad in (float("inf"), -float("inf"), float("nan")):
-        assert not gradients.are_finite([*fine, torch.tensor([1.0, bad]).to(dtype)])
+        assert gradients.found_inf_in([*fine, torch.tensor([1.0, bad]).to(dtype)], CPU)
 
 
 def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
@@ -40,8 +41,8 @@ def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
         torch.sparse_coo_tensor(twice, torch.tensor([1.0, one]), (3,), check_invariants=True)
         for one in (2.0, float("nan"))
     )
-    assert gradients.are_finite([fine])
-    assert not gradients.are_finite([bad])
+    assert not gradients.found_inf_in([fine], CPU)
+    assert gradients.found_inf_in([bad], CPU)
     assert torch_private.sparse_values(fine).tolist() == [1.0, 2.0]  # not added up: no waiting
 
 

@@ -233,17 +233,17 @@ class _Training:
                 break
             self._skipped += 1
             if value is None or not outcome.overflowed:
-                self._look_for_cause(built, number)
+                self._look_for_cause(built, number, outcome)
                 break
         self._losses.append(value)
 
-    def _look_for_cause(self, built: Built, number: int) -> None:
+    def _look_for_cause(self, built: Built, number: int, outcome: Outcome) -> None:
         if self._trouble:
             return
         looking = BadNumbers(
             built.model, self._world, precision=built.precision, most_in_a_row=_NEVER
         )
-        found = looking.examine(number, built.update.micro_batches, built.loss)
+        found = looking.examine(number, outcome.micro_batches, built.loss)
         self._trouble = found.what.partition("; all ranks")[0]
 
     def _held_loss(self, built: Built, held: Sequence[Any]) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchmuster.errors import Impossible
-from torchmuster.train.agreement import most_exact, totals
+from torchmuster.train.agreement import most_exact, most_exact_type, totals
 from torchmuster.train.data.step import Step
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.update import Update
@@ -46,9 +46,12 @@ def loss_and_count(
     ):
         summed = copy.copy(criterion)
         summed.reduction = "sum"
-        kept = targets[targets != criterion.ignore_index]
-        weights = criterion.weight
-        return summed(output, targets), kept.numel() if weights is None else weights[kept].sum()
+        # On the device: its length would have to be known to pick out what counts.
+        counts = targets != criterion.ignore_index
+        if criterion.weight is None:
+            return summed(output, targets), counts.sum()
+        weights = criterion.weight[targets.where(counts, 0)]
+        return summed(output, targets), weights.where(counts, 0).sum()
     loss = criterion(output, targets)
     if getattr(criterion, "reduction", "mean") == "sum":
         return loss, len(targets)
@@ -70,6 +73,20 @@ class LossSum:
             loss, counted = loss * samples, samples
         self._total = self._total + most_exact(loss.detach())
         self._count = self._count + counted
+
+    def forget_if(self, skipped: torch.Tensor) -> None:
+        """Forget everything if ``skipped`` is not 0; the host does not wait for it."""
+
+        def kept(number: torch.Tensor | float) -> torch.Tensor:
+            dtype = most_exact_type(skipped.device)
+            given = (
+                torch.full((), number, dtype=dtype, device=skipped.device)
+                if not isinstance(number, torch.Tensor)
+                else number
+            )
+            return given.where(skipped == 0, 0)
+
+        self._total, self._count = kept(self._total), kept(self._count)
 
     def take_over(self, other: "LossSum") -> None:
         """Add what another one has added up."""
@@ -98,7 +115,8 @@ def train(
     """
     model.train()
     whole = LossSum()
-    done = skipped = 0
+    done = 0
+    skipped: torch.Tensor | float = 0.0
     for step in steps:
         of_step = LossSum()
         for micro in update.accumulate(step):
@@ -107,12 +125,13 @@ def train(
                 loss, counted = loss_and_count(criterion, model(*inputs), targets)
             update.backward(loss, counted)
             of_step.add(loss, micro.samples, counted)
-        if not update.apply().applied:
-            skipped += 1
-            of_step = LossSum()  # what was not learnt from is not told either
+        outcome = update.apply()
+        skipped = skipped + outcome.found_inf
+        of_step.forget_if(outcome.found_inf)  # what was not learnt from is not told either
         whole.take_over(of_step)
         done += 1
         on_step(of_step)
-    if skipped:
-        _log.warning("%d of %d steps were skipped: their gradients were not finite", skipped, done)
+    update.settle()
+    if number := int(skipped):
+        _log.warning("%d of %d steps were skipped: their gradients were not finite", number, done)
     return whole.mean(world)

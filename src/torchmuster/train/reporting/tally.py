@@ -1,20 +1,21 @@
 """What is summed between two lines of a run, and how all ranks turn it into one record.
 
-Nothing here talks to another rank or waits for the device until a record is made.
+Nothing here talks to another rank or waits for the device until a record is made, and a record does not wait for
+the other ranks: :class:`PendingRecord`.
 """
 
 import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.train.agreement import tell_all, totals
+from torchmuster.train.agreement import Totals, tell_all
 from torchmuster.train.data.starvation import advice
 from torchmuster.train.progress import progress
 from torchmuster.train.reporting.communication import Communication
@@ -53,7 +54,8 @@ class Tally:
         self._communication = communication
         # As they came: a mean over samples, or a total and its count.
         self._losses: list[tuple[torch.Tensor, int, int | torch.Tensor | None]] = []
-        self._certain = 0  # those of steps that were applied
+        # For each step that is complete: how many losses there are with it, and 1 if it was skipped, else 0.
+        self._ends: list[tuple[int, torch.Tensor]] = []
         self._counts_items = False
         self.elapsed_s = 0.0  # by rank 0's clock, up to the last record: the same on all ranks
         self._clear()
@@ -75,9 +77,7 @@ class Tally:
 
     def begin(self) -> None:
         """Start the clock; what was summed before counts for the losses, not for the speed."""
-        del self._losses[self._certain :]  # of a step that was left in the middle
         self._fold()
-        self._certain = 0
         self._steps_before += self.steps
         self._samples_before += self.samples
         self._items_before = self._loss_count
@@ -111,39 +111,46 @@ class Tally:
             self.samples += samples
             self._losses.append((loss.detach(), samples, count))
 
-    def end_step(self, *, applied: bool) -> None:
-        """Count a step; losses of one that was skipped are forgotten."""
+    def end_step(self, found_inf: torch.Tensor) -> None:
+        """Count a step; losses of one that was skipped (``found_inf`` is 1, not 0) are forgotten."""
         self.steps += 1
-        if not applied:
-            self.skipped += 1
-            del self._losses[self._certain :]
-        elif len(self._losses) >= _FOLD_AT:
+        self._ends.append((len(self._losses), found_inf))
+        if len(self._losses) >= _FOLD_AT:
             self._fold()
-        self._certain = len(self._losses)
 
     def _fold(self) -> None:
-        """Add the losses up, and let go of their tensors.
+        """Add the losses up, and let go of their tensors and those of a step that was left in the middle.
 
         Exactly, since saving adds up as well: when that was must not show in the last digit of a mean.
         """
-        if not self._losses:
+        # Read at once: each one alone would wait for the device.
+        found = torch.stack([one for _, one in self._ends]).tolist() if self._ends else []
+        self.skipped += sum(1 for one in found if one)
+        kept = []
+        begin = 0
+        for (end, _), skipped in zip(self._ends, found, strict=True):
+            if not skipped:
+                kept += self._losses[begin:end]
+            begin = end
+        self._ends.clear()
+        self._losses.clear()
+        if not kept:
             return
         # Most are scalars already, and a reshape takes longer than to see that.
-        scalars = [loss if loss.dim() == 0 else loss.reshape(()) for loss, _, _ in self._losses]
-        losses = torch.stack(scalars).tolist()
-        counts = [samples if count is None else count for _, samples, count in self._losses]
-        if self._losses[0][2] is None:
-            samples = [samples for _, samples, _ in self._losses]
-            losses = [loss * number for loss, number in zip(losses, samples, strict=True)]
+        losses = torch.stack(
+            [loss if loss.dim() == 0 else loss.reshape(()) for loss, _, _ in kept]
+        ).tolist()
+        if kept[0][2] is None:
+            losses = [loss * samples for loss, (_, samples, _) in zip(losses, kept, strict=True)]
         else:
             self._counts_items = True
         for loss in losses:
             _add_exactly(self._loss_parts, loss)
+        counts = [samples if count is None else count for _, samples, count in kept]
         self._loss_count += sum(one for one in counts if not isinstance(one, torch.Tensor))
         on_device = [one for one in counts if isinstance(one, torch.Tensor)]
-        if on_device:  # read at once: each one alone would wait for the device
+        if on_device:
             self._loss_count += sum(torch.stack([one.reshape(()) for one in on_device]).tolist())
-        self._losses.clear()
 
     def record(
         self,
@@ -153,8 +160,8 @@ class Tally:
         learning_rate: float,
         norm: float | None,
         loss_scale: float | None = None,
-    ) -> StepRecord:
-        """Make one record of all ranks' sums (a collective), and begin anew."""
+    ) -> "PendingRecord":
+        """Begin one record of all ranks' sums (a collective), and begin anew; waits for the device."""
         world = self._world
         if world.device.type != "cpu":
             torch.accelerator.synchronize(world.device)
@@ -178,42 +185,32 @@ class Tally:
         places = [[0.0] * world.world_size for _ in own]
         for place, number in zip(places, own, strict=True):
             place[world.global_rank] = number
-        told = totals(sums + [number for place in places for number in place], world)
-        (loss_sum, loss_count, samples, samples_before, items_before), rest = told[:5], told[5:]
-        size = world.world_size
-        walls, datas, waits, memories, flops, rates = (
-            rest[i * size : (i + 1) * size] for i in range(len(own))
-        )
-        record = self._as_record(
-            _Together(
-                loss=loss_sum / loss_count if loss_count else None,
-                samples=round(samples + samples_before),
-                new_samples=round(samples),
-                new_items=loss_count - items_before if self._counts_items else None,
-                wall_s=walls[0],
-                data_shares=[_share(one, wall) for one, wall in zip(datas, walls, strict=True)],
-                waits=[_share(one, wall) for one, wall in zip(waits, walls, strict=True)],
-                peak_bytes=round(max(memories)),
-                flops_per_sample=max(flops) or None,
-                peak_flop_s=sum(rates) if all(rates) else None,
-            ),
+        asked = Totals(sums + [number for place in places for number in place], world)
+        facts = _Own(
             step=step,
             epoch=epoch,
             learning_rate=learning_rate,
             norm=norm,
             loss_scale=loss_scale,
+            steps=self.steps,
+            skipped=self.skipped,
+            checkpoint_s=self.checkpoint_s,
+            evaluation_s=self.evaluation_s,
+            counts_items=self._counts_items,
+            is_first=self._is_first,
+            data_fix=self._data_fix,
         )
         self._clear()
-        self._certain = 0
         self._is_first = False
         self._begun = ended
-        self.elapsed_s += walls[0]
-        return record
+        return PendingRecord(asked, facts, world.world_size, self._elapsed)
+
+    def _elapsed(self, more_s: float) -> None:
+        self.elapsed_s += more_s
 
     def state(self) -> list[dict[str, Any]]:
         """Return each rank's sums since the last record (a collective), as plain JSON types."""
         self._fold()
-        self._certain = 0
         own = {
             "losses": self._loss_parts,
             "count": self._loss_count,
@@ -235,63 +232,111 @@ class Tally:
         self._steps_before, self.skipped = state[0]["steps"], state[0]["skipped"]  # all do the same
         self._counts_items = any(one["counts_items"] for one in state)
 
-    def _as_record(
-        self,
-        together: "_Together",
-        *,
-        step: int,
-        epoch: int,
-        learning_rate: float,
-        norm: float | None,
-        loss_scale: float | None,
-    ) -> StepRecord:
-        wall_s = together.wall_s
-        data = _mean(together.data_shares)
-        checkpoint = _share(self.checkpoint_s, wall_s)
-        evaluation = _share(self.evaluation_s, wall_s)
-        rest = max(0.0, 1.0 - data - checkpoint - evaluation)
-        measured = all(one == one for one in together.waits)
-        flop_s = mfu = None
-        if together.flops_per_sample is not None:
-            flop_s = together.flops_per_sample * together.new_samples / wall_s
-            if together.peak_flop_s is not None:
-                mfu = flop_s / together.peak_flop_s
-        # DDP measures some steps only, so its figures are held against what is left of the time.
-        communication = min(_mean(together.waits), rest) if measured else None
-        waits = [
-            min(one, max(0.0, 1.0 - its_data - checkpoint - evaluation))
-            for one, its_data in zip(together.waits, together.data_shares, strict=True)
-        ]
-        return StepRecord(
-            step=step,
-            epoch=epoch,
-            loss=together.loss,
-            learning_rate=learning_rate,
-            gradient_norm=norm,
-            samples=together.samples,
-            samples_per_s=together.new_samples / wall_s,
-            tokens_per_s=None if together.new_items is None else together.new_items / wall_s,
-            step_s=wall_s / self.steps if self.steps else wall_s,
-            data_share=data,
-            compute_share=rest - (communication or 0.0),
-            communication_share=communication,
-            checkpoint_share=checkpoint,
-            evaluation_share=evaluation,
-            skipped_steps=self.skipped,
-            memory_peak_bytes=together.peak_bytes,
-            flop_s=flop_s,
-            mfu=mfu,
-            loss_scale=loss_scale,
-            # The first record is of a first step, when processes start and much is made only once.
-            verdict=""
-            if self._is_first
-            else verdict(
-                data_shares=together.data_shares,
-                communication_shares=waits if measured else None,
-                checkpoint_share=checkpoint,
-                data_fix=self._data_fix,
-            ),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """What every rank knows of a record by itself."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    norm: float | None
+    loss_scale: float | None
+    steps: int
+    skipped: int
+    checkpoint_s: float
+    evaluation_s: float
+    counts_items: bool
+    is_first: bool
+    data_fix: str
+
+
+class PendingRecord:
+    """A record whose numbers the ranks are adding up, while the training may go on."""
+
+    def __init__(
+        self, asked: Totals, own: _Own, ranks: int, on_elapsed: Callable[[float], None]
+    ) -> None:
+        """``on_elapsed`` is told how much time the record is about, the same on all ranks."""
+        self._asked = asked
+        self._own = own
+        self._ranks = ranks
+        self._on_elapsed = on_elapsed
+
+    def finish(self) -> StepRecord:
+        """Return the record; waits until all ranks have given their numbers."""
+        own, size = self._own, self._ranks
+        told = self._asked.wait()
+        (loss_sum, loss_count, samples, samples_before, items_before), rest = told[:5], told[5:]
+        walls, datas, waits, memories, flops, rates = (
+            rest[i * size : (i + 1) * size] for i in range(len(rest) // size)
         )
+        self._on_elapsed(walls[0])
+        return _as_record(
+            _Together(
+                loss=loss_sum / loss_count if loss_count else None,
+                samples=round(samples + samples_before),
+                new_samples=round(samples),
+                new_items=loss_count - items_before if own.counts_items else None,
+                wall_s=walls[0],
+                data_shares=[_share(one, wall) for one, wall in zip(datas, walls, strict=True)],
+                waits=[_share(one, wall) for one, wall in zip(waits, walls, strict=True)],
+                peak_bytes=round(max(memories)),
+                flops_per_sample=max(flops) or None,
+                peak_flop_s=sum(rates) if all(rates) else None,
+            ),
+            own,
+        )
+
+
+def _as_record(together: "_Together", own: _Own) -> StepRecord:
+    wall_s = together.wall_s
+    data = _mean(together.data_shares)
+    checkpoint = _share(own.checkpoint_s, wall_s)
+    evaluation = _share(own.evaluation_s, wall_s)
+    rest = max(0.0, 1.0 - data - checkpoint - evaluation)
+    measured = all(one == one for one in together.waits)
+    flop_s = mfu = None
+    if together.flops_per_sample is not None:
+        flop_s = together.flops_per_sample * together.new_samples / wall_s
+        if together.peak_flop_s is not None:
+            mfu = flop_s / together.peak_flop_s
+    # DDP measures some steps only, so its figures are held against what is left of the time.
+    communication = min(_mean(together.waits), rest) if measured else None
+    waits = [
+        min(one, max(0.0, 1.0 - its_data - checkpoint - evaluation))
+        for one, its_data in zip(together.waits, together.data_shares, strict=True)
+    ]
+    return StepRecord(
+        step=own.step,
+        epoch=own.epoch,
+        loss=together.loss,
+        learning_rate=own.learning_rate,
+        gradient_norm=own.norm,
+        samples=together.samples,
+        samples_per_s=together.new_samples / wall_s,
+        tokens_per_s=None if together.new_items is None else together.new_items / wall_s,
+        step_s=wall_s / own.steps if own.steps else wall_s,
+        data_share=data,
+        compute_share=rest - (communication or 0.0),
+        communication_share=communication,
+        checkpoint_share=checkpoint,
+        evaluation_share=evaluation,
+        skipped_steps=own.skipped,
+        memory_peak_bytes=together.peak_bytes,
+        flop_s=flop_s,
+        mfu=mfu,
+        loss_scale=own.loss_scale,
+        # The first record is of a first step, when processes start and much is made only once.
+        verdict=""
+        if own.is_first
+        else verdict(
+            data_shares=together.data_shares,
+            communication_shares=waits if measured else None,
+            checkpoint_share=checkpoint,
+            data_fix=own.data_fix,
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

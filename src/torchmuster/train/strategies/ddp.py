@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmuster.errors import MusterError
 from torchmuster.train import random_states
 from torchmuster.train.buffers import untrained
 from torchmuster.train.strategies import gradients, states, unused_parameters
@@ -78,20 +79,19 @@ class Ddp:
             wrapped = cast(DistributedDataParallel, model)
             unused_parameters.refuse(wrapped.module, self._world)
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm; all ranks have the same gradients.
+    def measure_gradients(
+        self, parameters: Sequence[nn.Parameter], *, norm: bool
+    ) -> gradients.Measured:
+        """Measure all gradients, which are the same on every rank.
 
         Parameter by parameter: over DDP's buckets it would be sooner, but they are cut differently in a run's
-        first step, so a resumed run would differ in the last digit.
+        first step, so a resumed run would differ in the norm's last digit.
         """
-        return gradients.norm(gradients.of(parameters))
+        return gradients.measure(parameters, self._world.device, norm=norm)
 
-    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether all gradients are finite; all ranks have the same."""
-        found = gradients.of(parameters)
-        if not found or gradients.sum_is_finite(found):
-            return True
-        return gradients.are_finite(found)
+    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
+        """Never called: all ranks have all gradients."""
+        raise NotImplementedError
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

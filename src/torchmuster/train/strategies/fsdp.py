@@ -156,25 +156,18 @@ class Fsdp:
     def check_gradients(self, model: nn.Module) -> None:
         """Do nothing: FSDP waits for no gradient that does not come on any rank.
 
-        Those that come on some ranks only are looked for in every step, with what is finite or the norm.
+        Those that come on some ranks only are looked for in every step: see :meth:`measure_gradients`.
         """
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm over all shards."""
-        norm, alike = gradients.norm_of_shards(parameters, self._world.device)
-        if not alike:
-            raise self._used_here_and_there(parameters)
-        return norm
+    def measure_gradients(
+        self, parameters: Sequence[nn.Parameter], *, norm: bool
+    ) -> gradients.Measured:
+        """Measure the shards of all ranks."""
+        return gradients.measure_shards(parameters, self._world.device, norm=norm)
 
-    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether the shards of all ranks are finite."""
-        finite, alike = gradients.are_finite_in_all_shards(parameters, self._world.device)
-        if not alike:
-            raise self._used_here_and_there(parameters)
-        return finite
-
-    def _used_here_and_there(self, parameters: Sequence[nn.Parameter]) -> MusterError:
-        missing = {id(one) for one in parameters if one.grad is None}
+    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
+        """Name the parameters that had a gradient on some ranks only (a collective)."""
+        missing = {id(one) for one, has in zip(parameters, which, strict=True) if not has}
         names = [
             name
             for model in self._prepared

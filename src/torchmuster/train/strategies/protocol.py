@@ -7,6 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from torchmuster.errors import MusterError
+from torchmuster.train.strategies.gradients import Measured
+
 
 class Strategy(Protocol):
     """Spreads a model over the ranks.
@@ -54,15 +57,18 @@ class Strategy(Protocol):
         """After the first backward with communication: raise if a parameter's gradient never comes."""
         ...
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the 2-norm of the whole gradient, the same on every rank; a plain tensor.
+    def measure_gradients(self, parameters: Sequence[nn.Parameter], *, norm: bool) -> Measured:
+        """Find out on the device whether all gradients on all ranks are finite, and their 2-norm if asked.
 
-        It is not finite if any gradient on any rank is not.
+        The same on every rank, in plain tensors. The host does not wait for the device.
         """
         ...
 
-    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether all gradients on all ranks are finite, the same on every rank, as cheaply as may be."""
+    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
+        """Return the error for a step that was skipped because of what ``Measured.uneven`` says (a collective).
+
+        ``which`` is that of the step.
+        """
         ...
 
     def state_dict(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmuster.errors import MusterError
 from torchmuster.train.strategies import gradients, states
 from torchmuster.train.strategies.placing import place
 from torchmuster.train.world import World
@@ -45,13 +46,15 @@ class Single:
     def check_gradients(self, model: nn.Module) -> None:
         """Do nothing: what has no gradient is left as it is, and nobody waits for it."""
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm of all gradients."""
-        return gradients.norm(gradients.of(parameters))
+    def measure_gradients(
+        self, parameters: Sequence[nn.Parameter], *, norm: bool
+    ) -> gradients.Measured:
+        """Measure all gradients."""
+        return gradients.measure(parameters, self._world.device, norm=norm)
 
-    def gradients_are_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether all gradients are finite."""
-        return gradients.are_finite(gradients.of(parameters))
+    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
+        """Never called: all ranks have all gradients."""
+        raise NotImplementedError
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
