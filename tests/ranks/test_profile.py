@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from torchmuster.errors import Impossible, MusterError
@@ -98,7 +99,9 @@ def test_what_it_was_that_trained_is_written_down(facts: RankFacts) -> None:
     assert facts.trouble == ()
 
 
-def test_changes_are_made_in_the_process_and_nowhere_else(tmp_path: Path) -> None:
+def test_changes_are_made_in_the_process_and_nowhere_else(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     changes = (
         Change(kind="batch", value=2),
         Change(kind="reads", value=1000),
@@ -112,9 +115,9 @@ def test_changes_are_made_in_the_process_and_nowhere_else(tmp_path: Path) -> Non
     assert one.loader is not None
     assert one.loader.samples_per_batch == 8
     assert not (tmp_path / "weights.pt").exists()
-    assert one.trouble == (
-        "gradients sent in buckets of 5 MiB made no difference: nothing of the kind was used",
-    )
+    (trouble,) = one.trouble
+    assert "5 MiB" in trouble
+    assert trouble == snapshot
     assert (tmp_path / "train.py").read_text() == TRAINING
 
 
@@ -132,12 +135,15 @@ def test_a_step_that_only_makes_the_optimisers_states_is_not_counted(tmp_path: P
     assert "step 9" in caught.value.what
 
 
-def test_a_training_that_ends_too_soon_or_fails_is_told(tmp_path: Path) -> None:
+def test_a_training_that_ends_too_soon_or_fails_is_told(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     weights = str(tmp_path / "weights.pt")
     with pytest.raises(Impossible, match=r"train\.py ended after step 8"):
         capture.record(asked(tmp_path, "8", weights))
-    with pytest.raises(MusterError, match=r"train\.py failed while it was profiled"):
+    with pytest.raises(MusterError, match=r"^train\.py ") as caught:
         capture.record(asked(tmp_path, "8", weights, "fail"))
+    assert caught.value.what == snapshot
 
 
 @pytest.mark.alone

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
 from patience import GIVE_UP_S
-from ranks.launched import cpu
+from ranks.launched import cpu, line_with
 from torchmuster.launch import ledger
 from torchmuster.runfolder import list_runs
 from torchmuster.units import MiB
@@ -57,7 +58,9 @@ def of_any_rank(headline: str) -> str:
     return what
 
 
-def test_the_first_rank_s_traceback_is_told_although_both_raise(run: Run) -> None:
+def test_the_first_rank_s_traceback_is_told_although_both_raise(
+    run: Run, snapshot: SnapshotAssertion
+) -> None:
     result = run(
         "import signal, torch.distributed as dist, torch\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # else rank 0 may be ended before it raises
@@ -65,19 +68,19 @@ def test_the_first_rank_s_traceback_is_told_although_both_raise(run: Run) -> Non
         "dist.barrier()\n"
         "def step(rank):\n"
         "    if rank == 1:\n"
-        "        raise ValueError('rank 1 has no data')\n"
+        "        raise ValueError('no data')\n"
         "    dist.all_reduce(torch.ones(1))\n"
         "step(dist.get_rank())\n",
         "--grace",
         "100",
     )
-    assert run.headline(result) == f"rank 1 on {HOST} failed: ValueError: rank 1 has no data"
-    assert "rank 0 then lost its connection to it" in result.err
+    assert run.headline(result) == f"rank 1 on {HOST} failed: ValueError: no data"
+    assert line_with(result.err, "rank 0 then ").strip() == snapshot
     assert "train.py:7" in result.err
-    assert "raise ValueError('rank 1 has no data')" in result.err
+    assert "raise ValueError('no data')" in result.err
     (folder,) = (run.folder / "runs").iterdir()
     assert f"log: {folder}/logs/rank-1.log" in result.err
-    assert "ValueError: rank 1 has no data" in (folder / "logs" / "rank-1.log").read_text()
+    assert "ValueError: no data" in (folder / "logs" / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,9 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_explained(run: Run) -> None:
         assert headline == f"rank 1 on {HOST} failed: killed (SIGKILL)"
         assert not os.access("/dev/kmsg", os.R_OK), result.err
         return
-    assert headline == f"rank 1 on {HOST} failed: killed by the kernel: out of memory"
+    who, what, memory = headline.split(": ")
+    assert (who, memory) == (f"rank 1 on {HOST} failed", "out of memory")
+    assert what == "killed by the kernel"
     assert "its peak was" in result.err
 
 
@@ -148,10 +153,12 @@ def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(run: Run) 
     result = run("import no_such_package_here\n")
     expected = "ModuleNotFoundError: No module named 'no_such_package_here'"
     assert of_any_rank(run.headline(result)) == expected
-    assert "fix  python -m pip install no_such_package_here" in result.err
+    assert "python -m pip install no_such_package_here" in result.err
 
 
-def test_restarts_begin_anew_and_say_so(muster: Muster, own_machine: Path) -> None:
+def test_restarts_begin_anew_and_say_so(
+    muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     (own_machine / "train.py").write_text(
         "import os, time\n"
         "from pathlib import Path\n"
@@ -166,11 +173,10 @@ def test_restarts_begin_anew_and_say_so(muster: Muster, own_machine: Path) -> No
     result = muster(*cpu("train.py", "--max-restarts", "2"))
     assert result.code == 0, result
     told = [line for line in result.err.splitlines() if "starting again" in line]
-    assert told == [
-        f"muster: rank 1 on {HOST} failed: ValueError: attempt 0; starting again (restart 1 of 2)",
-        f"muster: rank 1 on {HOST} failed: ValueError: attempt 1; starting again in 2 s "
-        "(restart 2 of 2)",
-    ]
+    for number, line in enumerate(told):
+        assert f" rank 1 on {HOST} failed: ValueError: attempt {number}; " in line
+        assert line.endswith(f"(restart {number + 1} of 2)")
+    assert [line.replace(f" {HOST} ", " HOST ") for line in told] == snapshot
     (run,) = list_runs(own_machine / "runs")
     for rank in (0, 1):
         said = re.findall(r"attempt (\d) port (\d+)", run.rank_log(rank).read_text())
@@ -193,7 +199,7 @@ def test_a_restart_that_fails_silently_is_not_told_by_the_error_before_it(run: R
         "1",
     )
     assert run.headline(result) == f"rank 1 on {HOST} failed: exit code 3"
-    assert "ValueError: first attempt; starting again (restart 1 of 1)" in result.err
+    assert line_with(result.err, "(restart 1 of 1)", "ValueError: first attempt; ")
 
 
 def test_ranks_that_are_saving_get_the_whole_grace(muster: Muster, own_machine: Path) -> None:

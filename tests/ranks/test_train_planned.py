@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from batch_size_cases import write_model
 from muster_command import Muster
@@ -66,12 +67,15 @@ def test_a_training_follows_its_plan_and_is_held_against_it(
     assert "step 3/4" in done.out
 
 
-def test_a_plan_is_for_this_machine_and_for_a_new_run(muster: Muster, own_machine: Path) -> None:
+def test_a_plan_is_for_this_machine_and_for_a_new_run(
+    muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
     write_model(own_machine)
     (own_machine / "config.yaml").write_text(
         "model: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n"
     )
     done = muster("train", "--config", "config.yaml", "--plan", "--hosts", "a,b")
     assert done.code == 2
-    assert "--plan is for this machine, and the training would run on others" in done.err
+    assert "--plan " in done.err
+    assert done.err == snapshot
     assert "muster plan --hardware … --write plan.yaml" in done.err
