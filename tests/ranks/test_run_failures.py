@@ -136,8 +136,8 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_explained(run: Run) -> None:
         assert headline == f"rank 1 on {HOST} failed: killed (SIGKILL)"
         assert not os.access("/dev/kmsg", os.R_OK), result.err
         return
-    who, what, memory = headline.split(": ")
-    assert (who, memory) == (f"rank 1 on {HOST} failed", "out of memory")
+    who, what, cause = headline.split(": ")
+    assert (who, cause) == (f"rank 1 on {HOST} failed", "out of memory")
     assert what == "killed by the kernel"
     assert "its peak was" in result.err
 
