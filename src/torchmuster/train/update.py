@@ -288,8 +288,8 @@ class Update:
 
     def _settled(self, applied: bool, numbers: list[float], measured: Measured) -> bool:
         """Say whether the loss scale was too large; raise if the ranks' gradients do not belong together."""
-        if measured.uneven is not None and numbers[0]:
-            raise self._strategy.uneven_gradients(self._parameters, measured.which)
+        if measured.error is not None and numbers[0]:
+            raise measured.error()
         if self._scale is None:
             return False
         self._scale.settle(numbers[-1], applied=applied)

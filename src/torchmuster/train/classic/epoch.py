@@ -78,13 +78,10 @@ class LossSum:
         """Forget everything if ``skipped`` is not 0; the host does not wait for it."""
 
         def kept(number: torch.Tensor | float) -> torch.Tensor:
-            dtype = most_exact_type(skipped.device)
-            given = (
-                torch.full((), number, dtype=dtype, device=skipped.device)
-                if not isinstance(number, torch.Tensor)
-                else number
-            )
-            return given.where(skipped == 0, 0)
+            if not isinstance(number, torch.Tensor):
+                dtype = most_exact_type(skipped.device)
+                number = torch.full((), number, dtype=dtype, device=skipped.device)
+            return number.where(skipped == 0, 0)
 
         self._total, self._count = kept(self._total), kept(self._count)
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmuster.errors import MusterError
 from torchmuster.train import random_states
 from torchmuster.train.buffers import untrained
 from torchmuster.train.strategies import gradients, states, unused_parameters
@@ -88,10 +87,6 @@ class Ddp:
         first step, so a resumed run would differ in the norm's last digit.
         """
         return gradients.measure(parameters, self._world.device, norm=norm)
-
-    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
-        """Never called: all ranks have all gradients."""
-        raise NotImplementedError
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

@@ -163,11 +163,12 @@ class Fsdp:
         self, parameters: Sequence[nn.Parameter], *, norm: bool
     ) -> gradients.Measured:
         """Measure the shards of all ranks."""
-        return gradients.measure_shards(parameters, self._world.device, norm=norm)
+        return gradients.measure_shards(
+            parameters, self._world.device, norm=norm, error=self._used_here_and_there
+        )
 
-    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
-        """Name the parameters that had a gradient on some ranks only (a collective)."""
-        missing = {id(one) for one, has in zip(parameters, which, strict=True) if not has}
+    def _used_here_and_there(self, without: Sequence[nn.Parameter]) -> MusterError:
+        missing = {id(one) for one in without}
         names = [
             name
             for model in self._prepared

@@ -5,7 +5,7 @@ Both stay on the device: a host that read them in every step would wait for the 
 
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torchmuster.errors import MusterError
 from torchmuster.train.torch_private import non_finite_check, sparse_values
 
 # The dtypes for which torch has its kernel of overflows on every device; there is none for bfloat16 on CUDA.
@@ -28,9 +29,9 @@ class Measured(NamedTuple):
         torch.Tensor
     )  # 1 if any gradient of any rank is not finite, else 0; so nobody may apply them
     norm: torch.Tensor | None = None  # the 2-norm of all, where it was asked for
-    # Shards only: 1 if the same parameters do not have a gradient on every rank, else 0.
+    # Shards only: 1 if the same parameters do not have a gradient on every rank, else 0; and the error for it (a collective).
     uneven: torch.Tensor | None = None
-    which: bytes = b""  # shards only: for each parameter, whether it has a gradient on this rank
+    error: Callable[[], MusterError] | None = None
 
 
 def of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -54,16 +55,25 @@ def is_not_finite(number: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()  # so that to_local() need not take part in autograd
 def measure_shards(
-    parameters: Sequence[nn.Parameter], device: torch.device, *, norm: bool
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    *,
+    norm: bool,
+    error: Callable[[Sequence[nn.Parameter]], MusterError],
 ) -> Measured:
     """Measure gradients of which each rank has other pieces; what is replicated counts once.
 
     Parameters may be spread over different meshes, or over none. torch's own norm takes one mesh at a
     time, and cannot add up over ranks what is offloaded to the host. Where only some ranks have a gradient of a
-    parameter, the step must not be applied either, so it counts as not finite.
+    parameter, the step must not be applied either, so it counts as not finite; ``error`` is made for the parameters
+    without one on this rank.
     """
     which = bytes([one.grad is not None for one in parameters])
     marks = _marks(which, device).clone()
+
+    def uneven_error() -> MusterError:  # made a step later, when the gradients are gone
+        return error([one for one, has in zip(parameters, which, strict=True) if not has])
+
     if not norm:
         pieces = [
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -73,7 +83,7 @@ def measure_shards(
             marks[0] = found_inf_in(pieces, device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX)
         uneven = _are_uneven(marks)
-        return Measured(torch.maximum(marks[0].float(), uneven), None, uneven, which)
+        return Measured(torch.maximum(marks[0].float(), uneven), None, uneven, uneven_error)
     asked = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
     total = torch.zeros((), device=device)
     for groups, pieces in _by_groups(parameters).items():
@@ -84,7 +94,7 @@ def measure_shards(
     total = total.sqrt()
     asked.wait()
     uneven = _are_uneven(marks)
-    return Measured(torch.maximum(is_not_finite(total), uneven), total, uneven, which)
+    return Measured(torch.maximum(is_not_finite(total), uneven), total, uneven, uneven_error)
 
 
 def _are_uneven(marks: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchmuster.errors import MusterError
 from torchmuster.train.strategies.gradients import Measured
 
 
@@ -61,13 +60,6 @@ class Strategy(Protocol):
         """Find out on the device whether all gradients on all ranks are finite, and their 2-norm if asked.
 
         The same on every rank, in plain tensors. The host does not wait for the device.
-        """
-        ...
-
-    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
-        """Return the error for a step that was skipped because of what ``Measured.uneven`` says (a collective).
-
-        ``which`` is that of the step.
         """
         ...
 

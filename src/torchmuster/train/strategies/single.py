@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster.errors import MusterError
 from torchmuster.train.strategies import gradients, states
 from torchmuster.train.strategies.placing import place
 from torchmuster.train.world import World
@@ -51,10 +50,6 @@ class Single:
     ) -> gradients.Measured:
         """Measure all gradients."""
         return gradients.measure(parameters, self._world.device, norm=norm)
-
-    def uneven_gradients(self, parameters: Sequence[nn.Parameter], which: bytes) -> MusterError:
-        """Never called: all ranks have all gradients."""
-        raise NotImplementedError
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
