@@ -16,7 +16,6 @@ from muster_command import muster_argv
 from patience import GIVE_UP_S
 from prometheus.prometheus_lab import Prometheus, await_until
 from torchmuster.devices.snapshot import take
-from torchmuster.launch import ledger
 from torchmuster.monitor.alerts.rules import ALERTS
 from torchmuster.monitor.alerts.watching import Watching
 from torchmuster.monitor.collecting.collector import Collector
@@ -145,13 +144,6 @@ class Training:
                 if is_rank and child.environ().get("RANK") == str(number):
                     return child
         raise AssertionError(f"rank {number} does not live")
-
-    def launcher(self) -> psutil.Process:
-        """Return the process that launched it, whose guardian is ``process``."""
-        job = ledger.read_job(self.run)
-        found = None if job is None else job.launcher.process()
-        assert found is not None
-        return found
 
     def lines(self) -> int:
         """Return how many lines about steps there are."""

@@ -13,7 +13,7 @@ from torchmuster.errors import OutOfMemory
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.memory import memory_table
 from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.deferred import deferred
+from torchmuster.train.models.meta_init import build_on_rank_0
 from torchmuster.train.out_of_memory import naming_memory
 from torchmuster.train.strategies.choose import Name, build
 from torchmuster.train.strategies.sharding import Kind, Sharding
@@ -42,10 +42,8 @@ def build_model(width: int = WIDTH, blocks: int = BLOCKS) -> nn.Module:
 def train_sharded(world: World, kind: Kind) -> dict[str, int]:
     """Return what was live at most, in bytes, and what the memory table says."""
     with live_bytes() as found:
-        with deferred():
-            model = build_model()
         strategy = build("fsdp", world, sharding=Sharding(kind=kind))
-        model = strategy.prepare(model)
+        model = strategy.prepare(build_on_rank_0(build_model, world, seed=0))
         values_peak = found.peak
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
         update = Update(model, optimizer, strategy, world)
@@ -141,8 +139,7 @@ def train_within(world: World, limit_bytes: int, width: int, blocks: int, shard:
 def _train(world: World, width: int, blocks: int, shard: bool) -> None:
     strategy = build("fsdp" if shard else "single", world)
     with naming_memory(world):
-        with deferred():
-            model = build_model(width, blocks)
+        model = build_on_rank_0(lambda: build_model(width, blocks), world, seed=0)
         model = strategy.prepare(model)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     update = Update(model, optimizer, strategy, world)

@@ -2,20 +2,16 @@
 
 import hashlib
 import random
-from pathlib import Path
 
 import numpy
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.deferred import deferred, is_deferred, materialise
-from torchmuster.train.models.pretrained import load_shards
+from torchmuster.train.models.meta_init import build_on_rank_0, build_whole, is_on_meta
 from torchmuster.train.seeds import seed_everything
+from torchmuster.train.strategies.choose import build
+from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.world import World
 
 
@@ -45,9 +41,15 @@ class Uneven(nn.Module):
 def digests(world: World, seed: int) -> dict[str, str]:
     """Return a digest of all values for each way to spread the model."""
     found = {}
-    for way in ("single", "ddp", "fsdp", *(["hybrid"] if world.world_size % 2 == 0 else [])):
+    for way in (
+        "single",
+        "ddp",
+        "fsdp",
+        "offload",
+        *(["hybrid"] if world.world_size % 2 == 0 else []),
+    ):
         model = _spread(way, world, seed)
-        assert not is_deferred(model)
+        assert not is_on_meta(model)
         _assert_it_trains(model)
         found[way] = _digest(_spread(way, world, seed))
     return found
@@ -57,22 +59,6 @@ def shards_differ(world: World) -> list[float]:
     """Return the sum of this rank's shard of each layer; the layers have equal shapes."""
     model = _spread("fsdp", world, 0)
     return [float(_local(one.weight).double().sum()) for one in model.layers]  # type: ignore[union-attr]
-
-
-def from_files(world: World, folder: str) -> str:
-    """Return the digest of a sharded model with weights that were read from files."""
-    with deferred():
-        model = Uneven()
-    load_shards(model, sorted(Path(folder).glob("*.safetensors")))
-    _shard(model, None)
-    materialise(model, device=world.device, seed=5)
-    _assert_it_trains(model)
-    with deferred():
-        model = Uneven()
-    _shard(model, None)
-    load_shards(model, sorted(Path(folder).glob("*.safetensors")))
-    materialise(model, device=world.device, seed=6)
-    return _digest(model)
 
 
 class Drawn(nn.Module):
@@ -89,34 +75,43 @@ def drawn(world: World) -> tuple[list[list[float]], bool]:
     seed_everything(0, world)
     expected = random.random(), float(numpy.random.rand())
     seed_everything(0, world)
-    with deferred():
-        model = Drawn()
+    model = build_on_rank_0(Drawn, world, seed=0)
     goes_on = (random.random(), float(numpy.random.rand())) == expected
-    _shard(model, None)
-    materialise(model, device=world.device, seed=0)
+    model = build("fsdp", world).prepare(model)
     values = [one.full_tensor().tolist() for one in model.parameters() if isinstance(one, DTensor)]
     return values, goes_on
 
 
+class ReadsItsValues(nn.Linear):
+    """Cannot be built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = float(self.weight.detach().abs().max())
+
+
+def whole_everywhere(world: World) -> list[list[float]]:
+    """Return the values of a model that every rank has to build whole."""
+    model = build_on_rank_0(ReadsItsValues, world, seed=world.global_rank)
+    assert not is_on_meta(model)
+    model = build("fsdp", world).prepare(model)
+    return [one.full_tensor().tolist() for one in model.parameters() if isinstance(one, DTensor)]
+
+
 def _spread(way: str, world: World, seed: int) -> nn.Module:
-    with deferred():
-        model = Uneven()
-    if way == "fsdp":
-        _shard(model, None)
-    elif way == "hybrid":
-        _shard(
-            model,
-            init_device_mesh("cpu", (2, world.world_size // 2), mesh_dim_names=("copy", "shard")),
-        )
-    materialise(model, device=world.device, seed=seed)
+    if way in ("single", "ddp"):
+        model = build_whole(Uneven, seed=seed)
+        return build("ddp", world).prepare(model) if way == "ddp" else model
+    model = build_on_rank_0(Uneven, world, seed=seed)
+    assert is_on_meta(model) != world.is_first
+    offload = way == "offload"
+    sharding = Sharding(kind="hybrid_shard", shard_size=world.world_size // 2)
+    strategy = build(
+        "fsdp", world, sharding=sharding if way == "hybrid" else Sharding(cpu_offload=offload)
+    )
+    model = strategy.prepare(model)
     assert model.head.weight is model.embedding.weight
-    return DistributedDataParallel(model) if way == "ddp" else model
-
-
-def _shard(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    for block in repeated_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _assert_it_trains(model: nn.Module) -> None:

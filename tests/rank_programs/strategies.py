@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
-from torchmuster.train.models.deferred import deferred
+from torchmuster.train.assembly import with_values
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import BF16, FP32, Precision
 from torchmuster.train.strategies.choose import build, memory_of_each_rank
@@ -347,20 +347,19 @@ def used_here_and_there(world: World) -> list[str]:
     return said
 
 
-def values_of_deferred_models(world: World) -> dict[str, Any]:
-    """Build without memory and prepare in every way; return checksums of what comes out."""
-    ways = {
-        "ddp": build("ddp", world, seed=5),
-        "fsdp": build("fsdp", world, seed=5),
-        "offload": build("fsdp", world, sharding=Sharding(cpu_offload=True), seed=5),
-        "another seed": build("fsdp", world, seed=6),
+def values_of_built_models(world: World) -> dict[str, Any]:
+    """Build for every strategy and prepare; return checksums of what comes out."""
+    strategies = {
+        "ddp": build("ddp", world),
+        "fsdp": build("fsdp", world),
+        "offload": build("fsdp", world, sharding=Sharding(cpu_offload=True)),
+        "another seed": build("fsdp", world),
     }
     if world.world_size == 1:
-        ways["single"] = build("single", world, seed=5)
+        strategies["single"] = build("single", world)
     told: dict[str, Any] = {}
-    for name, strategy in ways.items():
-        with deferred():
-            raw = Language()
+    for name, strategy in strategies.items():
+        raw = with_values(Language, strategy, world, seed=6 if name == "another seed" else 5)
         model = strategy.prepare(raw)
         state = _copied(strategy.state_dict(model)["model"], whole=True)
         told[name] = zlib.crc32(repr([state[key].tolist() for key in sorted(state)]).encode())

@@ -20,7 +20,7 @@ from torchmuster.runfolder import RunFolder
 KILLS = {
     Layout(strategy="ddp", ranks=2): (
         Kill(victim="another rank", moment="collective"),
-        Kill(victim="supervisor", moment="save"),
+        Kill(victim="launcher", moment="save"),
         Kill(victim="rank 0", moment="end"),
     ),
     Layout(strategy="fsdp", ranks=2): (

@@ -3,17 +3,15 @@
 import argparse
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from torchmuster.cli import job_flags, output, slurm_run
+from torchmuster.cli import job_flags, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import Impossible
 from torchmuster.launch.channel import Transport
 from torchmuster.launch.spec import JobSpec
 from torchmuster.runfolder import RunFolder, create
 
-_FREED_WITHIN_S = 30.0
 InFolder = Callable[[JobSpec, Path], JobSpec]
 
 
@@ -60,22 +58,7 @@ def start(
 
 
 def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
-    return with_report(run, lambda: _stay_guarded(spec, transport, run))
-
-
-def _stay_guarded(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
-    """Stay with a job whose failures are survived; then its launcher's death is survived, too."""
-    from torchmuster.launch import guardian
-
-    if not spec.max_restarts or not guardian.is_possible():
-        return stay(spec, transport, run)
-
-    def work(started_before: int) -> int:
-        # What a dead launcher's keepers held elsewhere is free when they have noticed.
-        wait_s = max(spec.wait_s, _FREED_WITHIN_S) if started_before else spec.wait_s
-        return stay(replace(spec, wait_s=wait_s), transport, run)
-
-    return guardian.guarded(run, spec, work, output.say)
+    return with_report(run, lambda: stay(spec, transport, run))
 
 
 def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:

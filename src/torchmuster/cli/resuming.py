@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import time
 
 from torchmuster.checkpoints.manifest import committed
 from torchmuster.checkpoints.places import open_store
@@ -11,6 +12,7 @@ from torchmuster.config.resolve import Resolved, resolve
 from torchmuster.config.training import checkpoint_place, with_absolute_folder
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch import ledger
+from torchmuster.launch.keeper import sweep
 from torchmuster.launch.sign_of_life import SILENT_AFTER_S
 from torchmuster.redaction import HIDDEN
 from torchmuster.runfolder import RunFolder, find
@@ -26,6 +28,10 @@ _MAY_CHANGE = (
     *("model.attention", "metrics."),
 )
 _LENGTHS = ("train.epochs", "train.steps")
+# What a node agent may take beyond the ranks' grace period to exit.
+_BEYOND_GRACE_S = 10.0
+_KILLED_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.25
 
 
 def take_run(options: argparse.Namespace) -> RunFolder:
@@ -50,9 +56,31 @@ def take_run(options: argparse.Namespace) -> RunFolder:
             fix=f"muster attach {run.id} shows how it goes; muster stop {run.id} ends it"
             + _if_gone(run),
         )
+    _await_processes_left(run)
     options.config = run.config
     _take_job(run, options)
     return run
+
+
+def _await_processes_left(run: RunFolder) -> None:
+    """Wait for what a killed launcher left on this host: its ranks may be saving."""
+    job = ledger.read_job(run)
+    if job is None or not job.token or not sweep.processes_of(job.token):
+        return
+    within_s = job.grace_s + _BEYOND_GRACE_S
+    output.say(
+        f"muster: waiting up to {within_s:.0f} s for the processes of {run.id} to save and exit: "
+        "its launcher was killed"
+    )
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s and sweep.processes_of(job.token):
+        time.sleep(_LOOK_EVERY_S)
+    if left := sweep.kill(job.token, within_s=_KILLED_WITHIN_S):
+        raise NotNow(
+            f"processes of {run.id} are still running: {', '.join(str(one.pid) for one in left)}",
+            why="they do not react to SIGKILL: they wait for a driver or a disk",
+            fix=f"muster stop {run.id}",
+        )
 
 
 def _if_gone(run: RunFolder) -> str:
@@ -82,7 +110,7 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     now = resolved.values()
     changed = {path: now[path] for path in now if now[path] != before[path]}
     _refuse(run, resolved, before, changed)
-    _refuse_without_checkpoint(run, resolved)
+    _check_checkpoint(run, resolved)
     state = ledger.read_state(run)
     if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
@@ -123,16 +151,17 @@ def _refuse(
             )
 
 
-def _refuse_without_checkpoint(run: RunFolder, resolved: Resolved) -> None:
+def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
+    """Say so if there is no checkpoint yet; refuse a run that saves none."""
     place = checkpoint_place(resolved.settings.checkpoint, run.path.resolve())
-    if place is None or not committed(open_store(place)):
+    if place is None:
         raise Impossible(
-            f"{run.id} has nothing to go on from",
-            why=f"there is no checkpoint in {place}"
-            if place
-            else "checkpoint.enabled is false, so it has saved none",
-            fix=f"begin anew: muster train --config {shlex.quote(str(run.config))}",
+            f"{run.id} cannot be resumed: it saves no checkpoints",
+            why="checkpoint.enabled is false",
+            fix=f"start a new run: muster train --config {shlex.quote(str(run.config))}",
         )
+    if not committed(open_store(place)):
+        output.say(f"muster: {run.id} has no checkpoint in {place}: starting from step 0")
 
 
 def _shown(value: object) -> str:

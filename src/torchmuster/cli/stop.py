@@ -9,7 +9,7 @@ import psutil
 from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.launch import guardian, ledger
+from torchmuster.launch import ledger
 from torchmuster.runfolder import RunFolder, find
 
 _SAY_EVERY_S = 5.0
@@ -66,7 +66,6 @@ def _run(options: argparse.Namespace) -> int:
             fix=f"ssh {job.launcher.host} muster stop {run.path.resolve()}",
         )
     if active and process is not None:
-        guardian.stop_for_good(run)
         given = job.grace_s + _BEYOND_GRACE_S if options.within is None else options.within
         _end(process, run, given)
     _sweep(run, job)

@@ -143,15 +143,6 @@ def write_job(
         ) from error
 
 
-def take_over(run: RunFolder) -> None:
-    """Make this process the launcher of a run whose launcher was killed."""
-    content = _read(run.job)
-    if content:
-        content["launcher"] = asdict(Launcher.this())
-        with contextlib.suppress(OSError):
-            write_atomically(run.job, json.dumps(content, indent=2) + "\n")
-
-
 def read_job(run: RunFolder) -> Job | None:
     """Return what was launched, or None if that was not written (yet)."""
     content = _read(run.job)

@@ -1,6 +1,6 @@
 """The private names of torch that the planner uses, beside those of training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,18 @@ NAMES = (
         "torch.distributed.Reducer._rebuild_buckets",
         "keep DDP from sorting gradients into other buckets after the first step, which reads values",
     ),
+    PrivateName(
+        "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
+    ),
+    PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
+    PrivateName("torch.UntypedStorage._cdata", "tell storages apart, also those without memory"),
+    PrivateName(
+        "torch.nn.Module._parameters", "put a parameter without memory in the place of another"
+    ),
+    PrivateName("torch.nn.Module._buffers", "put a buffer without memory in the place of another"),
+    PrivateName(
+        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes into"
+    ),
     PrivateName("torch.nn.Module._modules", "cut a model to fewer layers, and put the others back"),
     PrivateName(
         "torch.ops.aten._local_scalar_dense",
@@ -85,8 +97,9 @@ from torch._subclasses.fake_tensor import (  # noqa: E402
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as with_memory  # noqa: E402
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
-__all__ = ["FakeTensorMode", "with_memory"]
+__all__ = ["FakeTensorMode", "tree_leaves", "tree_map", "with_memory"]
 
 # What is raised where something depends on the values of tensors, or has no rule for tensors without memory.
 CANNOT_FOLLOW = (
@@ -106,6 +119,22 @@ OVERWRITE = ("_foreach_zero_", "_foreach_copy_")
 
 # Collectives by name.
 ALL_GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
+
+
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return the arguments of an operation as its schema has them."""
+    arguments: Sequence[Any] = operation._schema.arguments
+    return arguments
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has, with or without memory."""
+    return int(storage._cdata)
+
+
+def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries in which a module itself keeps its parameters and its buffers."""
+    return module._parameters, module._buffers
 
 
 def computing_backward() -> bool:

@@ -11,25 +11,32 @@ from torchmuster.errors import Impossible
 from torchmuster.train import precision as precisions
 from torchmuster.train.data.portions import Portions
 from torchmuster.train.data.step import Loader
-from torchmuster.train.models.deferred import deferred
+from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.world import World
 
 
-def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return a model as it is; a function is called without memory for the parameters it makes."""
-    if not isinstance(model, nn.Module):
-        with deferred():
-            model = model()
-    if not any(one.requires_grad for one in model.parameters()):
+def check_trained(model: nn.Module) -> None:
+    """Refuse a model that has nothing to train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Impossible(
             f"{type(model).__name__} has nothing to train",
             why="none of its parameters requires a gradient",
             fix="model.requires_grad_(True), for all of it or for the part that is to be trained",
         )
-    return model
+
+
+def with_values(
+    model: nn.Module | Callable[[], nn.Module], strategy: Strategy, world: World, *, seed: int
+) -> nn.Module:
+    """Return a model as it is; a function is called, and for fsdp only rank 0's model has values."""
+    if isinstance(model, nn.Module):
+        return model
+    if strategy.name == "fsdp":
+        return build_on_rank_0(model, world, seed=seed)
+    return build_whole(model, seed=seed)
 
 
 def chosen_precision(
@@ -46,20 +53,19 @@ def chosen_precision(
 def chosen_strategy(
     asked: Decision[Strategy] | Strategy | Literal["auto"],
     precision: Precision,
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     world: World,
-    *,
-    seed: int,
 ) -> Decision[Strategy]:
     """Return a strategy with its reason; ``auto`` looks at the model's size and the devices' memory."""
     if asked == "auto":
+        sketch = model if isinstance(model, nn.Module) else build_on_meta(model)
         choice = strategies.choose(
             "auto",
             ranks=world.world_size,
-            sizes=strategies.sizes_of(model),
+            sizes=strategies.sizes_of(sketch),
             memory_bytes=strategies.memory_of_each_rank(world),
         )
-        strategy = strategies.build(choice.value, world, precision=precision, seed=seed)
+        strategy = strategies.build(choice.value, world, precision=precision)
         return Decision(value=strategy, reason=choice.reason)
     if isinstance(asked, Decision):
         return asked

@@ -27,7 +27,8 @@ _BYTES_ASKED = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
 _SIZE_ASKED = re.compile(r"tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
 # The outermost of these in a traceback says what was being done. Paths are those of torch and of this room.
 _PHASES = (
-    ("/torchmuster/train/models/deferred.py", "while the model got its values"),
+    ("/torchmuster/train/models/meta_init.py", "while the model got its values"),
+    ("/torchmuster/train/strategies/placing.py", "while the model got its values"),
     ("/torch/autograd/", "in the backward"),
     ("/torch/_tensor.py", "in the backward"),
     ("/torch/optim/", "in the optimiser's step"),

@@ -1,7 +1,6 @@
 """The private names of torch that training uses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,41 +13,7 @@ from torchmuster.torch_internals import PrivateName, require
 NAMES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "see every operation: while a model is built without memory, and to count operations",
-    ),
-    PrivateName(
-        "torch.utils._python_dispatch._disable_current_modes",
-        "compute real values while a model is built without memory",
-    ),
-    PrivateName(
-        "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
-    ),
-    PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
-    PrivateName(
-        "torch.utils._pytree.tree_map_only", "replace the tensors among an operation's arguments"
-    ),
-    PrivateName(
-        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes into"
-    ),
-    PrivateName("torch.UntypedStorage._cdata", "tell storages apart, also those without memory"),
-    PrivateName(
-        "torch._neg_view",
-        "make the same negated views when a model gets its values as when it was built",
-    ),
-    PrivateName(
-        "torch.nn.init._no_grad_trunc_normal_",
-        "record truncated normal values, which torch draws again until they fit, while a model is built without memory",
-    ),
-    PrivateName(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "know which part of a sharded parameter a rank has, as torch's own checkpoints do",
-    ),
-    PrivateName(
-        "torch.nn.Module._parameters", "put a parameter with values in the place of one without"
-    ),
-    PrivateName("torch.nn.Module._buffers", "put a buffer with values in the place of one without"),
-    PrivateName(
-        "torch.nn.Module._modules", "tell what a module has registered from its other attributes"
+        "see every operation, to count them",
     ),
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
@@ -132,18 +97,10 @@ NAMES = (
 )
 require(NAMES)
 
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data._utils import worker as _worker  # noqa: E402
 
-__all__ = [
-    "TorchDispatchMode",
-    "compute_local_shape_and_global_offset",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-]
+__all__ = ["TorchDispatchMode"]
 
 # Marks in its second argument whether any of the tensors in its first is not finite; None if torch does not have it.
 non_finite_check: Callable[..., None] | None = getattr(
@@ -158,53 +115,6 @@ ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-# Where a module keeps what is registered with it.
-REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return the arguments of an operation as its schema has them."""
-    arguments: Sequence[Any] = operation._schema.arguments
-    return arguments
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other living storage has, with or without memory."""
-    return int(storage._cdata)
-
-
-def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor that is its negative."""
-    return torch._neg_view(tensor)
-
-
-@contextmanager
-def truncated_normal_noted(note: Callable[..., None]) -> Iterator[None]:
-    """Call ``note(draw, tensor, ...)`` wherever torch would draw truncated normal numbers with ``draw(tensor, ...)``.
-
-    Modules keep references to the public name, so the private one that it calls is replaced.
-    """
-    draw = nn.init._no_grad_trunc_normal_
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        note(draw, tensor, *args, **kwargs)
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = noted
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = draw
-
-
-def without_modes() -> AbstractContextManager[None]:
-    """Compute as outside of every mode."""
-    return _disable_current_modes()
-
-
-def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries in which a module itself keeps its parameters and its buffers."""
-    return module._parameters, module._buffers
 
 
 def is_compiled_part(module: nn.Module) -> bool:

@@ -88,8 +88,8 @@ class Trainer:
     ) -> None:
         """Put the parts together.
 
-        A function as ``model`` is called without memory for its parameters; they get their values when the
-        model is spread over the ranks, drawn by ``seed``; a strategy that is given has a seed of its own.
+        A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only rank 0's
+        model has memory for its parameters before it is sharded.
         ``optimizer`` is called with the parameters that are trained. ``peak_flop_s`` is what this rank's device can
         do at most in the precision; lines say then how much of it was used.
         """
@@ -105,14 +105,13 @@ class Trainer:
         self._evaluation = evaluation
         self._every = evaluation.every if evaluation is not None else None
         self._saving = saving
-        is_made_here = not isinstance(model, nn.Module) and strategy == "auto"
         self.seed = seed
-        self._weights_seed = seed if is_made_here else None
-        model = assembly.built(model)
+        self._weights_seed = None if isinstance(model, nn.Module) else seed
         self.precision = assembly.chosen_precision(precision, world)
-        self.strategy = assembly.chosen_strategy(
-            strategy, self.precision.value, model, world, seed=seed
-        )
+        self.strategy = assembly.chosen_strategy(strategy, self.precision.value, model, world)
+        with naming_memory(world):
+            model = assembly.with_values(model, self.strategy.value, world, seed=seed)
+        assembly.check_trained(model)
         with naming_memory(world, model):
             self.model = self.strategy.value.prepare(model)
         self.optimizer = optimizer([one for one in self.model.parameters() if one.requires_grad])

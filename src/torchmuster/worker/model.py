@@ -13,6 +13,7 @@ from torchmuster.train.first import first
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.compiling import compile_blocks
 from torchmuster.train.models.making import Lora, Recipe, check_tokens, lost_updates
+from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
@@ -52,17 +53,25 @@ def model_of(
     portions: Portions | None,
     folder: Path,
 ) -> tuple[nn.Module, Decision[Strategy]]:
-    """Return the model, still without memory where that is possible, and how it will be spread."""
+    """Return the model and how it will be spread; for fsdp, only rank 0's model has values."""
     wanted, asked = settings.train, settings.distributed.strategy
-    made = recipe.without_memory(may_be_whole=asked != "fsdp")
+    recipe.check()
+    reasons: list[str] = []
+
+    def sketch() -> nn.Module:
+        made = recipe.sketch()
+        reasons[:] = [made.reason]
+        return made.value
+
+    sketched = build_on_meta(sketch)
     if rows is not None:
         check_tokens(
-            made.value,
+            sketched,
             vocabulary=rows.tokenizer.vocabulary if rows.tokenizer else None,
             sequence_length=rows.sequence_length,
         )
     sharding = _sharding(settings)
-    sizes, memory = strategies.sizes_of(made.value), strategies.memory_of_each_rank(world)
+    sizes, memory = strategies.sizes_of(sketched), strategies.memory_of_each_rank(world)
     name = strategies.choose(
         asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
     )
@@ -78,8 +87,12 @@ def model_of(
             folder=folder,
         )
     is_sharded = name.value == "fsdp"
-    model = recipe.with_weights(made.value, may_be_whole=not is_sharded)
-    said = [made.reason, lost_updates(model) if recipe.dtype == "auto" else ""]
+    model = (
+        build_on_rank_0(lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched)
+        if is_sharded
+        else build_whole(lambda: recipe.model().value, seed=wanted.seed)
+    )
+    said = [*reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         said.append(_recompute(model, wanted.activation_checkpointing).reason)
     if wanted.compile:
@@ -92,7 +105,6 @@ def model_of(
         precision=number_type,
         sharding=sharding if is_sharded else None,
         find_unused_parameters=settings.distributed.find_unused_parameters,
-        seed=wanted.seed,
     )
     return model, Decision(value=strategy, reason=name.reason)
 

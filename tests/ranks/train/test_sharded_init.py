@@ -1,10 +1,6 @@
 """Values of a model that is sharded before it has any: the same for any number of ranks."""
 
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from rank_group import RunRanks
 from rank_programs import sharded
@@ -20,6 +16,7 @@ def test_values_are_the_same_for_any_number_of_ranks_and_any_way_to_spread_the_m
         "single",
         "ddp",
         "fsdp",
+        "offload",
         "hybrid",
     }
     every = {digest for of_ranks in found.values() for one in of_ranks for digest in one.values()}
@@ -41,11 +38,8 @@ def test_what_python_and_numpy_draw_is_the_same_for_any_number_of_ranks(
     assert run_ranks(sharded.drawn, 2) == alone * 2
 
 
-def test_each_rank_reads_its_shards_from_files(run_ranks: RunRanks, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = sharded.Uneven()
-    weights = {name: one.detach() for name, one in model.named_parameters()}
-    names = sorted(weights)
-    save_file({name: weights[name] for name in names[:3]}, tmp_path / "1.safetensors")
-    save_file({name: weights[name] for name in names[3:]}, tmp_path / "2.safetensors")
-    assert set(run_ranks(sharded.from_files, 4, str(tmp_path))) == {sharded._digest(model)}
+def test_a_model_that_needs_its_values_is_built_whole_and_rank_0_s_values_count(
+    run_ranks: RunRanks,
+) -> None:
+    alone = run_ranks(sharded.whole_everywhere, 1)
+    assert run_ranks(sharded.whole_everywhere, 2) == alone * 2

@@ -88,12 +88,12 @@ def test_ranks_of_one_machine_share_its_memory(run_ranks: RunRanks) -> None:
     assert shared == [alone // 2] * 2
 
 
-def test_a_model_built_without_memory_has_the_same_values_in_every_strategy(
+def test_a_model_has_the_same_values_in_every_strategy(
     run_ranks: RunRanks,
 ) -> None:
-    alone = run_ranks(strategies.values_of_deferred_models, 1)[0]
+    alone = run_ranks(strategies.values_of_built_models, 1)[0]
     same = {alone[name] for name in ("single", "ddp", "fsdp", "offload")}
     assert len(same) == 1
     assert alone["another seed"] not in same
-    for told in run_ranks(strategies.values_of_deferred_models, 2):
+    for told in run_ranks(strategies.values_of_built_models, 2):
         assert told == {name: value for name, value in alone.items() if "single" not in name}

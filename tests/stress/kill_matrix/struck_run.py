@@ -25,6 +25,7 @@ from torchmuster.runfolder import RunFolder
 # On a busy machine a start takes several times as long as on a quiet one.
 _COMES_WITHIN_S = _ENDS_WITHIN_S = GIVE_UP_S
 _GONE_WITHIN_S = 15.0
+_GRACE = "5s"  # ranks whose launcher is killed may be waiting for their own kill
 _STEPS_FOR_A_KILL = 30
 # How long a run may go on before it is struck: a start takes a few seconds, a step some milliseconds.
 _RESTARTING_S = 2.0
@@ -132,34 +133,51 @@ def _python_path() -> list[str]:
 @contextlib.contextmanager
 def _launch(layout: Layout, steps: int, folder: Path) -> Iterator["_Run"]:
     folder.mkdir(parents=True)
-    settings = settings_of(layout, steps)
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    flags = ("--device", "cpu", "--ranks", str(layout.ranks), "--max-restarts", "100")
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS), *_python_path()]),
-        "TORCHMUSTER_CLAIMS_DIR": str(folder / "claims"),
-    }
-    with launched(folder, "train", *flags, *words, env=env) as command:
-        run = _Run(command, layout, steps, Moments(folder))
+    with contextlib.ExitStack() as commands:
+        run = _Run(commands, layout, steps, Moments(folder))
         try:
             yield run
         finally:
-            (folder / "said.txt").write_text(str(command))
+            (folder / "said.txt").write_text("\n".join(map(str, run.commands)))
 
 
 class _Run:
-    """One ``muster train``."""
+    """One ``muster train``; a launcher that is killed is followed by another, as systemd would start it."""
 
-    def __init__(self, command: Launched, layout: Layout, steps: int, moments: Moments) -> None:
-        self._command = command
+    def __init__(
+        self, stack: contextlib.ExitStack, layout: Layout, steps: int, moments: Moments
+    ) -> None:
+        self._stack = stack
+        self._layout = layout
         self._ranks = range(layout.ranks)
         self._steps = steps
         self._moments = moments
+        self.commands: list[Launched] = []
+        self._start()
         # Processes of attempts that a kill has ended, and what they left in `begun`.
         self._killed: set[int] = set()
         self._of_before: set[int] = set()
         self._begun_before: set[str] = set()
+
+    @property
+    def _command(self) -> Launched:
+        return self.commands[-1]
+
+    def _start(self) -> None:
+        """Start the training, or resume it where it had begun."""
+        folder = self._moments.folder
+        settings = settings_of(self._layout, self._steps)
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        if any(folder.glob("runs/*/config.yaml")):
+            words = ["--resume", "last"]
+        flags = ("--device", "cpu", "--ranks", str(self._layout.ranks), "--max-restarts", "100")
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(_TESTS), *_python_path()]),
+            "TORCHMUSTER_CLAIMS_DIR": str(folder / "claims"),
+        }
+        command = launched(folder, "train", *flags, "--grace", _GRACE, *words, env=env)
+        self.commands.append(self._stack.enter_context(command))
 
     def strike(self, kill: Kill, chance: random.Random) -> float:
         """Bring the run to the moment, kill, and return when that was."""
@@ -177,6 +195,9 @@ class _Run:
         struck_s = time.monotonic()
         self._moments.hold.unlink(missing_ok=True)
         self._moments.held.unlink(missing_ok=True)
+        if kill.victim == "launcher":
+            self._command.end()
+            self._start()
         return struck_s
 
     def _hold(self, kill: Kill, rank: int, chance: random.Random) -> None:
@@ -198,7 +219,7 @@ class _Run:
             (self._role(one), one) for one in self._command.alive() if one.pid not in self._killed
         ]
         if kill.victim == "whole node":
-            here = [one for role, one in everybody if role not in ("guardian", "supervisor")]
+            here = [one for role, one in everybody if role != "launcher"]
             return here if any(role == "keeper" for role, _ in everybody) else []
         wanted = f"rank {rank}" if "rank" in kill.victim else kill.victim
         of_an_attempt = wanted == "agent" or "rank" in wanted
@@ -230,9 +251,7 @@ class _Run:
             if any(word.endswith("/launch/rank.py") for word in words):
                 return f"rank {process.environ().get('RANK')}"
             if process.pid == self._command.process.pid:
-                return "guardian"
-            if process.ppid() == self._command.process.pid:
-                return "supervisor"
+                return "launcher"
         return ""
 
     def await_begun(self) -> None:
@@ -283,6 +302,7 @@ class _Run:
             raise Broken(f"it has not ended within {_ENDS_WITHIN_S:.0f} s") from None
         if code != 0:
             raise Broken(f"it ended with exit code {code}")
-        self._command.wait_until_nothing_lives(_GONE_WITHIN_S)
+        for command in self.commands:
+            command.wait_until_nothing_lives(_GONE_WITHIN_S)
         self.look_at_checkpoints()
         return Ended.of(self._command.run, self._steps)

@@ -1,10 +1,14 @@
 """``muster train --resume`` before anything starts: which run goes on, and what it refuses."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from torchmuster.config.resolve import resolve
 from torchmuster.config.training import with_absolute_folder
 from torchmuster.config.written import as_yaml
 from torchmuster.launch import ledger
+from torchmuster.launch.keeper import sweep
 from torchmuster.launch.spec import JobSpec
 from torchmuster.runfolder import RunFolder, create
 
@@ -135,11 +140,11 @@ def test_what_would_be_another_training_is_refused(
 def test_a_run_that_cannot_go_on_says_why(
     resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
-    without = made(own_machine, "failed", saved=False)
+    without = made(own_machine, "failed", saved=False, checkpoint__enabled="false")
     done = resume("last")
     assert done.code == 2
     assert f"muster train --config {without.config.relative_to(own_machine)}\n" in done.err
-    assert done.err == snapshot(name="no checkpoint")
+    assert done.err == snapshot(name="saves no checkpoints")
     script = create(own_machine / "runs", "script")
     done = resume(script.id)
     assert done.code == 2
@@ -162,6 +167,47 @@ def test_a_run_that_cannot_go_on_says_why(
     assert done.err == snapshot(name="at work elsewhere")
     os.utime(at_work.state, (1, 1))
     assert resume(at_work.id, "--dry-run").code == 0
+
+
+def test_a_run_without_a_checkpoint_starts_from_step_0(
+    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
+    made(own_machine, "died", saved=False)
+    done = resume("last", "--dry-run")
+    assert (done.code, done.err) == (0, snapshot)
+
+
+@contextlib.contextmanager
+def process_of(run: RunFolder, code: str, **job: object) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a process that a killed launcher has left."""
+    token = os.urandom(8).hex()
+    run.job.write_text(json.dumps({**json.loads(run.job.read_text()), "token": token, **job}))
+    env = {**os.environ, sweep.TOKEN_VARIABLE: f"{token}.0"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=run.path, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_processes_of_a_killed_launcher_may_finish_their_save(
+    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
+) -> None:
+    run = made(own_machine, "died")
+    saves = "import pathlib, time; time.sleep(1); pathlib.Path('saved').touch()"
+    with process_of(run, saves, grace_s=300):
+        done = resume("last", "--dry-run")
+        assert (run.path / "saved").exists()
+    assert (done.code, done.err) == (0, snapshot)
+
+
+def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(
+    resume: Resume, own_machine: Path
+) -> None:
+    run = made(own_machine, "died")
+    with process_of(run, "while True: pass", grace_s=-9.5) as left:
+        assert resume("last", "--dry-run").code == 0
+        assert left.wait() == -signal.SIGKILL
 
 
 def test_a_secret_that_was_not_written_down_is_asked_for(resume: Resume, own_machine: Path) -> None:

@@ -31,8 +31,8 @@ from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.25
-# A launcher that was heard of no more: its ranks get little time, the machine may be wanted again.
-_ORPHAN_GRACE_S = 2.0
+# Where the link to the launcher is cut, the ranks cannot save together: they get little time.
+_UNREACHABLE_GRACE_S = 2.0
 # A launcher is heard regularly from the beginning; how long it may be silent it says later.
 _SILENT_AT_FIRST_S = 12.0
 # Ranks that cannot even be killed are left behind after this long.
@@ -81,6 +81,7 @@ class Keeper:
         self._running: Running | None = None
         self._engaged: Engagement | None = None
         self._ending = False  # because of a signal
+        self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
         self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
         self._watchman: Watchman | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
@@ -123,11 +124,14 @@ class Keeper:
         self, running: Running, over: "asyncio.Future[int]", name: str
     ) -> None:
         """End the ranks as the launcher would: a scheduler asks every process that it knows of."""
-        assert self._job is not None
-        given = self._job.prepare.environment.get(GRACE_VARIABLE, USUAL_GRACE_S)
-        running.stop(float(given))
+        running.stop(self._grace_s())
         await running.told.wait()
         self._give_up(over, name)
+
+    def _grace_s(self) -> float:
+        """Return how long the ranks of the job may take to save and exit."""
+        environment = {} if self._job is None else self._job.prepare.environment
+        return float(environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
 
     def _give_up(
         self, over: "asyncio.Future[int]", why: str, code: ExitCode = ExitCode.FAILED
@@ -152,7 +156,8 @@ class Keeper:
                     self._do(self._end.send(wire.Refused(trouble=trouble(error))))
                     continue
             match message:
-                case None:
+                case None:  # the launcher was killed: its ranks save and stop
+                    self._last_grace_s = self._grace_s()
                     self._give_up(over, "the launcher has gone")
                     return
                 case wire.Leave():
@@ -396,11 +401,12 @@ class Keeper:
         """End the ranks, give back the devices, leave nothing behind."""
         await self._turn.acquire()  # for good: nothing is started any more
         if self._running is not None:
-            self._running.stop(_ORPHAN_GRACE_S)
+            self._running.stop(self._last_grace_s)
         ended = self._engaged is None or await self._engaged.end()
         if self._running is not None:
             try:
-                await asyncio.wait_for(self._running.gone.wait(), _ORPHAN_GRACE_S + _GONE_WITHIN_S)
+                gone_within_s = self._last_grace_s + _GONE_WITHIN_S
+                await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
             except TimeoutError:
                 ended = False  # the watchman goes on trying
         await self._forget_port()

@@ -6,7 +6,7 @@ They serve real steps, and imagined ones (``imagined_world.py``), in which no te
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import hugging_face, named
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.making import Lora, Recipe, check_tokens
+from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import PRECISIONS, Precision
 from torchmuster.train.strategies import choose as strategies
@@ -187,8 +188,10 @@ def _model(
         whole, depth, counts = _of_transformers(recipe, Path.cwd(), config)
         model = copied_with(whole, blocks)
     else:  # a model of the user's own may have functions that know its modules, and a copy would have the same
-        model = recipe.without_memory(may_be_whole=candidate.strategy != "fsdp").value
-        depth, counts = depth_of(model), _counts(model)
+        model = sketch = build_on_meta(lambda: recipe.sketch().value)
+        depth, counts = depth_of(sketch), _counts(sketch)
+        if world.backend != "fake":
+            model = _with_values(recipe, sketch, candidate, world)
         if blocks is not None:
             cut(model, blocks)
     if work.sequence_length is not None:
@@ -204,16 +207,25 @@ def _of_transformers(
 
     ``folder`` and ``config`` are what else the model depends on.
     """
-    model = recipe.without_memory(may_be_whole=False).value
+    model = build_on_meta(lambda: recipe.sketch().value)
     return model, depth_of(model), _counts(model)
+
+
+def _with_values(
+    recipe: Recipe, sketch: nn.Module, candidate: Candidate, world: World
+) -> nn.Module:
+    def build() -> nn.Module:
+        return recipe.sketch().value
+
+    if candidate.strategy == "fsdp":
+        return build_on_rank_0(build, world, seed=0, sketch=sketch)
+    return build_whole(build, seed=0)
 
 
 def _recipe(work: Work) -> Recipe:
     files = None
     if work.model_name_or_path is not None:
         files = hugging_face.find(work.model_name_or_path)
-        # Nothing is read from weights, so adapters can be planned where there are none yet.
-        files = replace(files, weights=files.weights or (files.folder / "config.json",))
     adapters = None
     if work.lora_rank is not None:
         adapters = Lora(rank=work.lora_rank, alpha=work.lora_alpha, targets=work.lora_targets)

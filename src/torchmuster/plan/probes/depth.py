@@ -1,12 +1,12 @@
 """How deep a model is, and the same model with fewer of its repeated layers."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 from torch import nn
 
 from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.deferred import copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,17 @@ def cut(model: nn.Module, blocks: int) -> None:
 
 
 def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
-    """Return a copy of a deferred model with its first so many repeated layers; None: with all of them.
+    """Return a copy of a model with its first so many repeated layers; None: with all of them.
 
     The rest is not copied, and the model itself is as it was.
     """
     holder = _list_of(model, repeated_blocks(model))
     if blocks is None or holder is None:
-        return copied(model)
+        return deepcopy(model)
     whole = children_of(holder)
     cut(model, blocks)
     try:
-        return copied(model)
+        return deepcopy(model)
     finally:
         put_children(holder, whole)
 

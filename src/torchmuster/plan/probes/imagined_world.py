@@ -21,12 +21,10 @@ from torchmuster.plan.torch_private import (
     ReducerWithFixedBuckets,
     apply_to,
     module_apply_replaced,
+    parameters_and_buffers,
     with_memory,
 )
-from torchmuster.train.models import deferred
-from torchmuster.train.models.tape import Tape, Window
 from torchmuster.train.strategies import ddp, fsdp, gradients
-from torchmuster.train.torch_private import parameters_and_buffers
 from torchmuster.train.world import World
 
 NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks
@@ -46,13 +44,11 @@ def imagined_world(
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with ExitStack() as stack:
-            stack.enter_context(_replaced(Tape, "play", _room))
             stack.enter_context(module_apply_replaced(_apply_that_keeps_ties()))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (
                 (fsdp, "init_device_mesh"),
-                (deferred, "compute_local_shape_and_global_offset"),
                 (DeviceMesh, "__init__"),
                 (DeviceMesh, "__getitem__"),
             ):
@@ -81,11 +77,6 @@ def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, before)
-
-
-def _room(tape: Tape, window: Window, device: torch.device, seed: int) -> torch.Tensor:
-    """Return a tensor of the right shape instead of playing how its values came about."""
-    return torch.empty_strided(window.size, window.stride, dtype=window.dtype, device=device)
 
 
 def _apply_that_keeps_ties() -> Callable[..., nn.Module]:
@@ -180,14 +171,14 @@ def values_matter(world: World) -> Iterator[None]:
 
 
 def forget_values(model: nn.Module, world: World) -> None:
-    """Take the memory of what a model has with values already; in a real world nothing changes."""
+    """Give a model fake tensors, which have no memory; in a real world nothing changes."""
     if world.backend != "fake":
         return
     without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what is tied stays so
     for module in model.modules():
         for holder in parameters_and_buffers(module):
             for name, one in holder.items():
-                if one is None or one.is_meta:
+                if one is None:
                     continue
                 if id(one) not in without:
                     room = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)

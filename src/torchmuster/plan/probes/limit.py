@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchmuster.plan.torch_private import paused_in_sharding_propagation
-from torchmuster.train.torch_private import TorchDispatchMode, storage_id, tree_leaves
+from torchmuster.plan.torch_private import paused_in_sharding_propagation, storage_id, tree_leaves
+from torchmuster.train.torch_private import TorchDispatchMode
 from torchmuster.units import format_bytes
 
 # A collective is over for who waits for it before gloo's threads have let go of what they sent. That is less than

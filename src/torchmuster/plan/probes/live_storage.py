@@ -33,8 +33,9 @@ from torchmuster.plan.torch_private import (
     backward_under_way,
     computing_backward,
     paused_in_sharding_propagation,
+    storage_id,
 )
-from torchmuster.train.torch_private import TorchDispatchMode, base_of, storage_id
+from torchmuster.train.torch_private import TorchDispatchMode, base_of
 
 _aten = torch.ops.aten
 

@@ -8,8 +8,13 @@ import torch
 # What torch's own FlopCounterMode counts by; that one looks at whole runs, not at stretches.
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchmuster.plan.torch_private import ATTENTION, ATTENTION_BACKWARD, MOVE_NOTHING, OVERWRITE
-from torchmuster.train.torch_private import arguments_of
+from torchmuster.plan.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    MOVE_NOTHING,
+    OVERWRITE,
+    arguments_of,
+)
 
 # They only make room, or look at what is there in another way.
 _MOVE_NOTHING = frozenset(

@@ -16,9 +16,10 @@ from torchmuster.plan.torch_private import (
     ATTENTION_BACKWARD,
     SAFE_SOFTMAX,
     single_allocations,
+    tree_leaves,
+    tree_map,
     with_memory,
 )
-from torchmuster.train.torch_private import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 # How many of their first tensors have the samples as their first dimension.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,29 @@ def load(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> 
     """Return the model with the weights of its folder, whole, on the CPU."""
     config = _config(files)
     try:
-        model = _transformers().AutoModelForCausalLM.from_pretrained(
+        model, found = _transformers().AutoModelForCausalLM.from_pretrained(
             files.folder,
             dtype=_dtype(dtype, config),
             attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except ValueError as error:
         raise _cannot_build(files, error) from error
+    _refuse_missing(files, found["missing_keys"])
     return _for_training(model)
+
+
+def _refuse_missing(files: ModelFiles, missing: Iterable[str]) -> None:
+    """Refuse weights that do not belong to the model: transformers would draw the missing ones at random."""
+    if names := sorted(missing):
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        raise Impossible(
+            f"the weights in {files.folder} are not those of its config.json",
+            why=f"not in the files: {', '.join(names[:10])}{more}",
+            fix="copy or fetch the folder again; to train new weights, remove the weight files from it",
+        )
 
 
 def save_configs(files: ModelFiles, folder: Path) -> None:

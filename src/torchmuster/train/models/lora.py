@@ -45,13 +45,6 @@ def add_lora(
     return Decision(value=adapted, reason=chosen.reason)
 
 
-def name_before(name: str) -> str | None:
-    """Return the name that a weight had before LoRA was added; None for LoRA's own."""
-    if ".lora_" in name:
-        return None
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
 def save_adapters(
     model: nn.Module,
     state: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""Making the model that is to be trained: where it comes from, without memory first, weights from files."""
+"""Making the model that is to be trained: a function of the user's, or a folder with a Hugging Face model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,7 @@ from torch import nn
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.models import hugging_face, lora, named
-from torchmuster.train.models.deferred import deferred
 from torchmuster.train.models.hugging_face import ModelFiles
-from torchmuster.train.models.pretrained import load_shards
 from torchmuster.train.precision import Precision
 
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
@@ -36,60 +34,43 @@ class Recipe:
     attention: str = "sdpa"
     lora: Lora | None = None
 
-    def without_memory(self, *, may_be_whole: bool) -> Decision[nn.Module]:
-        """Make the model without memory for its weights.
-
-        A function of the user's may do what needs real numbers; where ``may_be_whole``, it is then called
-        again, and the whole model is made on every rank.
-        """
-        try:
-            with deferred():
-                return self._made()
-        except Exception:
-            if not may_be_whole or self.build is None:
-                raise
-        return self._made()
-
-    def with_weights(self, model: nn.Module, *, may_be_whole: bool) -> nn.Module:
-        """Give a model without memory the weights of its files, which are read when it is spread."""
-        if self.files is None or not self.files.weights:
-            return model
-        rename = lora.name_before if self.lora else _as_it_is
-        try:
-            load_shards(model, self.files.weights, name_in_files=rename)
-        except Impossible:
-            if not may_be_whole:
-                raise
-            # Files of older versions have other names, which transformers knows how to change.
-            loaded = hugging_face.load(self.files, dtype=self.dtype, attention=self.attention)
-            return self._with_lora(loaded).value
-        return model
-
-    def _made(self) -> Decision[nn.Module]:
+    def sketch(self) -> Decision[nn.Module]:
+        """Make the model, with the weights of a new model; the reason says where LoRA is added."""
         if self.files is not None:
-            model = hugging_face.build(self.files, dtype=self.dtype, attention=self.attention)
-        else:
-            assert self.build is not None
-            model = named.call(self.build, "model.build")
-            if not isinstance(model, nn.Module):
-                raise Impossible(
-                    f"{self.build} (model.build) returned {type(model).__name__}, which is no model",
-                    why="a model is a torch.nn.Module",
-                    fix="return the module itself",
-                )
-            if self.dtype != "auto":
-                model = model.to(hugging_face.DTYPES[self.dtype])
-        return self._with_lora(model)
+            return self._adapted(
+                hugging_face.build(self.files, dtype=self.dtype, attention=self.attention)
+            )
+        assert self.build is not None
+        model = named.call(self.build, "model.build")
+        if not isinstance(model, nn.Module):
+            raise Impossible(
+                f"{self.build} (model.build) returned {type(model).__name__}, which is no model",
+                why="a model is a torch.nn.Module",
+                fix="return the module itself",
+            )
+        if self.dtype != "auto":
+            model = model.to(hugging_face.DTYPES[self.dtype])
+        return self._adapted(model)
 
-    def _with_lora(self, model: nn.Module) -> Decision[nn.Module]:
-        if self.lora is None:
-            return Decision(value=model, reason="")
-        if self.files is not None and not self.files.weights:
+    def model(self) -> Decision[nn.Module]:
+        """Make the model, with the weights of its files if it has some."""
+        if self.files is None or not self.files.weights:
+            return self.sketch()
+        loaded = hugging_face.load(self.files, dtype=self.dtype, attention=self.attention)
+        return self._adapted(loaded)
+
+    def check(self) -> None:
+        """Refuse adapters for a model that has no weights."""
+        if self.lora is not None and self.files is not None and not self.files.weights:
             raise Impossible(
                 f"LoRA was asked for, but {self.files.folder} has no weights to put it beside",
                 why="it has only config.json, and weights drawn at random are not kept",
                 fix="give a folder with weights, or leave out model.lora_rank",
             )
+
+    def _adapted(self, model: nn.Module) -> Decision[nn.Module]:
+        if self.lora is None:
+            return Decision(value=model, reason="")
         adapted = lora.add_lora(
             model, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets
         )
@@ -141,7 +122,3 @@ def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[P
 
 def _names(types: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(str(one).removeprefix("torch.") for one in types))
-
-
-def _as_it_is(name: str) -> str | None:
-    return name

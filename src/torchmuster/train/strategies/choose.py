@@ -150,10 +150,9 @@ def build(
     precision: Precision = FP32,
     sharding: Sharding | None = None,
     find_unused_parameters: bool = False,
-    seed: int = 0,
 ) -> Strategy:
     """Make a strategy by its name; what it has no use for is refused."""
-    options: dict[str, Any] = {"seed": seed}
+    options: dict[str, Any] = {}
     if find_unused_parameters:
         if name != "ddp":
             raise Impossible(

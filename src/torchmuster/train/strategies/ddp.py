@@ -19,24 +19,20 @@ class Ddp:
     """Wraps the model in torch's DistributedDataParallel.
 
     ``find_unused_parameters`` looks through the graph after every forward for parameters that will have no
-    gradient, so that the ranks do not wait for them. ``seed`` is for models that get their values only
-    here (``deferred.py``).
+    gradient, so that the ranks do not wait for them.
     """
 
     name = "ddp"
 
-    def __init__(
-        self, world: World, *, find_unused_parameters: bool = False, seed: int = 0
-    ) -> None:
+    def __init__(self, world: World, *, find_unused_parameters: bool = False) -> None:
         self._world = world
         self._find_unused_parameters = find_unused_parameters
-        self._seed = seed
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and wrap it; DDP sends the values of rank 0 to all."""
         device = self._world.device
         return DistributedDataParallel(
-            place(model, device, self._seed),
+            place(model, device),
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,

@@ -22,10 +22,14 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.buffers import share
 from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.deferred import is_deferred, materialise, move_all_but_parameters
+from torchmuster.train.models.meta_init import is_on_meta, move_to_meta
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.strategies import gradients, states, unused_parameters
-from torchmuster.train.strategies.placing import take_values_of_rank_0
+from torchmuster.train.strategies.placing import (
+    take_shards_of_rank_0,
+    take_values_of_rank_0,
+    whole_values,
+)
 from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
 from torchmuster.train.world import World
 
@@ -38,7 +42,8 @@ class Fsdp:
 
     ``precision`` is what blocks are gathered and computed in; shards, sums of gradients and the optimiser
     keep the model's own number type, and so do the weights of batch normalisation. It goes together with the
-    loop's ``autocast``, which then finds most things in the right type already. ``seed`` is for models that get their values only here (``deferred.py``).
+    loop's ``autocast``, which then finds most things in the right type already. A model that has values on rank 0
+    only (``meta_init.py``) gets its shards of them here.
     """
 
     name = "fsdp"
@@ -49,12 +54,10 @@ class Fsdp:
         *,
         sharding: Sharding | None = None,
         precision: Precision = FP32,
-        seed: int = 0,
     ) -> None:
         self._world = world
         self._sharding = sharding or Sharding()
         self._precision = precision
-        self._seed = seed
         # With the names of buffers that are shared before each step.
         self._prepared: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
         self.layout: Decision[Layout] | None = None  # known once a model is prepared
@@ -74,7 +77,11 @@ class Fsdp:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the model block by block."""
-        if not is_deferred(model):
+        whole = None
+        if any(tell_all(is_on_meta(model), self._world)):
+            whole = whole_values(model, self._world)
+            move_to_meta(model)
+        else:
             take_values_of_rank_0(model, self._world)
         self.layout = self._lay_out()
         mesh = _mesh(self.layout.value, self._world)
@@ -86,11 +93,9 @@ class Fsdp:
             self._shard(block, mesh, reshard_after_forward=not keep_whole)
         # The rest of the model is needed first and last, so torch keeps it whole in between.
         self._shard(model, mesh, reshard_after_forward=False)
-        if is_deferred(model):
+        if whole is not None:
             home = torch.device("cpu") if self._sharding.cpu_offload else self._world.device
-            materialise(model, device=home, seed=self._seed)
-            if self._sharding.cpu_offload:  # of parameters only: FSDP brings nothing else along
-                move_all_but_parameters(model, self._world.device)
+            take_shards_of_rank_0(model, whole, self._world, home=home)
         self._prepared[model] = _running(model)
         return model
 

@@ -25,8 +25,8 @@ class Strategy(Protocol):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Place, wrap or shard a model; the result is what is called and what is optimised.
 
-        All ranks start with the values of rank 0. A model whose parameters are still on the meta device
-        (``deferred.py``) gets its values here, shard by shard.
+        All ranks start with the values of rank 0. Fsdp also takes a model that has values on rank 0 only
+        (``meta_init.py``).
         """
         ...
 

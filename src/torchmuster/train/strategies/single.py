@@ -13,20 +13,16 @@ from torchmuster.train.world import World
 
 
 class Single:
-    """Puts the model on the rank's device, and nothing else.
-
-    ``seed`` is for models that get their values only here (``deferred.py``).
-    """
+    """Puts the model on the rank's device, and nothing else."""
 
     name = "single"
 
-    def __init__(self, world: World, *, seed: int = 0) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._seed = seed
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device."""
-        return place(model, self._world.device, self._seed)
+        return place(model, self._world.device)
 
     def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
         """Do nothing: a model is the same in every step."""

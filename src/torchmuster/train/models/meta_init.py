@@ -1,0 +1,117 @@
+"""Building a model that will be sharded: rank 0 builds it with its values, the other ranks without memory.
+
+::
+
+    model = build_on_rank_0(build, world, seed=0)  # parameters on the meta device, except on rank 0
+    model = Fsdp(world).prepare(model)             # shards them and sends each rank its part of rank 0's values
+
+The values are those of ``torch.manual_seed(seed); build()`` in plain PyTorch, on any number of ranks.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from torchmuster.train.seeds import seed_process
+from torchmuster.train.world import World
+
+Build = Callable[[], nn.Module]
+_META = torch.device("meta")
+_MADE = "_on_meta"  # attribute of a parameter: what stands for it on the meta device
+
+
+def build_on_rank_0(
+    build: Build, world: World, *, seed: int, sketch: nn.Module | None = None
+) -> nn.Module:
+    """Build a model with its values on rank 0, and without memory for its parameters elsewhere.
+
+    ``sketch`` is the model of :func:`build_on_meta`, if there is one already. A rank whose model cannot be built
+    on the meta device builds it whole.
+    """
+    if world.is_first:
+        return build_whole(build, seed=seed)
+    sketch = build_on_meta(build) if sketch is None else sketch
+    return sketch if is_on_meta(sketch) else build_whole(build, seed=seed)
+
+
+def build_whole(build: Build, *, seed: int) -> nn.Module:
+    """Build a model with its values; the caller's random numbers continue as if nothing was drawn."""
+    with _seeded(seed):
+        return build()
+
+
+def build_on_meta(build: Build) -> nn.Module:
+    """Build a model without memory for its parameters; with memory if its code needs their values."""
+    with _seeded(0):
+        try:
+            with _parameters_on_meta():
+                return build()
+        except (NotImplementedError, RuntimeError):  # what torch raises for data of a meta tensor
+            return build()
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Say whether any parameter of a model has no memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def move_to_meta(model: nn.Module) -> None:
+    """Let go of the memory of all parameters, in place; tied ones stay tied."""
+    replace_parameters(model, lambda parameter: parameter.to(_META))
+
+
+def replace_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Replace every parameter by what ``change`` makes of it; tied ones stay tied."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, _like(parameter, change(parameter))
+                setattr(module, name, made[id(parameter)][1])
+
+
+def _like(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))  # attributes that libraries set on it
+    return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put each parameter on the meta device when a module registers it; buffers stay real."""
+
+    def to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+        if type(parameter) is not nn.Parameter or parameter.is_meta:
+            return None  # keep it
+        if _MADE not in vars(parameter):  # another module may register the same one
+            with torch.no_grad():
+                setattr(parameter, _MADE, _like(parameter, parameter.to(_META)))
+        return getattr(parameter, _MADE)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, Python and numpy, where it is in use; afterwards they continue as before."""
+    numpy: Any = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng():
+        seed_process(seed)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
