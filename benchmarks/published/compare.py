@@ -1,7 +1,7 @@
 """Compares forecasts with published trainings, and writes docs/measured/plan-published.md.
 
 Rows that the product itself could train are traced as ``muster plan`` traces them; those with tensor, pipeline or context
-parallelism, and speeds in float8, come from the formulas of ``plan/what_if/beyond.py``. Traces take about half a minute for a
+parallelism, and speeds in float8, come from the formulas of ``benchmarks/published/models/decoder_memory.py``. Traces take about half a minute for a
 row the first time; they are kept in a folder.
 
     python benchmarks/published/compare.py --cache /tmp/published

@@ -1,12 +1,12 @@
-"""Speed and memory of a published row by the formulas of ``plan/what_if/beyond.py`` and ``beyond_time.py``, with one constant for each stack."""
+"""Speed and memory of a published row by the formulas of ``benchmarks/published/models/decoder_memory.py`` and ``decoder_time.py``, with one constant for each stack."""
 
 from functools import partial
 
+import decoder_memory as beyond
+from decoder_time import Shares, Time, step_time
 from rows import Published, Row, fitted
 
 from torchmuster.plan.timing.rates import CATALOGUED
-from torchmuster.plan.what_if import beyond
-from torchmuster.plan.what_if.beyond_time import Shares, Time, step_time
 from torchmuster.units import GiB
 
 # What the allocator holds beyond tensors, by the two rows that were seen: 82.4 over 66.7 and 67.0 over 56.2.

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchmuster.plan.hardware.model import Card, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.what_if.beyond import Decoder, Portion, Spread
 from torchmuster.train.strategies.sharding import Layout
 from torchmuster.units import GiB
 
@@ -17,6 +16,7 @@ HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models"
 sys.path.insert(0, str(MODELS))
 
+from decoder_memory import Decoder, Portion, Spread  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 # Latencies of one step of a ring, as the catalogue has them for NVLink and a network.

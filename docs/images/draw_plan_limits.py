@@ -1,12 +1,13 @@
 """Draws plan-limits-*.svg: where DDP, FSDP and hybrid sharding stop paying, from 8 to 131,072 cards.
 
-All figures are computed by ``torchmuster.plan.what_if.beyond``; nothing was measured. It also prints the tables of
+All figures are computed by ``benchmarks/published/models/decoder_memory.py``; nothing was measured. It also prints the tables of
 docs/plan-limits.md.
 
     python docs/images/draw_plan_limits.py
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ from pathlib import Path
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.model import Hardware, Link
 from torchmuster.plan.timing.rates import CATALOGUED
-from torchmuster.plan.what_if import beyond
-from torchmuster.plan.what_if.beyond import Decoder, Portion, Spread
-from torchmuster.plan.what_if.beyond_time import Shares, step_time
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "benchmarks" / "published" / "models"))
+
+import decoder_memory as beyond  # noqa: E402
+from decoder_memory import Decoder, Portion, Spread  # noqa: E402
+from decoder_time import Shares, step_time  # noqa: E402
+
 SEQUENCE = 8192
 BATCH = 2048  # sequences of a step: 16.8 million tokens, what Llama 3 405B ended with
 SIZES = tuple(8 * 2**power for power in range(15))

@@ -73,3 +73,8 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 2 * size or (name == "min" and seconds >= size):
             return f"{int(seconds // size)} {name}"
     return f"{int(seconds)} s"
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a number of things: ``1 rank``, ``1,024 ranks``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

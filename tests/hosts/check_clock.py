@@ -1,4 +1,4 @@
-"""Measures what the wall-clock model of ``verify/simulation.py`` takes for granted, between real hosts.
+"""Measures what the wall-clock model of ``tests/simulated_group.py`` takes for granted, between real hosts.
 
     PYTHONPATH=tests python tests/hosts/check_clock.py
 

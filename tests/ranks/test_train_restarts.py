@@ -108,7 +108,7 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
     assert int(went_on) > saved
     assert steps_of(run) == list(range(1, STEPS + 1))
     listed = muster("runs")
-    assert re.search(rf"{run.run.id}  finished  .+, 2 restarts  train", listed.out)
+    assert re.search(rf"{run.run.id}  finished  .+, 1 restart  train", listed.out)
 
 
 def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:

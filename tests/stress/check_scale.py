@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from simulated_group import SimulatedGroup
 from torchmuster.verify.rounds import Pair
 from torchmuster.verify.search.find import Links, find_bad
 from torchmuster.verify.search.model import Fault
-from torchmuster.verify.simulation import SimulatedGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from decoder_memory import Decoder
 from shapes import SHAPES
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
@@ -18,8 +19,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-
-from torchmuster.plan.what_if.beyond import Decoder
 
 _LONGEST = 32768  # rows of the table of rotations
 _HELD: list[torch.Tensor] = []

@@ -1,6 +1,6 @@
 """The shapes of the published models, from their own configurations."""
 
-from torchmuster.plan.what_if.beyond import Decoder
+from decoder_memory import Decoder
 
 
 def _llama(

@@ -17,7 +17,7 @@ from torchmuster.cli.checkpoint_places import Meant, meant_by
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 _SAID_EVERY_S = 5.0
 
@@ -217,7 +217,7 @@ def _export(options: argparse.Namespace) -> int:
         on_bytes=_Progress("written", manifest),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    tensors = "1 tensor" if done.tensors == 1 else f"{done.tensors} tensors"
+    tensors = plural(done.tensors, "tensor")
     size = format_bytes(done.size_bytes)
     print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
     if done.beside:

@@ -10,6 +10,7 @@ from torchmuster import __version__
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status, exit_code, render, worst_first
+from torchmuster.units import plural
 from torchmuster.verify.machine.all_checks import SUBJECTS
 
 
@@ -154,7 +155,7 @@ def _counts(findings: Sequence[Finding]) -> list[str]:
     for status in (Status.FAILURE, Status.WARNING, Status.NOTE):
         count = sum(one.status is status for one in findings)
         if count:
-            counted.append(f"{count} {status.value}{'' if count == 1 else 's'}")
+            counted.append(plural(count, status.value))
     return counted
 
 

@@ -18,6 +18,7 @@ from torchmuster.launch.session import environment_of
 from torchmuster.launch.spec import Host, JobSpec
 from torchmuster.launch.ssh import is_here, keeper_command
 from torchmuster.redaction import redact_command, redact_mapping
+from torchmuster.units import plural
 
 # What is only settled when the machines have answered stands in capitals. Where the code that makes
 # the commands wants a number, one that nobody would give stands for the word until then.
@@ -86,7 +87,7 @@ def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int
 
 
 def _print(machine: Machine) -> None:
-    told = "a rank for each GPU" if machine.ranks is None else _counted(machine.ranks)
+    told = "a rank for each GPU" if machine.ranks is None else plural(machine.ranks, "rank")
     print(f"{machine.host}: {told}")
     for reason in machine.reasons:
         print(f"  {reason}")
@@ -98,10 +99,6 @@ def _print(machine: Machine) -> None:
         print(f"    {name}={shlex.quote(str(value))}")
     if machine.without:
         print(f"  and without: {', '.join(machine.without)}")
-
-
-def _counted(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _lines(command: Sequence[str]) -> list[list[str]]:

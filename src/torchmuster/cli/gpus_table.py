@@ -18,10 +18,10 @@ from torchmuster.devices.conditions import WORTH_MENTIONING_IDLE_S, in_use_by
 from torchmuster.devices.model import Device, DeviceProcess, Node
 from torchmuster.devices.processes import age_s
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.devices.request import Claim, counted
+from torchmuster.devices.request import Claim
 from torchmuster.devices.visibility import Visible
 from torchmuster.finding import render
-from torchmuster.units import GiB, format_bytes, format_seconds
+from torchmuster.units import GiB, format_bytes, format_seconds, plural
 
 Update = Callable[[Node, Visible, Mapping[str, Claim]], None]
 # Without a terminal there is no width to fit into; this is wide enough for what a table has to say.
@@ -100,7 +100,7 @@ def _headline(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
         usable = [
             one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled
         ]
-        facts.append(f"{counted(len(usable))}, {free} free")
+        facts.append(f"{plural(len(usable), 'GPU')}, {free} free")
     if node.driver_version:
         facts.append(f"driver {node.driver_version}")
     if node.cuda_version:
@@ -266,7 +266,7 @@ def _hint(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
         return Text("none free; wait for one: muster gpus pick --wait -- python train.py", "dim")
     together = len([one for one in free if one.mig_index is None]) or 1
     joined = topology.in_words(node, free)
-    text = f"{counted(len(free))} free" + (f", {joined}" if joined else "")
+    text = f"{plural(len(free), 'GPU')} free" + (f", {joined}" if joined else "")
     return Text(f"{text}; take: muster gpus pick --num {together} -- python train.py", "dim")
 
 

@@ -11,6 +11,7 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.spec import parse_hosts
 from torchmuster.plan.answer import Answer
+from torchmuster.units import plural
 
 
 def is_here(options: argparse.Namespace) -> bool:
@@ -111,7 +112,7 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
     hosts = parse_hosts(resolved.settings.launch.hosts or ())
     machines = answer.asked.hardware.machines
     if hosts and len(hosts) != machines:
-        one = "1 machine" if machines == 1 else f"{machines} machines"
+        one = plural(machines, "machine")
         yield Finding(
             name="other-machines",
             status=Status.WARNING,

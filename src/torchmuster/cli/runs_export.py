@@ -13,6 +13,7 @@ from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import ledger
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, find
+from torchmuster.units import plural
 
 
 def add_parser(actions: Any) -> None:
@@ -82,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
             ) from error
         sending.close(finished=_has_finished(run))
     named = f", as its run {sending.run}" if sending.run else ""
-    lines = "1 line" if count == 1 else f"{count} lines"
+    lines = plural(count, "line")
     output.say(f"{lines} of {run.id} sent to {options.to}{named}")
     return ExitCode.GOOD
 

@@ -16,9 +16,9 @@ from torchmuster.decision import Decision
 from torchmuster.devices.choose import choose
 from torchmuster.devices.identify import candidates
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import Claim, Request, counted
+from torchmuster.devices.request import Claim, Request
 from torchmuster.errors import DevicesBusy, Impossible, MusterError, TooFewDevices
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 TRAINING_STATES_PER_WEIGHT = 4
 USABLE_SHARE = 0.9
@@ -146,12 +146,14 @@ def _too_large(
             what, why=why, fix="run on the CPU: start the program without picking GPUs"
         )
     allowed = sizes[: request.count if together else 1]
-    have = f"{counted(len(allowed))} that may be used have {format_bytes(sum(allowed))} together"
+    have = (
+        f"{plural(len(allowed), 'GPU')} that may be used have {format_bytes(sum(allowed))} together"
+    )
     if len(allowed) == 1:
         have = f"one GPU that may be used has {format_bytes(sizes[0])}"
     return TooFewDevices(
         what,
         why=f"with a tenth to spare {format_bytes(whole)} are needed in equal parts, and the {have}",
-        fix=f"use {counted(math.ceil(whole / sizes[0]))} of {format_bytes(sizes[0])}, a smaller "
+        fix=f"use {plural(math.ceil(whole / sizes[0]), 'GPU')} of {format_bytes(sizes[0])}, a smaller "
         "number type, LoRA, or fsdp_cpu_offload: true",
     )

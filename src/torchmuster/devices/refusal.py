@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from torchmuster.devices.conditions import Obstacle, obstacle
 from torchmuster.devices.identify import candidates
 from torchmuster.devices.model import Device, Node, label_all
-from torchmuster.devices.request import Claim, Request, counted
+from torchmuster.devices.request import Claim, Request
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import DevicesBusy, MusterError, TooFewDevices
 from torchmuster.finding import Status
+from torchmuster.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +108,9 @@ class Refused:
         ours = [one for one in node.accelerators if one.kind is node.main_kind]
         seen = [one for one in ours if one in shown.devices]
         slices = sum(one.mig_index is not None for one in seen)
-        text = f"{node.hostname} has {counted(len(seen) - slices)}"
+        text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
         if slices:
-            text += f" and {slices} MIG slice{'' if slices == 1 else 's'} (one to a process)"
+            text += f" and {plural(slices, 'MIG slice')} (one to a process)"
         if hidden := {shown.hidden_by[one.uuid] for one in ours if one.uuid in shown.hidden_by}:
             text += f" visible ({', '.join(sorted(hidden))})"
         blocked = [one for one in self.offered if one.uuid in self.obstacles]

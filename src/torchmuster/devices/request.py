@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchmuster.units import GiB, MiB, format_bytes
+from torchmuster.units import GiB, MiB, format_bytes, plural
 
 GpuId = int | str
 
@@ -39,7 +39,7 @@ class Request:
 
     def __str__(self) -> str:
         if self.ids is None:
-            text = "all GPUs" if self.count is None else counted(self.count)
+            text = "all GPUs" if self.count is None else plural(self.count, "GPU")
         else:
             text = ("GPU " if len(self.ids) == 1 else "GPUs ") + ", ".join(map(str, self.ids))
             text = text if self.count is None else f"{self.count} of {text}"
@@ -62,11 +62,6 @@ class Request:
         if self.min_total_bytes is not None:
             words += ["--min-total", _rounded_down(self.min_total_bytes)]
         return [*words, "--share"] if self.share else words
-
-
-def counted(count: int) -> str:
-    """Return ``1 GPU`` or ``3 GPUs``."""
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
 def _rounded_down(count: int) -> str:

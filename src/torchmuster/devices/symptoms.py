@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torchmuster.devices.model import Device, Kind, Node
 from torchmuster.finding import Finding, Status
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 
 def symptoms(node: Node) -> tuple[Finding, ...]:
@@ -63,7 +63,7 @@ def _memory_errors(device: Device) -> Iterator[Finding]:
         yield Finding(
             name="ecc-uncorrected",
             status=Status.WARNING,
-            what=f"{device.label} has had {count} uncorrected memory error{'' if count == 1 else 's'}",
+            what=f"{device.label} has had {plural(count, 'uncorrected memory error')}",
             why="since the driver was loaded; the programs that met them crashed or went wrong",
             fix=f"sudo {reset}  # when idle; if they come back, replace the card",
         )

@@ -20,7 +20,7 @@ from torchmuster.launch import evidence, ledger
 from torchmuster.launch.hangs import hang_words
 from torchmuster.launch.story import Story
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, plural
 
 _LOGS_NAMED = 8
 _LOGS_READ = 16
@@ -95,7 +95,7 @@ def _failed(story: Story, state: ledger.State) -> Finding:
     why = [finding.why]
     if earlier := story.failures[:-1]:
         why.append(
-            f"{_times(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
+            f"{plural(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
         )
     hang = story.hang_now
     if hang is not None and finding.name not in hang_words.NAMES:
@@ -188,7 +188,7 @@ def _how_to_go_on(story: Story) -> str:
 
 def _after_failures(story: Story) -> str:
     failed = len(story.failures) + len(story.untold_restarts)
-    return f", after {_times(failed, 'failed attempt')}" if failed else ""
+    return f", after {plural(failed, 'failed attempt')}" if failed else ""
 
 
 # ---- logs
@@ -259,7 +259,3 @@ def _with_names_inside(finding: Finding) -> Finding:
 
 def _joined(parts: Sequence[str]) -> str:
     return "\n".join(part for part in parts if part)
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

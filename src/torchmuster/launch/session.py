@@ -28,6 +28,7 @@ from torchmuster.launch.silence import Silence
 from torchmuster.launch.spec import JobSpec
 from torchmuster.launch.waiting import Waiting
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import plural
 
 _PREPARED_WITHIN_S = 60.0
 # What an ending machine may take beyond its grace, before it is given up.
@@ -273,7 +274,7 @@ class Session:
         spread = [f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True)]
         if len(spread) > _MACHINES_SHOWN:
             spread = [f"on {len(spread):,} machines"]
-        count = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+        count = plural(world_size, "rank")
         self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
         devices = {
             node.name: list(node.prepared.devices)[:_DEVICES_NOTED]

@@ -13,7 +13,7 @@ from torchmuster.measure.record import BenchRecord, Json, Series
 from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.pages.charts import Bar, bars
 from torchmuster.pages.figures import amount
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 _UNKNOWN = "-"
 
@@ -80,7 +80,7 @@ def _choices(measured: Measured, where: Decision[str]) -> Iterator[Decision[str]
     yield Decision(value=f"read for {measured.answer.device}{ranks}", reason=where.reason)
     workers = measured.chosen.value.reading.workers
     yield Decision(
-        value=f"{workers} worker{'' if workers == 1 else 's'} (data.workers: {workers})",
+        value=f"{plural(workers, 'worker')} (data.workers: {workers})",
         reason=measured.chosen.reason,
     )
     if measured.prefetch is not None:

@@ -14,6 +14,7 @@ from torchmuster.notebook import command_line, shown
 from torchmuster.notebook.asked import Asked
 from torchmuster.notebook.cell import CELL
 from torchmuster.notebook.ranks import Listener, Ranks
+from torchmuster.units import plural
 
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
@@ -254,4 +255,4 @@ def _write(text: str) -> None:
 
 
 def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return plural(ranks, "rank")

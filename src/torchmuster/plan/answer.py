@@ -86,8 +86,3 @@ def recompute_of(candidate: Candidate) -> str:
 def in_short(candidate: Candidate) -> str:
     """Name a way with what it computes again."""
     return f"{name_of(candidate)} with recompute {recompute_of(candidate)}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``1 card`` or ``8 cards``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -40,10 +40,6 @@ NAMES = (
     PrivateName("torch._C._current_autograd_node", "know which operation's backward is running"),
     PrivateName("torch.autograd.graph.Node._sequence_nr", "tell the backwards of operations apart"),
     PrivateName(
-        "torch.nn.Module._apply",
-        "move a model without memory to a device; torch swaps tensors, which those without memory often refuse",
-    ),
-    PrivateName(
         "torch.distributed.Reducer._rebuild_buckets",
         "keep DDP from sorting gradients into other buckets after the first step, which reads values",
     ),
@@ -179,22 +175,6 @@ def paused_in_sharding_propagation(
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = computed  # type: ignore[method-assign]
-
-
-@contextmanager
-def module_apply_replaced(by: Callable[..., nn.Module]) -> Iterator[None]:
-    """Let ``Module.to`` and its like call this for each module instead of torch's own."""
-    before = nn.Module._apply
-    nn.Module._apply = by  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
-
-
-def apply_to(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """Change a module's tensors in the way of its class; FSDP has its own."""
-    module._apply(change)  # type: ignore[no-untyped-call]
 
 
 class ReducerWithFixedBuckets:

@@ -30,7 +30,7 @@ def test_a_line_is_fitted() -> None:
 
 
 def test_the_page_names_the_clock_that_was_simulated() -> None:
-    from torchmuster.verify.simulation import Clock
+    from simulated_group import Clock
 
     clock, page = Clock(), (DOCS / "growing.md").read_text(encoding="utf-8")
     (words,) = [part for part in page.split("\n\n") if "check_clock.py" in part]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulated_group import Clock, SimulatedGroup
 from torchmuster.verify.rounds import Pair, collective_rounds, disjoint
 from torchmuster.verify.search.evidence import Assumptions, Evidence, Scales
 from torchmuster.verify.search.find import Links, find_bad
 from torchmuster.verify.search.links import halvings
 from torchmuster.verify.search.model import Diagnosis, Fault, Meeting, Outcome, Seen
-from torchmuster.verify.simulation import Clock, SimulatedGroup
 
 PERFECT = Assumptions(noise=0.0, seen_chance=1.0, chance_failure=1e-9)
 faults = st.sampled_from(Fault)

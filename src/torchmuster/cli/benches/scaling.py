@@ -13,6 +13,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
+from torchmuster.units import plural
 
 if TYPE_CHECKING:
     from torchmuster.measure.environment import Environment
@@ -167,7 +168,7 @@ def _cores(
     if not on_cpu:
         return None, len(seen.devices), []
     threads = max(1, seen.cores // max(ranks))
-    words = "1 thread" if threads == 1 else f"{threads} threads"
+    words = plural(threads, "thread")
     reason = (
         f"in each rank, however many there are: {seen.cores} cores over {max(ranks)} ranks, so that one "
         "more rank is one more of the same"

@@ -17,6 +17,7 @@ from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import MusterError
 from torchmuster.launch import wire
 from torchmuster.launch.spec import as_people_know_it
+from torchmuster.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,5 +137,5 @@ def _threads(ranks: int, prepare: wire.Prepare) -> tuple[int, str]:
     if given := {**os.environ, **prepare.environment}.get("OMP_NUM_THREADS"):
         return threads, f"OMP_NUM_THREADS={given}, as the environment has it"
     each = "thread" if threads == 1 else "threads"
-    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    count = plural(ranks, "rank")
     return threads, f"{threads} {each} per rank ({cores.value} usable cores / {count})"

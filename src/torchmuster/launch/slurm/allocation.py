@@ -8,6 +8,7 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.slurm import clients
 from torchmuster.launch.spec import JobSpec
+from torchmuster.units import plural
 
 # More nodes than this are a slip of the hand in a node list, not a cluster.
 _MOST_NODES = 100_000
@@ -76,7 +77,7 @@ def check_counts(allocation: Allocation, spec: JobSpec) -> None:
     tasks = allocation.tasks_per_node
     if tasks is not None and tasks > 1 and ranks is not None and ranks != tasks:
         raise Impossible(
-            f"{_count(ranks, 'rank')} per node would be started, but {job} has {tasks} tasks per node",
+            f"{plural(ranks, 'rank')} per node would be started, but {job} has {tasks} tasks per node",
             why="one of the two numbers is not what you mean",
             fix=f"--ranks {tasks}, or submit with: sbatch --ntasks-per-node=1",
         )
@@ -90,7 +91,7 @@ def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
     return Finding(
         name="few-cores",
         status=Status.WARNING,
-        what=f"{ranks} ranks share {_count(allocation.cores, 'core')} on each node",
+        what=f"{ranks} ranks share {plural(allocation.cores, 'core')} on each node",
         why=f"Slurm job {allocation.job} has no more; without --cpus-per-task a job may get a single"
         " core on each node",
         fix=f"sbatch --cpus-per-task={ranks * 4}  # for the one task of each node",
@@ -160,7 +161,7 @@ def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
     # Where Slurm counts no GPUs, the nodes themselves are asked later.
     if has and not spec.share and asked is not None and asked > has:
         raise Impossible(
-            f"{_count(asked, 'GPU')} per node asked for, but {job} has {has}",
+            f"{plural(asked, 'GPU')} per node asked for, but {job} has {has}",
             why="Slurm gives a job only the GPUs that it asks for",
             fix=f"sbatch --gpus-per-node={asked}, or --ranks {has}",
         )
@@ -221,10 +222,6 @@ def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _few(words: tuple[str, ...] | list[str]) -> str:

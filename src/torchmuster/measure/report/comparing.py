@@ -18,6 +18,7 @@ from torchmuster.pages.charts import Bar, bars
 from torchmuster.pages.figures import amount
 from torchmuster.pages.frame import article, table
 from torchmuster.redaction import harmless
+from torchmuster.units import plural
 from torchmuster.verify.report.terminal import columns
 
 _ORDER = ("worse", "better", "unknown", "within noise")
@@ -65,7 +66,7 @@ def question(compared: Compared) -> str:
 
 
 def _counted(side: Side) -> str:
-    return "1 record" if len(side.records) == 1 else f"{len(side.records)} records"
+    return plural(len(side.records), "record")
 
 
 def not_alike(compared: Compared) -> list[str]:

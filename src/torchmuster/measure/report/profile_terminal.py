@@ -11,6 +11,7 @@ from torchmuster.measure.profile.changes import Trial
 from torchmuster.measure.profile.shares import WORDS
 from torchmuster.pages.figures import amount
 from torchmuster.redaction import harmless
+from torchmuster.units import plural
 from torchmuster.verify.report.terminal import columns
 
 _MOST_RANKS = 6
@@ -47,7 +48,7 @@ def question(analysis: Analysis) -> str:
     first, ranks = analysis.facts[0], len(analysis.facts)
     where = "the CPU" if first.device == "cpu" else first.device_name
     words = (
-        f"{_counted(len(analysis.steps), 'step')} of {_counted(ranks, 'rank')} on {where}: "
+        f"{plural(len(analysis.steps), 'step')} of {plural(ranks, 'rank')} on {where}: "
         f"a step takes {amount(analysis.step_s, 's')}"
     )
     samples = first.loader.samples_per_batch if first.loader is not None else None
@@ -65,7 +66,7 @@ def proved(advice: Sequence[Advice], proof: Trial) -> str:
     words = "" if predicted is None else f"predicted {predicted:.2f}x, "
     return (
         f"applied: {proof.change}: {words}measured {proof.gain:.2f}x "
-        f"(from {proof.low:.2f}x to {proof.high:.2f}x in {_counted(len(proof.after_s), 'run')})"
+        f"(from {proof.low:.2f}x to {proof.high:.2f}x in {plural(len(proof.after_s), 'run')})"
     )
 
 
@@ -107,7 +108,7 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
     if trace.truncated:
         yield f"rank {rank}: its trace ends too early; what is there was looked at"
     if trace.unreadable:
-        yield f"rank {rank}: {_counted(trace.unreadable, 'event')} of its trace could not be read"
+        yield f"rank {rank}: {plural(trace.unreadable, 'event')} of its trace could not be read"
 
 
 def _shares(analysis: Analysis) -> Iterator[str]:
@@ -177,7 +178,3 @@ def _advice(
 
 def _wrapped(sentence: str, width: int) -> list[str]:
     return textwrap.wrap(harmless(sentence), width, break_long_words=False, break_on_hyphens=False)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"

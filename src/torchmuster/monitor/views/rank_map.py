@@ -6,6 +6,7 @@ from html import escape
 from torchmuster.launch.hangs.pulse import Pulse
 from torchmuster.monitor.views.odd_ranks import odd_ranks
 from torchmuster.redaction import harmless
+from torchmuster.units import plural
 
 _MOST_RANKS = 512
 _DEEP_SILENCE_S = 30.0
@@ -24,7 +25,7 @@ def rank_map(ranks: Ranks) -> str:
     hosts = {host for host, _ in ranks}
     machines = f" on {len(hosts)} machines" if len(hosts) > 1 else ""
     left_out = f", the first {_MOST_RANKS} shown" if len(ranks) > _MOST_RANKS else ""
-    count = f"{len(ranks):,} rank{'' if len(ranks) == 1 else 's'}{machines}{left_out}"
+    count = f"{plural(len(ranks), 'rank')}{machines}{left_out}"
     parts = [f'<p class="quiet">{count}; the bluer, the more</p>']
     for words in odd_ranks([pulse for _, pulse in ranks]):
         parts.append(f'<p><b class="warning">{escape(words)}</b></p>')

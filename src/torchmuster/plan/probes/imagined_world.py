@@ -19,12 +19,10 @@ from torchmuster.errors import MusterError
 from torchmuster.plan.torch_private import (
     FakeTensorMode,
     ReducerWithFixedBuckets,
-    apply_to,
-    module_apply_replaced,
     parameters_and_buffers,
     with_memory,
 )
-from torchmuster.train.strategies import ddp, fsdp, gradients
+from torchmuster.train.strategies import ddp, fsdp, gradients, single
 from torchmuster.train.world import World
 
 NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks
@@ -44,7 +42,8 @@ def imagined_world(
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with ExitStack() as stack:
-            stack.enter_context(module_apply_replaced(_apply_that_keeps_ties()))
+            for strategy in (single, ddp):  # fake tensors are on the device already
+                stack.enter_context(_replaced(strategy, "place", lambda model, device: model))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (
@@ -77,46 +76,6 @@ def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, before)
-
-
-def _apply_that_keeps_ties() -> Callable[..., nn.Module]:
-    """Return what stands for ``Module.to``: torch's swaps tensors, which those without memory often refuse.
-
-    A parameter that several modules have is changed once and stays theirs. FSDP calls it within its own, which looks
-    for its shards anew.
-    """
-    done: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # in the call that is under way
-    depth = 0
-
-    def changed(one: nn.Parameter, change: Callable[[Any], Any]) -> nn.Parameter:
-        if id(one) not in done:
-            made = change(one)
-            if made is not one:
-                made = nn.Parameter(made, requires_grad=one.requires_grad)
-            done[id(one)] = one, made
-        return done[id(one)][1]
-
-    def applied(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        nonlocal depth
-        depth += 1
-        try:
-            for child in module.children() if recurse else ():
-                apply_to(child, change)
-            parameters, buffers = parameters_and_buffers(module)
-            with torch.no_grad():
-                for name, one in parameters.items():
-                    if one is not None:
-                        parameters[name] = changed(one, change)
-                for name, buffer in buffers.items():
-                    if buffer is not None:
-                        buffers[name] = change(buffer)
-        finally:
-            depth -= 1
-            if not depth:
-                done.clear()
-        return module
-
-    return applied
 
 
 class _Silent:

@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from torchmuster.finding import render
-from torchmuster.plan.answer import Answer, counted
+from torchmuster.plan.answer import Answer
 from torchmuster.plan.hardware.given import in_words
 from torchmuster.plan.planning import cost_of
 from torchmuster.plan.report.figures import number, remarks, scaling, table
 from torchmuster.plan.report.picture import parts, place, spare
 from torchmuster.plan.search.decide import passed_over_in_words
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 from torchmuster.verify.report.terminal import columns
 
 _BAR = 40
@@ -61,7 +61,7 @@ def _table(answer: Answer, width: int) -> Iterator[str]:
     titles, rows = table(answer, wide=False)
     yield from columns([titles, *rows[:_MOST_ROWS]])
     if len(rows) > _MOST_ROWS:
-        yield f"and {counted(len(rows) - _MOST_ROWS, 'row')} more, which --json and --html have"
+        yield f"and {plural(len(rows) - _MOST_ROWS, 'row')} more, which --json and --html have"
     for sentence in remarks(answer):
         yield from _wrapped("speed", sentence, width)
     for sentence in passed_over_in_words(answer.passed_over):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from torchmuster.decision import Decision
-from torchmuster.plan.answer import Forecast, PassedOver, counted, name_of, recompute_of
+from torchmuster.plan.answer import Forecast, PassedOver, name_of, recompute_of
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.hardware.model import Link
 from torchmuster.plan.job import Candidate
@@ -15,7 +15,7 @@ from torchmuster.plan.search.exploring import Explored, forecast, simplicity
 from torchmuster.plan.search.pruning import SAME_RATE
 from torchmuster.plan.search.ways import USUAL_MICRO_BATCH_SIZE
 from torchmuster.plan.timing.forecast import Rates
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 Way: TypeAlias = tuple[object, ...]
 _HARDLY = 1.01
@@ -131,7 +131,7 @@ def in_words(candidate: Candidate, noun: str) -> str:
         portions += f" x {candidate.accumulation}"
     words = [name_of(candidate), portions, candidate.precision]
     if candidate.layout.ranks > 1:
-        words[0] += f" over {counted(candidate.layout.ranks, noun)}"
+        words[0] += f" over {plural(candidate.layout.ranks, noun)}"
     if candidate.recompute != "none":
         words.append(f"recompute {recompute_of(candidate)}")
     return ", ".join(words)
@@ -293,7 +293,7 @@ def passed_over_in_words(passed: Sequence[PassedOver]) -> list[str]:
         lines.append(f"{', '.join(_names(alike))}: {least.why}")
     left_out = len(lines) - _MOST_REASONS
     if left_out > 0:
-        lines[_MOST_REASONS:] = [f"and {counted(left_out, 'reason')} more, which --json has"]
+        lines[_MOST_REASONS:] = [f"and {plural(left_out, 'reason')} more, which --json has"]
     return lines
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torchmuster.errors import MusterError
-from torchmuster.plan.answer import Forecast, PassedOver, counted, in_short, name_of
+from torchmuster.plan.answer import Forecast, PassedOver, in_short, name_of
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.memory import closed_form
@@ -12,7 +12,7 @@ from torchmuster.plan.memory.forecast import Memory
 from torchmuster.plan.memory.saving import ITEM_BYTES, OPTIMIZER_COPIES
 from torchmuster.plan.memory.shard_degree import inflation
 from torchmuster.plan.record import Record
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 # Two rates that differ by less are equal: forecasts are no better than that.
 SAME_RATE = 1.05
@@ -49,7 +49,7 @@ def _over_some(name: str, candidate: Candidate, asked: Asked) -> str:
     return (
         name
         if ranks in (1, asked.hardware.cards)
-        else f"{name} over {counted(ranks, asked.hardware.card.noun)}"
+        else f"{name} over {plural(ranks, asked.hardware.card.noun)}"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import Forecast, counted
+from torchmuster.plan.answer import Forecast
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.given import in_words as in_words_of
@@ -22,7 +22,7 @@ from torchmuster.plan.search.exploring import (
 from torchmuster.plan.search.pruning import needs_more_than_states, outgrows
 from torchmuster.plan.timing.forecast import Rates
 from torchmuster.train.strategies.sharding import Layout
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 _MOST_MACHINES = 4096
 _LORA_RANK = 16
@@ -193,7 +193,7 @@ def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[s
             most, found = middle, attempt
     cards = most * asked.hardware.cards_per_machine
     yield (
-        f"{counted(cards, asked.hardware.card.noun)} ({counted(most, 'machine')}) instead of "
+        f"{plural(cards, asked.hardware.card.noun)} ({plural(most, 'machine')}) instead of "
         f"{asked.hardware.cards}: {_room(found, asked)}"
     )
 

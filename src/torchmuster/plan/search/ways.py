@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import counted
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.train.strategies.sharding import Layout
+from torchmuster.units import plural
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
 # Where no global batch is given, a rank has at most what muster train gives it by itself: how many samples a step has
@@ -24,7 +24,7 @@ def spreads(asked: Asked) -> list[Candidate]:
     found = [one for one in _all_spreads(asked) if _is_asked_for(one, asked)]
     if not found:
         raise Impossible(
-            f"no way to spread the model over {counted(asked.hardware.cards, asked.hardware.card.noun)} is as it was asked for",
+            f"no way to spread the model over {plural(asked.hardware.cards, asked.hardware.card.noun)} is as it was asked for",
             why=_fixed(asked),
             fix="leave one of them out",
         )

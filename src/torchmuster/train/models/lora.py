@@ -1,6 +1,7 @@
 """LoRA through peft: small matrices are trained beside weights that stay as they are."""
 
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ def add_lora(
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     try:
-        adapted = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.23 for an attribute by its old name.
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise Impossible(
             f"LoRA finds none of its targets in the model: {', '.join(targets or ['any'])}",

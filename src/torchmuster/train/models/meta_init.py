@@ -23,7 +23,7 @@ from torchmuster.train.world import World
 
 Build = Callable[[], nn.Module]
 _META = torch.device("meta")
-_MADE = "_on_meta"  # attribute of a parameter: what stands for it on the meta device
+_MADE = "torchmuster_on_meta"  # attribute of a parameter: what stands for it on the meta device
 
 
 def build_on_rank_0(

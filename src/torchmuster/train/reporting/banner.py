@@ -12,6 +12,7 @@ from torchmuster.train.assembly import portions_of
 from torchmuster.train.data.portions import Portions
 from torchmuster.train.data.step import Loader
 from torchmuster.train.world import World
+from torchmuster.units import plural
 
 _LONGEST_WARM_UP = 100_000  # a curve that rises for longer is not called one
 
@@ -119,7 +120,7 @@ def _data(loader: Loader, portions: Portions | None) -> str:
     if steps is None:
         text += "as many steps as there are"
     else:
-        text += f"{steps:,} step{'' if steps == 1 else 's'} an epoch"
+        text += f"{plural(steps, 'step')} an epoch"
     if "seed" in told:
         text += f", seed {told['seed']}"
     if portions is not None and told.get("size", math.inf) < portions.global_batch_size:

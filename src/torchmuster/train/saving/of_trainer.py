@@ -13,6 +13,7 @@ from torchmuster.train.names import own_name
 from torchmuster.train.saving.checkpointer import Checkpointer, Loaded, SaveReport
 from torchmuster.train.saving.in_training import Saves, Saving, words_for
 from torchmuster.train.seeds import derive, seed_process
+from torchmuster.units import plural
 
 if TYPE_CHECKING:
     from torchmuster.train.trainer import Trainer
@@ -109,7 +110,5 @@ def _words(loaded: Loaded, trainer: "Trainer") -> str:
     found, ranks = loaded.found, trainer.world.world_size
     saved_by = found.manifest.world_size
     now = "" if saved_by == ranks else f", now {ranks}"
-    text = (
-        f"going on from step {loaded.step} (of {saved_by} rank{'' if saved_by == 1 else 's'}{now})"
-    )
+    text = f"going on from step {loaded.step} (of {plural(saved_by, 'rank')}{now})"
     return "\n".join(filter(None, [render(found.rejected), text]))

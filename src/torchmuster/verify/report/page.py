@@ -6,7 +6,7 @@ from html import escape
 from torchmuster.finding import Status, worst_first
 from torchmuster.pages import frame
 from torchmuster.pages.frame import article, folded, table
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, plural
 from torchmuster.verify.rank_record import RankRecord
 from torchmuster.verify.report.grid import Grid, of_machines, of_ranks, words
 from torchmuster.verify.report.heat_map import heat_map
@@ -24,7 +24,7 @@ def page(result: GroupResult) -> str:
     found = worst_first(result.findings)
     parts = [
         f"<h1>{_verdict(result)}</h1>",
-        f"<p>{_counted(len(result.machines), 'machine')}, {_counted(len(result.ranks), 'rank')}, "
+        f"<p>{plural(len(result.machines), 'machine')}, {plural(len(result.ranks), 'rank')}, "
         f"in {format_seconds(result.seconds)}</p>",
         *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
         *(article(one) for one in found if one.status is not Status.NOTE),
@@ -44,10 +44,6 @@ def _verdict(result: GroupResult) -> str:
         if any(finding.status is status for finding in result.findings):
             return f'muster check: <b class="{status.value}">{word}</b>'
     return 'muster check: <b class="ok">passed</b>'
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _section(title: str, body: str, rows: int) -> str:

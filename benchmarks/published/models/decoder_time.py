@@ -6,10 +6,7 @@ Elementwise operations are not counted: they are part of the one share of the ca
 import math
 from dataclasses import dataclass
 
-from torchmuster.plan.hardware.model import Hardware
-from torchmuster.plan.timing import links
-from torchmuster.plan.timing.rates import Rates
-from torchmuster.plan.what_if.beyond import (
+from decoder_memory import (
     BF16,
     FP32,
     Decoder,
@@ -18,6 +15,10 @@ from torchmuster.plan.what_if.beyond import (
     Spread,
     inflation,
 )
+
+from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.timing import links
+from torchmuster.plan.timing.rates import Rates
 
 _UPDATE = 7 * FP32  # what the optimiser reads and writes of a weight
 _ATTENTION_BACKWARD = 2.5  # times its forward: it computes the scores again (FlashAttention-2)

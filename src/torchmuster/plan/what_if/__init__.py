@@ -1,1 +1,0 @@
-"""What kinds of parallelism that are not trained here would take."""
