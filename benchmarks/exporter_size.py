@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.devices.snapshot import take
-from torchmuster.launch import node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.exposition import exposition
 from torchmuster.runfolder import create, write_atomically

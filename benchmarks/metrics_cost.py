@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from overhead import Ready
 from workload import WORKLOADS, Workload, build_model, build_optimizer, loss_of, ready_batches
 
-from torchmuster.launch.hangs.rank_pulse import PulseWriter
+from torchmuster.launch.rank.heartbeat import PulseWriter
 from torchmuster.monitor.sinks.beside_rank import sending
 from torchmuster.monitor.sinks.sink import Wanted
 from torchmuster.runfolder import create

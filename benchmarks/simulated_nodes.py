@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torchmuster.devices.model import Device, Ecc, Kind, Node
-from torchmuster.launch import node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting import device_metrics, rank_metrics
 from torchmuster.monitor.collecting.host_metrics import HostMetrics

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 from patience import GIVE_UP_S
-from torchmuster.launch import wire
-from torchmuster.launch.keeper.agent_command import Share, environment
-from torchmuster.launch.keeper.engines import engine_for
-from torchmuster.launch.keeper.running import Running
+from torchmuster.launch import protocol
+from torchmuster.launch.node.agent_command import Share, environment
+from torchmuster.launch.node.attempt import Running
+from torchmuster.launch.node.engines import engine_for
 
 
 class Attempt:
@@ -21,7 +21,7 @@ class Attempt:
         (folder / "train.py").write_text(script)
         (folder / "logs").mkdir()
         (folder / "records").mkdir()
-        prepare = wire.Prepare(
+        prepare = protocol.Prepare(
             run_id="r",
             token=self.token,
             command=("train.py", "--lr", "1"),
@@ -31,7 +31,7 @@ class Attempt:
             ranks=2,
         )
         address = "127.0.0.1" if alone else "10.0.0.1"
-        start = wire.Start(
+        start = protocol.Start(
             attempt=0,
             node_rank=0 if alone else 2,
             nodes=1 if alone else 3,
@@ -53,17 +53,17 @@ class Attempt:
             logs=folder / "logs",
             records=folder / "records",
         )
-        self.said: list[wire.FromKeeper] = []
+        self.said: list[protocol.FromKeeper] = []
         self.changed = asyncio.Event()
 
-    async def send(self, message: wire.FromKeeper) -> None:
+    async def send(self, message: protocol.FromKeeper) -> None:
         self.said.append(message)
         self.changed.set()
 
     def output(self) -> dict[int, str]:
         texts: dict[int, str] = {}
         for message in self.said:
-            if isinstance(message, wire.Output):
+            if isinstance(message, protocol.Output):
                 texts[message.rank] = texts.get(message.rank, "") + message.text
         return texts
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.launch import ledger, node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks, run_state
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
 NOW = 2_000_000_000.0
@@ -103,7 +103,7 @@ def add_ranks(
 
 def add_event(run: RunFolder, name: str, at_unix_s: float, **facts: object) -> None:
     """Write an event as the launcher does, at a time of one's own."""
-    with (run.path / ledger.EVENTS).open("a") as stream:
+    with (run.path / run_state.EVENTS).open("a") as stream:
         stream.write(json.dumps({**facts, "at_unix_s": at_unix_s, "event": name}) + "\n")
 
 

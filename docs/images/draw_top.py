@@ -24,8 +24,8 @@ from nvml_stub import scenarios  # noqa: E402
 from nvml_stub.scenarios import FIRST_PID, GIB, Scenario  # noqa: E402
 from torchmuster.devices.model import Device, Kind, Node  # noqa: E402
 from torchmuster.devices.readers import nvml  # noqa: E402
-from torchmuster.launch import node_ranks  # noqa: E402
-from torchmuster.launch.hangs.pulse import Pulse  # noqa: E402
+from torchmuster.launch.hangs.heartbeat import Pulse  # noqa: E402
+from torchmuster.launch.history import node_ranks  # noqa: E402
 from torchmuster.monitor import catalogue  # noqa: E402
 from torchmuster.monitor.views.top_app import TopApp  # noqa: E402
 from torchmuster.monitor.views.top_picture import HostFigures, TopPicture, TopWatch  # noqa: E402

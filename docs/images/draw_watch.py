@@ -26,8 +26,8 @@ from made_up_runs import (  # noqa: E402
     set_state,
     write_lines,
 )
-from torchmuster.launch import ledger  # noqa: E402
-from torchmuster.launch.spec import JobSpec  # noqa: E402
+from torchmuster.launch.history import run_state  # noqa: E402
+from torchmuster.launch.job import JobSpec  # noqa: E402
 from torchmuster.monitor.serving import Access, serving  # noqa: E402
 from torchmuster.monitor.views.live_page import LivePage  # noqa: E402
 from torchmuster.monitor.views.run_picture import RunWatch  # noqa: E402
@@ -43,7 +43,7 @@ def made_up(folder: Path, ranks: int, phase: str, *, bad: bool = False) -> RunFo
     now = time.time()
     run = a_run(folder, "llama 8b on our texts", phase)
     words = ("train", "--config", "llama.yaml")
-    ledger.write_job(
+    run_state.write_job(
         run, JobSpec(name=run.id, command=("torchmuster.worker",), typed=words, folder="/")
     )
     headline = "finished well" if phase == "finished" else ""

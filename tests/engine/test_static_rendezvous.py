@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from torchmuster.launch import static_rendezvous
+from torchmuster.launch.node import static_rendezvous
 
 pytestmark = pytest.mark.engine
 

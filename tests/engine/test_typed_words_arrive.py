@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.utils.api import macros
 
-from torchmuster.launch import wire
-from torchmuster.launch.keeper import agent_command
+from torchmuster.launch import protocol
+from torchmuster.launch.node import agent_command
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("typed", ["$HOME", "$$", "${local_rank}", "a$", "--x=$1,$$2", "plain"])
 def test_torchrun_gives_back_what_was_typed(typed: str) -> None:
-    prepare = wire.Prepare(
+    prepare = protocol.Prepare(
         run_id="r",
         token="t",
         command=("train.py", typed),
@@ -22,7 +22,7 @@ def test_torchrun_gives_back_what_was_typed(typed: str) -> None:
         device="cpu",
         ranks=1,
     )
-    start = wire.Start(
+    start = protocol.Start(
         attempt=0,
         node_rank=0,
         nodes=1,

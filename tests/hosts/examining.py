@@ -14,7 +14,7 @@ from hosts.lab import Lab
 from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links.judge import judge
 from torchmuster.verify.links.model import Link
 from torchmuster.verify.links.survey import survey
@@ -28,7 +28,7 @@ class LabExaminer:
     def __init__(self, host: Host, process: HostProcess) -> None:
         self.name = host.name
         self.place = host.number - 1
-        self.record = wire.NodeRecord(
+        self.record = protocol.NodeRecord(
             host=host.name,
             user="root",
             pid=process.command_pid,

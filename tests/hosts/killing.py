@@ -169,9 +169,9 @@ def runs_module(module: str) -> Callable[[int], bool]:
     return lambda pid: bool(pattern.match(command_line(pid)))
 
 
-is_keeper = runs_module("torchmuster.launch.keeper")
-is_watchman = runs_module("torchmuster.launch.keeper.watchman")
-is_agent = runs_module("torchmuster.launch.agent")
+is_keeper = runs_module("torchmuster.launch.node")
+is_watchman = runs_module("torchmuster.launch.node.reaper")
+is_agent = runs_module("torchmuster.launch.node.elastic_agent")
 
 
 def is_ssh_session(pid: int) -> bool:
@@ -187,7 +187,7 @@ def is_rank(rank: int) -> Callable[[int], bool]:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(bytes(1))
             words = command_line(pid).split()
             return f"RANK={rank}".encode() in variables and any(
-                word.endswith("/launch/rank.py") for word in words
+                word.endswith("/launch/rank/start.py") for word in words
             )
         return False
 

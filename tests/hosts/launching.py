@@ -15,7 +15,7 @@ from hosts.host import Host, HostProcess
 from hosts.lab import Lab
 from muster_command import muster_argv
 from patience import GIVE_UP_S
-from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
 SMOKE = ("-m", "torchmuster.launch.probes.smoke")
 #: A script that does the same once it is told to, by a file beside it: until then it runs.

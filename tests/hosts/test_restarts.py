@@ -12,7 +12,7 @@ from hosts.lab import Lab
 from hosts.launching import PATIENT
 from hosts.namespaces import await_true
 from hosts.restarting import ROUNDS
-from torchmuster.launch import evidence
+from torchmuster.launch.history import evidence
 from torchmuster.runfolder import RunFolder
 
 

@@ -140,7 +140,7 @@ class Training:
         """Return the process of a rank; what it and its agent start has another command."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # a helper's end between the two looks
-                is_rank = any(word.endswith("launch/rank.py") for word in child.cmdline())
+                is_rank = any(word.endswith("launch/rank/start.py") for word in child.cmdline())
                 if is_rank and child.environ().get("RANK") == str(number):
                     return child
         raise AssertionError(f"rank {number} does not live")

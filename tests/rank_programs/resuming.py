@@ -137,10 +137,11 @@ def make(
     return Trainer(
         world,
         model=lambda: OutOfOrder(plain),
+        seed=1,
         loss=loss,
         optimizer=momentum if plain else adamw,
         loader=loader,
-        strategy=build(name, world, precision=precision, seed=1),
+        strategy=build(name, world, precision=precision),
         precision=precision,
         clip_norm=0.5,
         schedule=lambda optimizer: schedule(optimizer, "cosine", warmup_steps=4, total_steps=STEPS),

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from typing import Any, cast
 
 import numpy
 import torch
@@ -109,9 +110,9 @@ def _spread(way: str, world: World, seed: int) -> nn.Module:
     strategy = build(
         "fsdp", world, sharding=sharding if way == "hybrid" else Sharding(cpu_offload=offload)
     )
-    model = strategy.prepare(model)
-    assert model.head.weight is model.embedding.weight
-    return model
+    sharded: Any = strategy.prepare(model)
+    assert sharded.head.weight is sharded.embedding.weight
+    return cast(nn.Module, sharded)
 
 
 def _assert_it_trains(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from patience import GIVE_UP_S
-from torchmuster.launch.agent import GRACE_VARIABLE
+from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.train import neighbours, stop_request
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.stop_request import StopRequest

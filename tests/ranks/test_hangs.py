@@ -19,8 +19,8 @@ from syrupy.assertion import SnapshotAssertion
 from patience import BUSY_S
 from ranks.launched import Launched, cpu, launched
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import evidence
-from torchmuster.launch.account import account_of
+from torchmuster.launch.history import evidence
+from torchmuster.launch.history.failure_report import account_of
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import MiB
 

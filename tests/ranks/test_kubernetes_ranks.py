@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ranks.conftest import Python, Ran
-from torchmuster.launch.kubernetes.manifests import first_address, render
-from torchmuster.launch.kubernetes.request import Kind, KubernetesRequest
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers.kubernetes.manifests import first_address, render
+from torchmuster.launch.schedulers.kubernetes.request import Kind, KubernetesRequest
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster, Result
 from ranks.conftest import Torchrun
 from ranks.launched import line_with
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
 pytestmark = pytest.mark.ranks
@@ -150,7 +150,7 @@ def test_what_only_ranks_can_find_out_is_told_as_it_is(
     assert told.replace(f" on {os.uname().nodename} ", " on HOST ") == snapshot
     assert re.search(r"why  parameters +0 B\n +gradients +0 B\n", done.err)  # the table
     assert "Traceback" not in done.err + done.out
-    state = ledger.read_state(RunFolder(list_runs(folder / "runs")[0].path))
+    state = run_state.read_state(RunFolder(list_runs(folder / "runs")[0].path))
     assert state is not None
     assert state.phase == "failed"
 

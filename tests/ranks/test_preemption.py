@@ -11,7 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ranks.launched import Launched, cpu, launched, line_with
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
 
@@ -103,7 +103,7 @@ def _step_at_which_both_saved(folder: Path) -> int:
 
 
 def _is_written_down(run: Launched, step: int) -> None:
-    state = ledger.read_state(run.run)
+    state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.exit_code) == ("saved", 75)
     assert state.headline.startswith(f"saved at step {step} at a request to end")

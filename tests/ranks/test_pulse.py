@@ -14,7 +14,7 @@ import pytest
 
 from patience import GIVE_UP_S
 from ranks.launched import Launched, cpu, launched
-from torchmuster.launch import evidence
+from torchmuster.launch.history import evidence
 
 pytestmark = pytest.mark.ranks
 
@@ -143,7 +143,7 @@ def test_a_pulse_costs_less_than_a_thousandth(own_machine: Path) -> None:
         "dist.init_process_group('gloo')\n"
         "for _ in range(2100): dist.all_reduce(torch.ones(2))\n"
         "from pathlib import Path\n"
-        "from torchmuster.launch.hangs.rank_pulse import PulseWriter\n"
+        "from torchmuster.launch.rank.heartbeat import PulseWriter\n"
         "writer = PulseWriter(0, Path('.'))\n"
         "def measure(costs):\n"
         "    for _ in range(101):\n"

@@ -15,7 +15,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from ranks.launched import WAITING, launched
-from torchmuster.launch import ledger, node_devices
+from torchmuster.launch.history import node_devices, run_state
 from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
@@ -89,7 +89,7 @@ def test_more_ranks_than_gpus_is_one_sentence_and_no_process(
         assert told == snapshot(name="told")
         assert "started" not in result.err
     for run in list_runs(server / "runs"):
-        state = ledger.read_state(run)
+        state = run_state.read_state(run)
         assert state is not None
         assert (state.phase, state.exit_code) == ("failed", 2)
         assert list(run.logs.iterdir()) == []

@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster
 from patience import BUSY_S, GIVE_UP_S
 from ranks.launched import WAITING, cpu, launched, line_with, said_by
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
 
@@ -84,7 +84,7 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
     assert "failure" not in result.err
     for rank in (0, 1):
         assert f"saved {rank}\n" in run.run.rank_log(rank).read_text()
-    state = ledger.read_state(run.run)
+    state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.exit_code) == ("stopped", 130)
 
@@ -129,7 +129,7 @@ def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -
         run.send(signal.SIGKILL)
         run.end()
         run.wait_until_nothing_lives(10.0)
-        state = ledger.read_state(run.run)
+        state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.headline) == ("died", "the launcher was killed")
 
@@ -137,7 +137,7 @@ def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -
 def test_a_killed_keeper_is_told_and_leaves_nothing(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py")) as run:
         run.wait_for("waiting 0", "waiting 1")
-        (keeper,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.keeper"]
+        (keeper,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.node"]
         keeper.kill()
         result = run.end()
         run.wait_until_nothing_lives(5.0)
@@ -205,7 +205,7 @@ def test_a_run_that_outlives_its_shell(
         assert result.out == f"{run.run.id}\n"
         assert "without this terminal" in result.err  # or: not running yet, but goes on
         assert f"muster attach {run.run.id}" in result.err
-        job = ledger.read_job(run.run)
+        job = run_state.read_job(run.run)
         assert job is not None
         process = job.launcher.process()
         assert process is not None

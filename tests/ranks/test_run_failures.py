@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster, Result
 from patience import GIVE_UP_S
 from ranks.launched import cpu, line_with
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import list_runs
 from torchmuster.units import MiB
 
@@ -44,7 +44,7 @@ class Run:
     def headline(self, result: Result) -> str:
         """Return the one failure that was told; the run's folder says the same."""
         (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
-        state = ledger.read_state(list_runs(self.folder / "runs")[0])
+        state = run_state.read_state(list_runs(self.folder / "runs")[0])
         assert state is not None
         assert (state.phase, state.exit_code) == ("failed", 1)
         assert state.headline.splitlines()[0] == told.removeprefix("failure  ")
@@ -146,7 +146,7 @@ def test_a_script_that_cannot_be_read_by_python(run: Run) -> None:
     result = run("import os\nif True\n    pass\n")
     assert of_any_rank(run.headline(result)) == "SyntaxError: expected ':'"
     assert 'train.py", line 2' in result.err
-    assert "launch/rank.py" not in result.err + result.out
+    assert "launch/rank/start.py" not in result.err + result.out
 
 
 def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muster_command import Muster
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
 pytestmark = pytest.mark.ranks
@@ -82,7 +82,7 @@ def test_the_numbers_of_a_report_are_those_of_the_run(muster: Muster, folder: Pa
     assert len(heights) == len(losses)
     by_loss = sorted(range(len(losses)), key=losses.__getitem__)
     assert [heights[at] for at in by_loss] == sorted(heights)
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     assert state is not None
     assert state.phase == "finished"
     assert 'reported: <b class="ok">finished</b>' in page

@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from ranks.launched import cpu, launched, line_with, said_by
-from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.ranks
 

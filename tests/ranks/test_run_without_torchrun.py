@@ -8,7 +8,7 @@ import pytest
 
 from patience import GIVE_UP_S
 from ranks.launched import cpu, said_by
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
@@ -19,8 +19,8 @@ import sys
 from torchmuster.launch import local
 local.KEEPER = ("-c", '''
 import asyncio, os
-from torchmuster.launch.keeper.ends import PipeEnd
-from torchmuster.launch.keeper.keeper import Keeper
+from torchmuster.launch.node.connection import PipeEnd
+from torchmuster.launch.node.node_agent import Keeper
 async def keep():
     os._exit(await Keeper(PipeEnd(), system="win32").run())
 asyncio.run(keep())
@@ -65,6 +65,6 @@ def test_the_rank_that_fails_is_named(own_machine: Path) -> None:
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("failure")]
     assert told.endswith(": ValueError: no data on rank 1")
     (folder,) = list_runs(own_machine / "runs")
-    state = ledger.read_state(folder)
+    state = run_state.read_state(folder)
     assert state is not None
     assert state.phase == "failed"

@@ -14,7 +14,7 @@ from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
 from ranks.real_mlflow import needs_mlflow_server, real_mlflow_server
 from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor.sinks import sent
 from torchmuster.runfolder import RunFolder
 from unit.monitor.sinks.written_run import WrittenRun
@@ -147,7 +147,7 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     line = f"muster runs export {run.run.path} --to mlflow"
     assert "mlflow has not got everything" in result.out
     assert line in result.out
-    (noted,) = [one for one in ledger.events(run.run) if one.name == "sink"]
+    (noted,) = [one for one in run_state.events(run.run) if one.name == "sink"]
     assert "mlflow does not get the run's numbers: " in noted.facts["what"]
     assert "mlflow does not get the run's numbers" in muster("explain", "last").out
     exported = muster("exporter", "--once").out

@@ -12,10 +12,10 @@ import pytest
 
 from keeper_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch import wire
-from torchmuster.launch.agent import GRACE_VARIABLE
-from torchmuster.launch.keeper import records, sweep
-from torchmuster.launch.keeper.running import Running
+from torchmuster.launch import protocol
+from torchmuster.launch.node import process_cleanup, rank_records
+from torchmuster.launch.node.attempt import Running
+from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 
 pytestmark = pytest.mark.ranks
 
@@ -50,10 +50,10 @@ def attempt(tmp_path: Path) -> Iterator[Callable[[str], Attempt]]:
 
     yield make
     for one in made:
-        assert sweep.kill(one.token, within_s=GIVE_UP_S) == []
+        assert process_cleanup.kill(one.token, within_s=GIVE_UP_S) == []
 
 
-def failed(ended: wire.Ended) -> list[tuple[int, int]]:
+def failed(ended: protocol.Ended) -> list[tuple[int, int]]:
     """Return which ranks failed and with which exit code, the first first."""
     in_order = sorted(ended.failures, key=lambda one: -one.ago_s)
     return [(one.rank, one.exit_code) for one in in_order]
@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_by_exit_code_0_ends_no_other(
         await running.start()
         watching = asyncio.create_task(running.watch())
         until = time.monotonic() + GIVE_UP_S
-        while psutil.pid_exists(records.pids(one.share.records).get(1, os.getpid())):
+        while psutil.pid_exists(rank_records.pids(one.share.records).get(1, os.getpid())):
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait({watching}, timeout=1.0)  # it would be ended at once

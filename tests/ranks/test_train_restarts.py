@@ -17,7 +17,7 @@ from ranks.held_model import held_model
 from ranks.launched import Launched, launched
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.verify import committed_steps
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,7 @@ def ranks_of(run: Launched) -> dict[int, psutil.Process]:
     for one in run.alive():
         with contextlib.suppress(psutil.Error):  # a helper's end between the two looks
             rank = one.environ().get("RANK")
-            if rank and any(word.endswith("launch/rank.py") for word in one.cmdline()):
+            if rank and any(word.endswith("launch/rank/start.py") for word in one.cmdline()):
                 ranks[int(rank)] = one
     return ranks
 
@@ -123,7 +123,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
     assert reason.startswith("crash loop: failed 3 times after step "), reason
     assert f"with the same error; the last good checkpoint is step {saved}" in reason
-    state = ledger.read_state(run.run)
+    state = run_state.read_state(run.run)
     assert state is not None
     assert "ValueError: row 77 is broken" in state.headline
 

@@ -5,33 +5,33 @@ import os
 import signal
 import sys
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 
 
-def say(message: wire.Message) -> None:
-    sys.stdout.buffer.write(wire.to_lines(message))
+def say(message: protocol.Message) -> None:
+    sys.stdout.buffer.write(protocol.to_lines(message))
     sys.stdout.buffer.flush()
 
 
-def answer(message: wire.ToKeeper) -> None:
+def answer(message: protocol.ToKeeper) -> None:
     match message:
-        case wire.Prepare():  # how it is here: the GPUs, and the variables that are asked for
+        case protocol.Prepare():  # how it is here: the GPUs, and the variables that are asked for
             values = tuple(os.environ.get(name, "") for name in message.command)
             gpus = tuple(
                 word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word
             )
-            say(wire.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None))
-        case wire.Stop():  # the same words back
-            say(wire.Output(rank=int(message.grace_s), text=message.why))
-        case wire.Signal(name="KILL"):
+            say(protocol.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None))
+        case protocol.Stop():  # the same words back
+            say(protocol.Output(rank=int(message.grace_s), text=message.why))
+        case protocol.Signal(name="KILL"):
             os.kill(os.getpid(), signal.SIGKILL)
-        case wire.Signal(name="FAIL"):
-            say(wire.Waiting(words="last words"))
+        case protocol.Signal(name="FAIL"):
+            say(protocol.Waiting(words="last words"))
             sys.exit("no reason to live")
-        case wire.Leave():
+        case protocol.Leave():
             sys.exit(message.exit_code)
         case _:
-            say(wire.Alive())
+            say(protocol.Alive())
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     mine = {str(place).encode(), b"*"}
     if options.silent:
         sys.exit("cannot begin")
-    record = wire.NodeRecord(
+    record = protocol.NodeRecord(
         host=os.environ["SLURMD_NODENAME"],
         user="root",
         pid=os.getpid(),
@@ -58,12 +58,12 @@ def main() -> None:
         addresses=(),
     )
     print("a line of the task prolog", flush=True)
-    say(wire.Hello(protocol=wire.PROTOCOL, record=record))
-    assembler = wire.Assembler()
+    say(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
+    assembler = protocol.Assembler()
     for line in sys.stdin.buffer:
         to, _, rest = line.partition(b" ")
         if to in mine and (whole := assembler.add(rest)) is not None:
-            answer(wire.decode_to_keeper(whole))
+            answer(protocol.decode_to_keeper(whole))
     print(f"place {place} heard the end", file=sys.stderr)
     sys.stderr.flush()
 

@@ -34,7 +34,7 @@ if task == "wait":
 elif task == "variables":
     tell(variables={name: os.environ.get(name) for name in values})
 elif task == "allocation":
-    from torchmuster.launch.slurm import allocation
+    from torchmuster.launch.schedulers.slurm import allocation
 
     tell(allocation=repr(allocation.here(os.environ)))
 elif task == "exit":

@@ -5,8 +5,8 @@ import pytest
 from slurm.slurm_lab import SlurmLab
 from slurm.test_srun import allocate
 from torchmuster.errors import Impossible
-from torchmuster.launch.slurm.allocation import check_counts, expand
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers.slurm.allocation import check_counts, expand
 
 
 @pytest.mark.parametrize(

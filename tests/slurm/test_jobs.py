@@ -14,13 +14,13 @@ import pytest
 from patience import BUSY_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.launch.slurm import jobs
-from torchmuster.launch.slurm.allocation import Allocation
-from torchmuster.launch.slurm.follow import LogLine, Rhythm, follow
-from torchmuster.launch.slurm.jobs import JobState
-from torchmuster.launch.slurm.script import SlurmRequest, render
-from torchmuster.launch.slurm.submit import cancel, submit
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers.slurm import jobs
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.schedulers.slurm.follow import LogLine, Rhythm, follow
+from torchmuster.launch.schedulers.slurm.jobs import JobState
+from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
+from torchmuster.launch.schedulers.slurm.submit import cancel, submit
 
 FAKE = (
     *("env", "--block-signal=USR1"),  # until it listens

@@ -13,7 +13,7 @@ import psutil
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
-from torchmuster.launch.keeper import sweep
+from torchmuster.launch.node import process_cleanup
 
 SMOKE = ("-m", "torchmuster.launch.probes.smoke")
 CPU = ("--device", "cpu", "--ranks", "1")
@@ -36,7 +36,7 @@ def living_ranks(folder: Path) -> list[psutil.Process]:
     """The processes of the runs in a folder that are alive, on whichever node."""
     jobs = [json.loads(path.read_text()) for path in folder.glob("runs/*/job.json")]
     assert jobs
-    return [process for job in jobs for process in sweep.processes_of(job["token"])]
+    return [process for job in jobs for process in process_cleanup.processes_of(job["token"])]
 
 
 @contextmanager

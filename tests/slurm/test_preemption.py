@@ -15,7 +15,7 @@ from muster_command import muster_argv
 from patience import GIVE_UP_S
 from slurm.conftest import use
 from slurm.slurm_lab import SlurmLab, await_until
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
 STEPS = 80
@@ -115,7 +115,7 @@ def _run(folder: Path) -> RunFolder | None:
 
 def _phase(folder: Path) -> str:
     run = _run(folder)
-    state = ledger.read_state(run) if run else None
+    state = run_state.read_state(run) if run else None
     return state.phase if state else ""
 
 

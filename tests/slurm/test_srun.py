@@ -14,11 +14,11 @@ import pytest
 
 from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
-from torchmuster.launch import wire
-from torchmuster.launch.channel import Channel
-from torchmuster.launch.slurm import allocation as allocations
-from torchmuster.launch.slurm.allocation import Allocation
-from torchmuster.launch.slurm.srun import SrunTransport
+from torchmuster.launch import protocol
+from torchmuster.launch.schedulers.slurm import allocation as allocations
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports.channel import Channel
+from torchmuster.launch.transports.srun import SrunTransport
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_keeper.py")))
 
@@ -37,7 +37,7 @@ class Keepers:
 
     def __init__(self) -> None:
         self.channels: dict[int, Channel] = {}
-        self.hellos: dict[int, wire.Hello] = {}
+        self.hellos: dict[int, protocol.Hello] = {}
         self._come = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -46,7 +46,7 @@ class Keepers:
 
     async def _greet(self, place: int, channel: Channel) -> None:
         hello = await channel.receive()
-        assert isinstance(hello, wire.Hello)
+        assert isinstance(hello, protocol.Hello)
         async with self._come:
             self.channels[place], self.hellos[place] = channel, hello
             self._come.notify_all()
@@ -69,13 +69,13 @@ async def keepers_on(transport: SrunTransport, count: int) -> AsyncIterator[Keep
         await transport.close()
 
 
-async def hear(channel: Channel) -> wire.FromKeeper | None:
+async def hear(channel: Channel) -> protocol.FromKeeper | None:
     return await asyncio.wait_for(channel.receive(), GIVE_UP_S)
 
 
-async def prepared(channel: Channel, *variables: str) -> wire.Prepared:
+async def prepared(channel: Channel, *variables: str) -> protocol.Prepared:
     await channel.send(
-        wire.Prepare(
+        protocol.Prepare(
             run_id="r",
             token="t",
             command=variables,
@@ -86,7 +86,7 @@ async def prepared(channel: Channel, *variables: str) -> wire.Prepared:
         )
     )
     answer = await hear(channel)
-    assert isinstance(answer, wire.Prepared)
+    assert isinstance(answer, protocol.Prepared)
     return answer
 
 
@@ -119,10 +119,12 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
 
             async def echo(place: int) -> None:
                 for turn in range(3):
-                    await keepers.channels[place].send(wire.Stop(grace_s=turn, why=texts[place]))
+                    await keepers.channels[place].send(
+                        protocol.Stop(grace_s=turn, why=texts[place])
+                    )
                 for turn in range(3):
                     answer = await hear(keepers.channels[place])
-                    assert answer == wire.Output(rank=turn, text=texts[place])
+                    assert answer == protocol.Output(rank=turn, text=texts[place])
 
             await asyncio.gather(*(echo(place) for place in texts))
 
@@ -132,12 +134,12 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
 def test_what_is_said_to_all_at_once_reaches_each_once(cluster: SlurmLab) -> None:
     async def scene() -> None:
         async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
-            message = wire.Stop(grace_s=7, why="to all of you")
+            message = protocol.Stop(grace_s=7, why="to all of you")
             await asyncio.gather(*(one.send(message) for one in keepers.channels.values()))
             for channel in keepers.channels.values():
-                assert await hear(channel) == wire.Output(rank=7, text="to all of you")
-                await channel.send(wire.Alive())
-                assert await hear(channel) == wire.Alive()  # so nothing came twice
+                assert await hear(channel) == protocol.Output(rank=7, text="to all of you")
+                await channel.send(protocol.Alive())
+                assert await hear(channel) == protocol.Alive()  # so nothing came twice
 
     asyncio.run(scene())
 
@@ -169,20 +171,20 @@ def test_a_keeper_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab
     async def scene() -> None:
         transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
         async with keepers_on(transport, 3) as keepers:
-            await keepers.channels[1].send(wire.Signal(name="KILL"))
+            await keepers.channels[1].send(protocol.Signal(name="KILL"))
             assert await hear(keepers.channels[1]) is None
             assert await hear(keepers.channels[1]) is None
             assert keepers.channels[1].why_closed() == "srun: error: node2: task 1: Killed"
-            await keepers.channels[1].send(wire.Alive())  # does nothing
+            await keepers.channels[1].send(protocol.Alive())  # does nothing
             for place in (0, 2):
-                await keepers.channels[place].send(wire.Alive())
-                assert await hear(keepers.channels[place]) == wire.Alive()
+                await keepers.channels[place].send(protocol.Alive())
+                assert await hear(keepers.channels[place]) == protocol.Alive()
             del keepers.channels[1]
             await transport.reopen(1)
             await keepers.all_here(3)
             assert keepers.hellos[1].record.host == "node2"
-            await keepers.channels[1].send(wire.Stop(grace_s=1, why="again"))
-            assert await hear(keepers.channels[1]) == wire.Output(rank=1, text="again")
+            await keepers.channels[1].send(protocol.Stop(grace_s=1, why="again"))
+            assert await hear(keepers.channels[1]) == protocol.Output(rank=1, text="again")
 
     asyncio.run(scene())
 
@@ -190,8 +192,8 @@ def test_a_keeper_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab
 def test_a_keeper_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
     async def scene() -> None:
         async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
-            await keepers.channels[2].send(wire.Signal(name="FAIL"))
-            assert await hear(keepers.channels[2]) == wire.Waiting(words="last words")
+            await keepers.channels[2].send(protocol.Signal(name="FAIL"))
+            assert await hear(keepers.channels[2]) == protocol.Waiting(words="last words")
             assert await hear(keepers.channels[2]) is None
             own, slurms = keepers.channels[2].why_closed().splitlines()
             assert own == "no reason to live"
@@ -220,7 +222,10 @@ def test_the_real_keeper_is_reached_on_every_node(cluster: SlurmLab) -> None:
             hosts = [keepers.hellos[place].record.host for place in range(3)]
             assert hosts == ["node1", "node2", "node3"]
             await asyncio.gather(
-                *(one.send(wire.Leave(exit_code=0, words="")) for one in keepers.channels.values())
+                *(
+                    one.send(protocol.Leave(exit_code=0, words=""))
+                    for one in keepers.channels.values()
+                )
             )
             for channel in keepers.channels.values():
                 while await hear(channel) is not None:

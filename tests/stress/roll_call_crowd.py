@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from torchmuster.launch import wire
-from torchmuster.launch.channel import Channel
-from torchmuster.launch.join import client
-from torchmuster.launch.join import code as codes
-from torchmuster.launch.join.service import JoinService
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.channel import Channel
+from torchmuster.launch.transports.join import client
+from torchmuster.launch.transports.join import code as codes
+from torchmuster.launch.transports.join.service import JoinService
 
 CROWDS = 2
 # How many machines of a crowd connect at once: far more than the host listens to at once, and few
@@ -27,9 +27,9 @@ CROWDS = 2
 AT_ONCE = 500
 ADDRESS = "127.0.0.1"
 
-HELLO = wire.Hello(
-    protocol=wire.PROTOCOL,
-    record=wire.NodeRecord(
+HELLO = protocol.Hello(
+    protocol=protocol.PROTOCOL,
+    record=protocol.NodeRecord(
         host="node",
         user="somebody",
         pid=1,
@@ -41,20 +41,20 @@ HELLO = wire.Hello(
         cores=128,
         clock_unix_s=0.0,
         addresses=tuple(
-            wire.Address(address=f"10.0.0.{number}", interface=f"eth{number}")
+            protocol.Address(address=f"10.0.0.{number}", interface=f"eth{number}")
             for number in range(4)
         ),
     ),
 )
-PREPARED = wire.Prepared(
+PREPARED = protocol.Prepared(
     ranks=8,
     devices=tuple(f"GPU-{number:032d}" for number in range(8)),
     reasons=("all 8 GPUs are free",),
-    fingerprint=wire.Fingerprint(
+    fingerprint=protocol.Fingerprint(
         script_sha256="0" * 64, code_sha256="1" * 64, code_files=10, packages_sha256="2" * 64
     ),
 )
-PREPARE = wire.Prepare(
+PREPARE = protocol.Prepare(
     run_id="crowd",
     token="t" * 32,
     command=("train.py", "--lr", "0.1"),
@@ -67,8 +67,8 @@ PREPARE = wire.Prepare(
 )
 
 
-def start_message(place: int, nodes: int) -> wire.Start:
-    return wire.Start(
+def start_message(place: int, nodes: int) -> protocol.Start:
+    return protocol.Start(
         attempt=0,
         node_rank=place,
         nodes=nodes,
@@ -105,13 +105,13 @@ class RollCall:
             self.everybody_arrived.set()
 
     async def drive(self, place: int, channel: Channel) -> None:
-        assert isinstance(await channel.receive(), wire.Hello)
+        assert isinstance(await channel.receive(), protocol.Hello)
         self.here += 1
         if self.here == self.nodes:
             self.all_here.set()
         await self.all_here.wait()
         await channel.send(PREPARE)
-        assert isinstance(await channel.receive(), wire.Prepared)
+        assert isinstance(await channel.receive(), protocol.Prepared)
         self.prepared += 1
         if self.prepared == self.nodes:
             self.all_prepared.set()
@@ -183,9 +183,9 @@ async def machine(code: codes.Code, may_connect: asyncio.Semaphore) -> client.Ho
             code, on_event=lambda _: None, open_firewall=str, discover=False
         )
     await channel.send(HELLO)
-    assert isinstance(await channel.receive(), wire.Prepare)
+    assert isinstance(await channel.receive(), protocol.Prepare)
     await channel.send(PREPARED)
-    assert isinstance(await channel.receive(), wire.Start)
+    assert isinstance(await channel.receive(), protocol.Start)
     return channel
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from torchmuster.finding import Finding
-from torchmuster.launch import wire
-from torchmuster.launch.channel import Arrive
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.supervisor import Supervisor
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.job_runner import Supervisor
+from torchmuster.launch.transports.channel import Arrive
 
 pytestmark = [pytest.mark.stress, pytest.mark.alone]
 
@@ -27,13 +27,13 @@ class Machine:
 
     def __init__(self, place: int) -> None:
         self._place = place
-        self._said: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self._said: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
         self.messages = 0
-        here = wire.Address(
+        here = protocol.Address(
             address=f"10.{place >> 16}.{place >> 8 & 255}.{place & 255}", interface="eth0"
         )
         self._here = here
-        record = wire.NodeRecord(
+        record = protocol.NodeRecord(
             host=f"node{place}",
             user="ana",
             pid=1,
@@ -46,38 +46,38 @@ class Machine:
             clock_unix_s=time.time(),
             addresses=(here,),
         )
-        self._say(wire.Hello(protocol=wire.PROTOCOL, record=record))
+        self._say(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
 
-    def _say(self, message: wire.FromKeeper | None) -> None:
-        self.messages += not isinstance(message, wire.Alive)
+    def _say(self, message: protocol.FromKeeper | None) -> None:
+        self.messages += not isinstance(message, protocol.Alive)
         self._said.put_nowait(message)
 
-    async def send(self, message: wire.ToKeeper) -> None:
-        self.messages += not isinstance(message, wire.Alive)
+    async def send(self, message: protocol.ToKeeper) -> None:
+        self.messages += not isinstance(message, protocol.Alive)
         match message:
-            case wire.Prepare():
-                code = wire.Fingerprint(
+            case protocol.Prepare():
+                code = protocol.Fingerprint(
                     script_sha256="s", code_sha256="c", code_files=1, packages_sha256="p"
                 )
-                prepared = wire.Prepared(
+                prepared = protocol.Prepared(
                     ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code
                 )
                 self._say(prepared)
-            case wire.Listen():
-                self._say(wire.Listening(port=29400, addresses=(self._here,), reason="free"))
-            case wire.Reach():
+            case protocol.Listen():
+                self._say(protocol.Listening(port=29400, addresses=(self._here,), reason="free"))
+            case protocol.Reach():
                 results = tuple(
-                    wire.ReachResult(target=one, problem="", seconds=0.0, local=self._here)
+                    protocol.ReachResult(target=one, problem="", seconds=0.0, local=self._here)
                     for one in message.targets
                 )
-                self._say(wire.Reached(results=results))
-            case wire.Start():
-                self._say(wire.Started(attempt=message.attempt, pid=1))
-                self._say(wire.Ended(attempt=message.attempt, good=True))
-            case wire.Alive():
-                self._say(wire.Alive())
+                self._say(protocol.Reached(results=results))
+            case protocol.Start():
+                self._say(protocol.Started(attempt=message.attempt, pid=1))
+                self._say(protocol.Ended(attempt=message.attempt, good=True))
+            case protocol.Alive():
+                self._say(protocol.Alive())
 
-    async def receive(self) -> wire.FromKeeper | None:
+    async def receive(self) -> protocol.FromKeeper | None:
         return await self._said.get()
 
     def why_closed(self) -> str:
@@ -109,7 +109,7 @@ class Fleet:
     def waiting_for(self, place: int) -> str:
         return "on its way"
 
-    def gave_up(self, place: int) -> wire.Trouble | None:
+    def gave_up(self, place: int) -> protocol.Trouble | None:
         return None
 
     def rejoins(self, place: int) -> bool:

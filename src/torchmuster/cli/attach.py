@@ -40,17 +40,17 @@ def _run(options: argparse.Namespace) -> int:
 
 def follow(run: RunFolder) -> int:
     """Show what a run showed and shows; return its exit code once it is over."""
-    from torchmuster.launch import ledger
+    from torchmuster.launch.history import run_state
 
     place = 0
-    job = ledger.await_job(run)
+    job = run_state.await_job(run)
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
             f"muster: launched on {job.launcher.host}; should it end without a word there, "
             "that is seen from here some minutes later"
         )
     while True:
-        state = ledger.read_state(run)  # before the last look, so that nothing is missed
+        state = run_state.read_state(run)  # before the last look, so that nothing is missed
         place = _show_more(run.console, place)
         starting = state is None and job is not None and job.launcher.process() is not None
         if not starting and (state is None or not state.active):

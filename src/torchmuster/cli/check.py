@@ -13,8 +13,8 @@ from torchmuster.cli.launching import transport_for
 from torchmuster.cli.scripts import Script, script_from
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch.channel import Transport
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create
 from torchmuster.units import format_seconds
 
@@ -134,7 +134,7 @@ def examine(
     as_json: bool = False,
 ) -> int:
     """Check the machines of a job, show what was found, and return the exit code that says it."""
-    from torchmuster.launch.launcher import launch
+    from torchmuster.launch.launcher.launch_job import launch
 
     # What looks blocked is tried once more, so that each try can be shorter than a run allows.
     spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torchmuster.cli import output
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder
 
 # So long the terminal stays to see whether the run gets going at all.
@@ -38,7 +38,7 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         state = _see_it_begin(run, child)
     except KeyboardInterrupt:  # said before: that leaves the run to itself
-        state = ledger.read_state(run)
+        state = run_state.read_state(run)
     # Before its first word there is no state; a process that is there has one soon.
     return _tell(run, state, begun=state is not None or _lives(child))
 
@@ -61,12 +61,12 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _see_it_begin(run: RunFolder, child: int) -> ledger.State | None:
+def _see_it_begin(run: RunFolder, child: int) -> run_state.State | None:
     """Wait until the run is under way or over; None if it ended without a word."""
     began = said = time.monotonic()
     while (now := time.monotonic()) - began < _STAY_S:
         gone = os.waitpid(child, os.WNOHANG)[0] != 0
-        state = ledger.read_state(run)
+        state = run_state.read_state(run)
         if gone or (state is not None and (state.phase == "running" or not state.active)):
             return state
         if now - said > _SAY_EVERY_S:
@@ -74,7 +74,7 @@ def _see_it_begin(run: RunFolder, child: int) -> ledger.State | None:
             phase = state.phase if state else "starting"
             output.say(f"muster: not running yet ({phase}); Ctrl-C leaves it to itself")
         time.sleep(0.05)
-    return ledger.read_state(run)
+    return run_state.read_state(run)
 
 
 def _lives(child: int) -> bool:
@@ -83,7 +83,7 @@ def _lives(child: int) -> bool:
     return False
 
 
-def _tell(run: RunFolder, state: ledger.State | None, *, begun: bool) -> int:
+def _tell(run: RunFolder, state: run_state.State | None, *, begun: bool) -> int:
     active = state.active if state is not None else begun
     if not active and (state is None or state.exit_code != ExitCode.GOOD):
         if run.console.exists():

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from torchmuster.cli import output
 from torchmuster.errors import ExitCode
-from torchmuster.launch import wire
-from torchmuster.launch.keeper import agent_command, holding
-from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
-from torchmuster.launch.local import KEEPER
+from torchmuster.launch import protocol
+from torchmuster.launch.job import Host, JobSpec
+from torchmuster.launch.launcher.session import environment_of
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.session import environment_of
-from torchmuster.launch.spec import Host, JobSpec
-from torchmuster.launch.ssh import is_here, keeper_command
+from torchmuster.launch.node import agent_command, device_lease
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
+from torchmuster.launch.transports.local import KEEPER
+from torchmuster.launch.transports.ssh import is_here, keeper_command
 from torchmuster.redaction import redact_command, redact_mapping
 from torchmuster.units import plural
 
@@ -128,7 +128,7 @@ def _stands_in(word: str, text: str) -> bool:
 
 def _alone(spec: JobSpec, runs: Path) -> Machine:
     prepare = _prepare(spec, None)
-    held = holding.look(prepare)
+    held = device_lease.look(prepare)
     keeper = (sys.executable, *KEEPER)
     return _machine(
         spec,
@@ -148,7 +148,7 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
     sizes = [prepare.ranks for prepare in prepares]
     machines = []
     for place, (host, prepare) in enumerate(zip(spec.hosts, prepares, strict=True)):
-        held = holding.Holding(
+        held = device_lease.Holding(
             ranks=prepare.ranks or _RANKS,
             devices=(),
             variables={},
@@ -172,9 +172,9 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
     return machines
 
 
-def _prepare(spec: JobSpec, host: Host | None) -> wire.Prepare:
+def _prepare(spec: JobSpec, host: Host | None) -> protocol.Prepare:
     ranks = host.ranks if host else None
-    return wire.Prepare(
+    return protocol.Prepare(
         run_id="RUN",
         token="TOKEN",  # noqa: S106  # a word that stands for it
         command=spec.command,
@@ -193,8 +193,8 @@ def _prepare(spec: JobSpec, host: Host | None) -> wire.Prepare:
 def _machine(
     spec: JobSpec,
     name: str,
-    prepare: wire.Prepare,
-    held: holding.Holding,
+    prepare: protocol.Prepare,
+    held: device_lease.Holding,
     *,
     place: int,
     sizes: Sequence[int | None],
@@ -231,8 +231,8 @@ def _machine(
 
 def _share(
     spec: JobSpec,
-    prepare: wire.Prepare,
-    held: holding.Holding,
+    prepare: protocol.Prepare,
+    held: device_lease.Holding,
     place: int,
     sizes: Sequence[int | None],
     logs: Path,
@@ -241,7 +241,7 @@ def _share(
     all_known = len(known) == len(sizes)
     address, local = ("127.0.0.1",) * 2 if len(sizes) == 1 else ("ADDRESS", "LOCAL_ADDRESS")
     ours = spec.backend == "muster"
-    start = wire.Start(
+    start = protocol.Start(
         attempt=0,
         node_rank=place,
         nodes=len(sizes),

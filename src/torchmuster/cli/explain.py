@@ -12,7 +12,7 @@ from torchmuster.redaction import harmless
 from torchmuster.runfolder import find
 
 if TYPE_CHECKING:
-    from torchmuster.launch.account import Account
+    from torchmuster.launch.history.failure_report import Account
 
 _FILES_SHOWN = 8
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.dumps is not None:
         return _compare_dumps(options.dumps, as_json=options.json)
-    from torchmuster.launch.account import account_of
+    from torchmuster.launch.history.failure_report import account_of
 
     account = account_of(find(options.which, options.runs))
     if options.json:
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show(account: "Account") -> None:
-    from torchmuster.launch.story import shown
+    from torchmuster.launch.history.timeline import shown
 
     run, moments = account.story.run, account.story.moments()
     print(f"run {run.id}\n")
@@ -99,8 +99,8 @@ def _print_json(account: "Account") -> None:
 
 
 def _compare_dumps(folder: Path, *, as_json: bool) -> int:
-    from torchmuster.launch.evidence import dumps_in
     from torchmuster.launch.hangs.flight_recorder import analyse
+    from torchmuster.launch.history.evidence import dumps_in
 
     dumps = dumps_in(folder)
     if not dumps:

@@ -11,12 +11,12 @@ from torchmuster.cli.launching import stay
 from torchmuster.cli.reporting import with_report
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
-from torchmuster.launch.channel import Transport
-from torchmuster.launch.spec import Nodes
+from torchmuster.launch.job import Nodes
+from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import create
 
 if TYPE_CHECKING:
-    from torchmuster.launch.join.code import Code
+    from torchmuster.launch.transports.join.code import Code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +92,8 @@ def transport_for_guests(
     stream: TextIO,
 ) -> Transport:
     """Return the way to this machine and to those that will join; their codes go to ``stream``."""
-    from torchmuster.launch.hosting import HostTransport
     from torchmuster.launch.network import interfaces
+    from torchmuster.launch.transports.hosting import HostTransport
 
     addresses = [one.address for one in interfaces.candidates()]
     if not addresses:
@@ -123,7 +123,7 @@ def _range(text: str) -> Nodes:
 
 def machines(text: str) -> int:
     """Read a number of machines, this one included."""
-    from torchmuster.launch.join.code import MOST_PLACES
+    from torchmuster.launch.transports.join.code import MOST_PLACES
 
     number = int(text) if text.isdecimal() else 0
     if not 1 <= number <= MOST_PLACES:
@@ -132,7 +132,7 @@ def machines(text: str) -> int:
 
 
 def _show(place: int, code: "Code", stream: TextIO) -> None:
-    from torchmuster.launch.join.code import encode
+    from torchmuster.launch.transports.join.code import encode
 
     print(f"on machine {place + 1}, in a folder with the same code, paste:", file=stream)
     print(f"  muster join {encode(code)}", file=stream, flush=True)

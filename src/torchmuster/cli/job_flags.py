@@ -16,7 +16,7 @@ from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
-from torchmuster.launch.spec import JobSpec, Limits, Nodes, parse_hosts, parse_nodes
+from torchmuster.launch.job import JobSpec, Limits, Nodes, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
@@ -213,7 +213,7 @@ def with_nodes(spec: JobSpec, nodes: Nodes) -> JobSpec:
 
 def voice_for(run: RunFolder) -> "Any":
     """Return the voice of a command that launches."""
-    from torchmuster.launch.voice import TerminalVoice
+    from torchmuster.launch.launcher.output import TerminalVoice
 
     return TerminalVoice(
         run,

@@ -13,7 +13,7 @@ from torchmuster.cli.job_flags import duration
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
-    from torchmuster.launch.join.code import Code
+    from torchmuster.launch.transports.join.code import Code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,16 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.launch.join.code import decode
+    from torchmuster.launch.transports.join.code import decode
 
     code = decode(" ".join(options.code))
     return asyncio.run(_join(code, options))
 
 
 async def _join(code: "Code", options: argparse.Namespace) -> int:
-    from torchmuster.launch.join.client import connect
-    from torchmuster.launch.keeper.keeper import Keeper
     from torchmuster.launch.network import firewall
+    from torchmuster.launch.node.node_agent import Keeper
+    from torchmuster.launch.transports.join.client import connect
 
     channel = await connect(
         code,
@@ -74,7 +74,7 @@ async def _join(code: "Code", options: argparse.Namespace) -> int:
     if options.trust_host:
         _say("the host may run any command as this user (--trust-host)")
     else:
-        from torchmuster.launch.keeper import join_policy
+        from torchmuster.launch.node import join_policy
 
         allowed = functools.partial(join_policy.allowed, folder=folder)
         _say(f"the host may start only code in {folder}")

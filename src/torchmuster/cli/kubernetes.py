@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.launch.kubernetes.manifests import render, to_yaml
-    from torchmuster.launch.kubernetes.request import KubernetesRequest
-    from torchmuster.launch.spec import JobSpec
+    from torchmuster.launch.job import JobSpec
+    from torchmuster.launch.schedulers.kubernetes.manifests import render, to_yaml
+    from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
 
     script = _script(options)
     name = options.name or re.sub(r"[^a-z0-9]+", "-", script.name.lower()).strip("-")

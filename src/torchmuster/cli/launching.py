@@ -8,8 +8,8 @@ from pathlib import Path
 from torchmuster.cli import job_flags, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import Impossible
-from torchmuster.launch.channel import Transport
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create
 
 InFolder = Callable[[JobSpec, Path], JobSpec]
@@ -63,7 +63,7 @@ def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int
 
 def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
     """Launch a job and show how it goes until it is over."""
-    from torchmuster.launch.launcher import launch
+    from torchmuster.launch.launcher.launch_job import launch
 
     return launch(spec, transport, run, job_flags.voice_for)
 
@@ -71,9 +71,9 @@ def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
 def transport_for(spec: JobSpec, python: str) -> Transport:
     """Return the way to the machines of a job: ssh, or none but this one."""
     if spec.hosts:
-        from torchmuster.launch.ssh import SshTransport
+        from torchmuster.launch.transports.ssh import SshTransport
 
         return SshTransport(spec.hosts, python, lost_after_s=spec.limits.lost_after_s)
-    from torchmuster.launch.local import LocalTransport
+    from torchmuster.launch.transports.local import LocalTransport
 
     return LocalTransport(socket.gethostname())

@@ -9,7 +9,7 @@ from torchmuster.config.here import looks_like_path
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.spec import parse_hosts
+from torchmuster.launch.job import parse_hosts
 from torchmuster.plan.answer import Answer
 from torchmuster.units import plural
 

@@ -64,9 +64,9 @@ def _is_due(run: RunFolder) -> bool:
     with contextlib.suppress(OSError):  # the usual case needs no more than this
         if run.report.stat().st_mtime >= run.state.stat().st_mtime:
             return False
-    from torchmuster.launch import ledger
+    from torchmuster.launch.history import run_state
 
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     return state is not None and not state.active
 
 

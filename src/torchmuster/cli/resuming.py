@@ -11,9 +11,9 @@ from torchmuster.cli import output
 from torchmuster.config.resolve import Resolved, resolve
 from torchmuster.config.training import checkpoint_place, with_absolute_folder
 from torchmuster.errors import Impossible, NotNow
-from torchmuster.launch import ledger
-from torchmuster.launch.keeper import sweep
-from torchmuster.launch.sign_of_life import SILENT_AFTER_S
+from torchmuster.launch.history import run_state
+from torchmuster.launch.history.launcher_heartbeat import SILENT_AFTER_S
+from torchmuster.launch.node import process_cleanup
 from torchmuster.redaction import HIDDEN
 from torchmuster.runfolder import RunFolder, find
 from torchmuster.units import format_seconds
@@ -49,7 +49,7 @@ def take_run(options: argparse.Namespace) -> RunFolder:
             why=f"{run.config} is not there, so it was not started by muster train",
             fix="give a run of muster train; muster runs lists what there is",
         )
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     if state is not None and state.active:
         raise NotNow(
             f"{run.id} is still at work ({state.phase})",
@@ -64,8 +64,8 @@ def take_run(options: argparse.Namespace) -> RunFolder:
 
 def _await_processes_left(run: RunFolder) -> None:
     """Wait for what a killed launcher left on this host: its ranks may be saving."""
-    job = ledger.read_job(run)
-    if job is None or not job.token or not sweep.processes_of(job.token):
+    job = run_state.read_job(run)
+    if job is None or not job.token or not process_cleanup.processes_of(job.token):
         return
     within_s = job.grace_s + _BEYOND_GRACE_S
     output.say(
@@ -73,9 +73,9 @@ def _await_processes_left(run: RunFolder) -> None:
         "its launcher was killed"
     )
     deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s and sweep.processes_of(job.token):
+    while time.monotonic() < deadline_s and process_cleanup.processes_of(job.token):
         time.sleep(_LOOK_EVERY_S)
-    if left := sweep.kill(job.token, within_s=_KILLED_WITHIN_S):
+    if left := process_cleanup.kill(job.token, within_s=_KILLED_WITHIN_S):
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(one.pid) for one in left)}",
             why="they do not react to SIGKILL: they wait for a driver or a disk",
@@ -84,7 +84,7 @@ def _await_processes_left(run: RunFolder) -> None:
 
 
 def _if_gone(run: RunFolder) -> str:
-    job = ledger.read_job(run)
+    job = run_state.read_job(run)
     if job is None or job.launcher.is_of_this_machine:
         return ""
     known = format_seconds(SILENT_AFTER_S)
@@ -111,7 +111,7 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     changed = {path: now[path] for path in now if now[path] != before[path]}
     _refuse(run, resolved, before, changed)
     _check_checkpoint(run, resolved)
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
         output.say(

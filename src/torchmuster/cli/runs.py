@@ -5,7 +5,7 @@ import time
 
 from torchmuster.cli import output, parsers, runs_export
 from torchmuster.errors import ExitCode
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     runs = list_runs(options.runs)
     shown = runs if options.all else runs[:20]
-    rows = [(run, ledger.read_job(run), ledger.read_state(run)) for run in shown]
+    rows = [(run, run_state.read_job(run), run_state.read_state(run)) for run in shown]
     if options.json:
         output.print_json([_as_json(*row) for row in rows])
         return ExitCode.GOOD
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _cells(
-    run: RunFolder, job: ledger.Job | None, state: ledger.State | None
+    run: RunFolder, job: run_state.Job | None, state: run_state.State | None
 ) -> tuple[str, str, str, str]:
     words = printable(job.shown) if job else ""
     if state is None:
@@ -64,11 +64,11 @@ def _cells(
 
 
 def _restarts(run: RunFolder) -> int:
-    return sum(event.name == ledger.RESTART for event in ledger.events(run))
+    return sum(event.name == run_state.RESTART for event in run_state.events(run))
 
 
 def _as_json(
-    run: RunFolder, job: ledger.Job | None, state: ledger.State | None
+    run: RunFolder, job: run_state.Job | None, state: run_state.State | None
 ) -> dict[str, object]:
     return {
         "id": run.id,

@@ -10,7 +10,7 @@ from torchmuster.config.here import SINK_LIBRARIES, check_sinks
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, find
 from torchmuster.units import plural
@@ -89,5 +89,5 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _has_finished(run: RunFolder) -> bool:
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     return state is not None and state.phase == "finished"

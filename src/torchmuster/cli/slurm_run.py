@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torchmuster.cli import job_flags, output
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch.channel import Transport
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 
 # The flags that are for submitting: inside the job they are left out. Each takes one value.
@@ -44,9 +44,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     """Submit the job, show how it goes; Ctrl-C leaves it to itself."""
-    from torchmuster.launch.slurm.follow import LogLine, follow, left_running
-    from torchmuster.launch.slurm.script import SlurmRequest, render
-    from torchmuster.launch.slurm.submit import submit
+    from torchmuster.launch.schedulers.slurm.follow import LogLine, follow, left_running
+    from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
+    from torchmuster.launch.schedulers.slurm.submit import submit
 
     request = SlurmRequest(
         nodes=options.nodes.most if options.nodes else 1,
@@ -84,7 +84,7 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
 
 def transport_inside(spec: JobSpec) -> Transport | None:
     """Return the way to the nodes of the Slurm job in which this runs; None outside of one."""
-    from torchmuster.launch.slurm import allocation
+    from torchmuster.launch.schedulers.slurm import allocation
 
     given = allocation.here(os.environ)
     if given is None:
@@ -94,7 +94,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
         output.show_findings([warning], sys.stderr)
     if given.nodes == (socket.gethostname(),):
         return None  # the whole of the job is here
-    from torchmuster.launch.slurm.srun import SrunTransport
+    from torchmuster.launch.transports.srun import SrunTransport
 
     times = "once" if given.restarts == 1 else f"{given.restarts} times"
     again = f", started again {times}" if given.restarts else ""
@@ -104,7 +104,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     """Return the run to go on with: that of a job which Slurm has started again."""
-    from torchmuster.launch.slurm import again
+    from torchmuster.launch.schedulers.slurm import again
 
     run = again.earlier_run(spec, root, os.environ)
     if run is not None:

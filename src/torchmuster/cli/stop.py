@@ -9,7 +9,7 @@ import psutil
 from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, find
 
 _SAY_EVERY_S = 5.0
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     run = find(options.which, options.runs)
-    job, state = ledger.await_job(run), ledger.read_state(run)
+    job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(
             f"{run.id} was never launched",
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
     active = state is None or state.active
     process = job.launcher.process()
     if active and job.slurm_job and not job.launcher.is_of_this_machine:
-        from torchmuster.launch.slurm.submit import cancel
+        from torchmuster.launch.schedulers.slurm.submit import cancel
 
         cancel(job.slurm_job)
         output.say(f"muster: {run.id}: Slurm was told to cancel job {job.slurm_job}")
@@ -69,14 +69,14 @@ def _run(options: argparse.Namespace) -> int:
         given = job.grace_s + _BEYOND_GRACE_S if options.within is None else options.within
         _end(process, run, given)
     _sweep(run, job)
-    now = ledger.read_state(run)
+    now = run_state.read_state(run)
     saved = active and now is not None and now.phase == "saved"
     words = f"has ended: {now.headline}" if saved and now else _how_it_ended(state)
     output.say(f"muster: {run.id} {words}")
     return ExitCode.GOOD
 
 
-def _how_it_ended(state: ledger.State | None) -> str:
+def _how_it_ended(state: run_state.State | None) -> str:
     if state is None or state.active:
         return "has ended"
     if state.phase == "died":
@@ -118,10 +118,10 @@ def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None
         time.sleep(0.05)
 
 
-def _sweep(run: RunFolder, job: ledger.Job) -> None:
-    from torchmuster.launch.keeper import sweep
+def _sweep(run: RunFolder, job: run_state.Job) -> None:
+    from torchmuster.launch.node import process_cleanup
 
-    left = sweep.kill(job.token, within_s=_KILL_WITHIN_S) if job.token else []
+    left = process_cleanup.kill(job.token, within_s=_KILL_WITHIN_S) if job.token else []
     if left:
         raise MusterError(
             f"processes of {run.id} cannot be ended: {', '.join(str(one.pid) for one in left)}",

@@ -21,7 +21,7 @@ from torchmuster.config.training import (
 )
 from torchmuster.config.written import as_words, as_yaml
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 # Installers do not take part in a run, and differ between machines that are otherwise alike.
@@ -40,7 +40,7 @@ class Bounds:
 
 def take(
     command: Sequence[str], module: bool, folder: str, *, bounds: Bounds | None = None
-) -> wire.Fingerprint:
+) -> protocol.Fingerprint:
     """Return the fingerprint of what a command would run in a folder, without running any of it."""
     script: Path | None = Path(folder, command[0])
     if module:
@@ -50,7 +50,7 @@ def take(
         code_sha256, code_files = _code(
             code_folder(script, module, folder), bounds if bounds is not None else Bounds()
         )
-    return wire.Fingerprint(
+    return protocol.Fingerprint(
         script_sha256=_file_sha256(script) if script is not None else "",
         code_sha256=code_sha256,
         code_files=code_files,

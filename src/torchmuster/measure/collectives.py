@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
 from torchmuster.measure.on_machines import run_probe_on_machines
 from torchmuster.measure.probing import run_probe
 from torchmuster.measure.record import Series

@@ -17,10 +17,10 @@ import msgspec
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch.launcher import launch
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.ssh import SshTransport
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.transports.ssh import SshTransport
 from torchmuster.runfolder import RunFolder, create
 
 MARK = "torchmuster-answer "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.console import rank_words
-from torchmuster.launch.spec import JobSpec, Limits, parse_hosts
+from torchmuster.launch.job import JobSpec, Limits, parse_hosts
+from torchmuster.launch.launcher.console import rank_words
 from torchmuster.notebook.asked import Asked
 
 _GRACE_S = 2.0

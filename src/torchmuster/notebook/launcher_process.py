@@ -20,12 +20,12 @@ import msgspec
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, from_error
-from torchmuster.launch.channel import Transport
-from torchmuster.launch.launcher import launch
-from torchmuster.launch.local import LocalTransport
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.supervisor import Supervisor
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.job_runner import Supervisor
+from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.transports.channel import Transport
+from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.notebook.launcher_words import (
     Code,
     End,
@@ -124,7 +124,7 @@ def _transport(order: Order, tell: Callable[[FromLauncher], None]) -> Transport:
     if order.guests:
         return _for_guests(order.guests, tell)
     if order.spec.hosts:
-        from torchmuster.launch.ssh import SshTransport
+        from torchmuster.launch.transports.ssh import SshTransport
 
         limits = order.spec.limits
         return SshTransport(order.spec.hosts, sys.executable, lost_after_s=limits.lost_after_s)
@@ -132,9 +132,9 @@ def _transport(order: Order, tell: Callable[[FromLauncher], None]) -> Transport:
 
 
 def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
-    from torchmuster.launch.hosting import HostTransport
-    from torchmuster.launch.join.code import encode
     from torchmuster.launch.network import interfaces
+    from torchmuster.launch.transports.hosting import HostTransport
+    from torchmuster.launch.transports.join.code import encode
 
     addresses = [one.address for one in interfaces.candidates()]
     if not addresses:

@@ -3,7 +3,7 @@
 import msgspec
 
 from torchmuster.finding import Finding
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.join import certificate
+from torchmuster.launch.transports.join import certificate
 from torchmuster.notebook import cell, values
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.messages import (

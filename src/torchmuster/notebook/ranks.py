@@ -18,8 +18,8 @@ import msgspec
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.join import certificate
 from torchmuster.launch.network import interfaces
+from torchmuster.launch.transports.join import certificate
 from torchmuster.notebook import interrupts, values
 from torchmuster.notebook import launcher_words as words
 from torchmuster.notebook.asked import Asked

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, render
-from torchmuster.launch import node_ranks
-from torchmuster.launch.console import Folder, rank_words
-from torchmuster.launch.hangs.hang_words import KEEPS_WAITING
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.messages import KEEPS_WAITING
+from torchmuster.launch.history import node_ranks
+from torchmuster.launch.launcher.console import Folder, rank_words
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds

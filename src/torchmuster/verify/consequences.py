@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from torchmuster.finding import Finding, worst_first
-from torchmuster.launch import known_failures
+from torchmuster.launch.history import known_failures
 
 # By name: if one of the causes was found anywhere, the consequence is not told.
 _CAUSES: dict[str, frozenset[str]] = {

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from torchmuster.errors import MachineLost, MusterError
-from torchmuster.launch import wire
-from torchmuster.launch.node import Node, Word
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import Node, Word
 
 PROGRAM = "torchmuster.verify.examiner"
 _START_WITHIN_S = 20.0
@@ -44,7 +44,7 @@ class Examiner:
         line = json.dumps({"id": number, "verb": verb, "argument": argument})
         try:
             async with asyncio.timeout(within_s):
-                await self._node.channel.send(wire.Relay(text=line))
+                await self._node.channel.send(protocol.Relay(text=line))
                 return await answer
         except TimeoutError:
             raise MusterError(
@@ -55,7 +55,7 @@ class Examiner:
             self._asked.pop(number, None)
 
     def _hear(self, word: Word) -> None:
-        if isinstance(word, wire.Disengaged):
+        if isinstance(word, protocol.Disengaged):
             self._gone = _end(word)
             for answer in self._asked.values():
                 if not answer.done():
@@ -87,7 +87,7 @@ class Examiner:
         return MachineLost(f"{self.name} cannot be examined any more", why=self._gone)
 
 
-def _end(word: wire.Disengaged) -> str:
+def _end(word: protocol.Disengaged) -> str:
     """Say how an examiner ended."""
     words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
     if word.exit_code is None:

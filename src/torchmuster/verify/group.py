@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error
-from torchmuster.launch.channel import Transport
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.session import Session, Voice
+from torchmuster.launch.launcher.waiting import Stopped
 from torchmuster.launch.network.reach import several
-from torchmuster.launch.node import Node
-from torchmuster.launch.session import Session, Voice
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.supervisor import Outcome
-from torchmuster.launch.waiting import Stopped
+from torchmuster.launch.transports.channel import Transport
 from torchmuster.verify import collectives, partition, probing
 from torchmuster.verify.away import why_all_away
 from torchmuster.verify.consequences import without_consequences

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from torchmuster.launch.launcher.node_handle import Node
 from torchmuster.launch.network.mesh import Place, gloo_calls
-from torchmuster.launch.node import Node
 from torchmuster.verify.links.model import End, Link
 
 

@@ -10,10 +10,10 @@ import msgspec
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, from_error
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.session import Session, Voice
 from torchmuster.launch.network.reach import several
-from torchmuster.launch.node import Node
-from torchmuster.launch.session import Session, Voice
-from torchmuster.launch.spec import JobSpec
 from torchmuster.verify.rank_record import RankRecord, records_from
 
 PROGRAM = "torchmuster.verify.probes.collectives"

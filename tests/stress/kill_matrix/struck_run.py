@@ -33,9 +33,9 @@ _TRAINING_S = 0.6
 _TRAINING = "stress.kill_matrix.struck_training"
 _TESTS = Path(__file__).parents[2]
 _MODULES = {
-    "torchmuster.launch.keeper.watchman": "watchman",
-    "torchmuster.launch.keeper": "keeper",
-    "torchmuster.launch.agent": "agent",
+    "torchmuster.launch.node.reaper": "watchman",
+    "torchmuster.launch.node": "keeper",
+    "torchmuster.launch.node.elastic_agent": "agent",
 }
 
 
@@ -248,7 +248,7 @@ class _Run:
             for module, role in _MODULES.items():
                 if module in words:
                     return role
-            if any(word.endswith("/launch/rank.py") for word in words):
+            if any(word.endswith("/launch/rank/start.py") for word in words):
                 return f"rank {process.environ().get('RANK')}"
             if process.pid == self._command.process.pid:
                 return "launcher"

@@ -5,7 +5,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from torchmuster.cli import main
-from torchmuster.launch.join import code
+from torchmuster.launch.transports.join import code
 
 
 @pytest.mark.parametrize("number", ["5000", str(code.MOST_PLACES)])

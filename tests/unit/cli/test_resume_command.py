@@ -21,9 +21,9 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.config.training import with_absolute_folder
 from torchmuster.config.written import as_yaml
-from torchmuster.launch import ledger
-from torchmuster.launch.keeper import sweep
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.node import process_cleanup
 from torchmuster.runfolder import RunFolder, create
 
 Resume = Callable[..., Result]
@@ -43,7 +43,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
     flags = [Flag(flag="--set", path=path, text=text) for path, text in given.items()]
     run.config.write_text(as_yaml(resolve(flags=flags)))
     spec = JobSpec(name="train", command=("x",), folder=str(root), device="cpu", ranks=3)
-    ledger.write_job(run, spec)
+    run_state.write_job(run, spec)
     if phase != "running":  # then it was launched by a process that is no more
         job = json.loads(run.job.read_text())
         gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "created_unix_s": 1.0}
@@ -174,7 +174,8 @@ def test_a_run_without_a_checkpoint_starts_from_step_0(
 ) -> None:
     made(own_machine, "died", saved=False)
     done = resume("last", "--dry-run")
-    assert (done.code, done.err) == (0, snapshot)
+    assert done.code == 0
+    assert done.err == snapshot
 
 
 @contextlib.contextmanager
@@ -182,7 +183,7 @@ def process_of(run: RunFolder, code: str, **job: object) -> Iterator["subprocess
     """Start a process that a killed launcher has left."""
     token = os.urandom(8).hex()
     run.job.write_text(json.dumps({**json.loads(run.job.read_text()), "token": token, **job}))
-    env = {**os.environ, sweep.TOKEN_VARIABLE: f"{token}.0"}
+    env = {**os.environ, process_cleanup.TOKEN_VARIABLE: f"{token}.0"}
     with subprocess.Popen([sys.executable, "-c", code], cwd=run.path, env=env) as process:
         try:
             yield process
@@ -198,7 +199,8 @@ def test_processes_of_a_killed_launcher_may_finish_their_save(
     with process_of(run, saves, grace_s=300):
         done = resume("last", "--dry-run")
         assert (run.path / "saved").exists()
-    assert (done.code, done.err) == (0, snapshot)
+    assert done.code == 0
+    assert done.err == snapshot
 
 
 def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(

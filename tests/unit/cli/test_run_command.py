@@ -142,9 +142,9 @@ def test_a_dry_run_as_json_has_the_same(run: Run) -> None:
     (machine,) = told["machines"]
     assert machine["ranks"] == 2
     command = machine["command"]
-    assert command[:3] == [sys.executable, "-m", "torchmuster.launch.agent"]
+    assert command[:3] == [sys.executable, "-m", "torchmuster.launch.node.elastic_agent"]
     assert command[-1] == "train.py"
-    assert machine["reached_by"] == [sys.executable, "-m", "torchmuster.launch.keeper"]
+    assert machine["reached_by"] == [sys.executable, "-m", "torchmuster.launch.node"]
     later = told["settled_later"]
     assert {"PORT", "RUN", "TOKEN", "SOCKET"} <= set(later)
     assert "ADDRESS" not in later
@@ -158,7 +158,7 @@ def test_a_dry_run_for_many_machines_shows_ssh_and_each_share(run: Run) -> None:
     assert [one["ranks"] for one in told["machines"]] == [None, 4, 2]
     assert second["reached_by"][-2:] == [
         "ana@b",
-        "exec '/opt/my py' -m torchmuster.launch.keeper",
+        "exec '/opt/my py' -m torchmuster.launch.node",
     ]
     for place, machine in enumerate((first, second, third)):
         words = machine["command"]

@@ -15,9 +15,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, muster_argv
 from patience import GIVE_UP_S
-from torchmuster.launch import ledger
-from torchmuster.launch.keeper.sweep import TOKEN_VARIABLE
-from torchmuster.launch.spec import JobSpec, Limits
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.runfolder import RunFolder, create
 
 
@@ -42,7 +42,7 @@ def made(
         folder=str(root),
         limits=Limits(grace_s=1.0),
     )
-    ledger.write_job(run, spec, token=token)
+    run_state.write_job(run, spec, token=token)
     job = json.loads(run.job.read_text())
     launcher = {"host": host or socket.gethostname(), "pid": pid, "created_unix_s": 1.0}
     run.job.write_text(json.dumps({**job, "launcher": launcher}))

@@ -16,8 +16,8 @@ from muster_command import Muster, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, Scenario
 from patience import GIVE_UP_S
-from torchmuster.launch import node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks
 from torchmuster.runfolder import RunFolder, create
 
 Machine = Callable[[Scenario], Path]

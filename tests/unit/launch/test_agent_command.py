@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.launch import rank, wire
-from torchmuster.launch.keeper import agent_command
-from torchmuster.launch.keeper.agent_command import Share
+from torchmuster.launch import protocol
+from torchmuster.launch.node import agent_command
+from torchmuster.launch.node.agent_command import Share
+from torchmuster.launch.rank import start
 
 
 def share(
@@ -20,7 +21,7 @@ def share(
     environment: dict[str, str] | None = None,
     module: bool = False,
 ) -> Share:
-    prepare = wire.Prepare(
+    prepare = protocol.Prepare(
         run_id="20260131-train",
         token="0123.0",
         command=("my train.py", "--lr", "1e-4", "$HOME", ""),
@@ -30,7 +31,7 @@ def share(
         ranks=None,
         environment=environment or {},
     )
-    start = wire.Start(
+    start = protocol.Start(
         attempt=2,
         node_rank=place,
         nodes=3,
@@ -77,7 +78,7 @@ def test_the_whole_command() -> None:
     assert agent_command.agent_command(share(socket=7)) == [
         sys.executable,
         "-m",
-        "torchmuster.launch.agent",
+        "torchmuster.launch.node.elastic_agent",
         "/tmp/records/agent.json",
         "--nnodes=3",
         "--nproc-per-node=8",
@@ -88,7 +89,7 @@ def test_the_whole_command() -> None:
         *common(0),
         sys.executable,
         "-u",
-        rank.__file__,
+        start.__file__,
         json.dumps(settings),
         "my train.py",
         "--lr",

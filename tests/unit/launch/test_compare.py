@@ -7,24 +7,25 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster import __version__
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import compare, wire
-from torchmuster.launch.compare import Described
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import compare_nodes
+from torchmuster.launch.launcher.compare_nodes import Described
 
 SPEC = JobSpec(name="job", command=("train.py", "--epochs", "3"), folder="/home/ana/project")
 
 
 def fingerprint(
     script: str = "s", code: str = "c", files: int = 7, packages: str = "p"
-) -> wire.Fingerprint:
-    return wire.Fingerprint(
+) -> protocol.Fingerprint:
+    return protocol.Fingerprint(
         script_sha256=script, code_sha256=code, code_files=files, packages_sha256=packages
     )
 
 
 def node(
     name: str,
-    fingerprint: wire.Fingerprint | None = None,
+    fingerprint: protocol.Fingerprint | None = None,
     offset_s: float | None = 0.0,
     **fields: Any,
 ) -> Described:
@@ -43,23 +44,25 @@ def node(
     }
     return Described(
         name=name,
-        record=wire.NodeRecord(**{**known, **fields}),
+        record=protocol.NodeRecord(**{**known, **fields}),
         clock_offset_s=offset_s,
         fingerprint=fingerprint,
     )
 
 
 def only(*nodes: Described, spec: JobSpec = SPEC, **more: Any) -> Finding:
-    (finding,) = compare.all_nodes(nodes, spec, **more)
+    (finding,) = compare_nodes.all_nodes(nodes, spec, **more)
     return finding
 
 
 def test_machines_that_are_alike() -> None:
     alike = fingerprint()
     nodes = [node("a", alike), node("b", alike, user="root", host="other", cores=96)]
-    assert compare.all_nodes(nodes, SPEC) == []
-    assert compare.all_nodes([node("a"), node("b", python="3.11.2", offset_s=4.9)], SPEC) == []
-    assert compare.all_nodes([], SPEC) == []
+    assert compare_nodes.all_nodes(nodes, SPEC) == []
+    assert (
+        compare_nodes.all_nodes([node("a"), node("b", python="3.11.2", offset_s=4.9)], SPEC) == []
+    )
+    assert compare_nodes.all_nodes([], SPEC) == []
 
 
 def test_different_operating_systems_are_refused_with_the_ways_out(
@@ -117,7 +120,7 @@ def test_another_kind_of_processor_is_a_warning(snapshot: SnapshotAssertion) -> 
     finding = only(node("a"), node("b", machine="aarch64"), node("c", machine="arm64"))
     assert (finding.name, finding.status) == ("machine-kind", Status.WARNING)
     assert finding.as_json() == snapshot
-    assert compare.all_nodes([node("a"), node("b", machine="AMD64")], SPEC) == []
+    assert compare_nodes.all_nodes([node("a"), node("b", machine="AMD64")], SPEC) == []
 
 
 def test_another_torchmuster_is_a_warning(snapshot: SnapshotAssertion) -> None:
@@ -128,15 +131,15 @@ def test_another_torchmuster_is_a_warning(snapshot: SnapshotAssertion) -> None:
 
 
 def test_another_protocol_is_refused(snapshot: SnapshotAssertion) -> None:
-    trouble = compare.other_protocol(
-        "b", wire.Hello(protocol=99, record=node("b", torchmuster="9.9.9").record)
+    trouble = compare_nodes.other_protocol(
+        "b", protocol.Hello(protocol=99, record=node("b", torchmuster="9.9.9").record)
     )
     assert trouble.name == "other-protocol"
-    assert trouble.what.replace(f" {wire.PROTOCOL}", " PROTOCOL") == snapshot
+    assert trouble.what.replace(f" {protocol.PROTOCOL}", " PROTOCOL") == snapshot
     assert trouble.why.replace(__version__, "VERSION") == snapshot
     assert f"pip install torchmuster=={__version__} " in trouble.fix
     assert trouble.exit_code == 2
-    assert b'"exit_code":2' in wire.encode(wire.Refused(trouble=trouble))
+    assert b'"exit_code":2' in protocol.encode(protocol.Refused(trouble=trouble))
 
 
 def test_clocks_are_only_noted(snapshot: SnapshotAssertion) -> None:
@@ -150,8 +153,8 @@ def test_clocks_are_only_noted(snapshot: SnapshotAssertion) -> None:
 
 def test_a_clock_that_was_not_read_is_not_compared() -> None:
     nodes = [node("a", offset_s=None), node("b", offset_s=100.0)]
-    assert compare.all_nodes(nodes, SPEC) == []
-    assert compare.all_nodes(nodes[::-1], SPEC) == []
+    assert compare_nodes.all_nodes(nodes, SPEC) == []
+    assert compare_nodes.all_nodes(nodes[::-1], SPEC) == []
 
 
 def test_a_script_that_is_missing_is_copied(snapshot: SnapshotAssertion) -> None:
@@ -173,7 +176,7 @@ def test_a_script_that_is_nowhere(snapshot: SnapshotAssertion) -> None:
 def test_a_module_that_is_nowhere_is_left_to_python(snapshot: SnapshotAssertion) -> None:
     module = JobSpec(name="job", command=("pkg.train",), module=True, folder="/home/ana/project")
     missing = fingerprint(script="", code="")
-    assert compare.all_nodes([node("a", missing), node("b", missing)], module) == []
+    assert compare_nodes.all_nodes([node("a", missing), node("b", missing)], module) == []
     finding = only(node("a", fingerprint()), node("b", missing), spec=module)
     assert finding.name == "script-missing"
     assert finding.fix.startswith("rsync -ac /home/ana/project/ b:/home/ana/project/ ")
@@ -199,8 +202,8 @@ def test_other_code_beside_the_script_is_refused(snapshot: SnapshotAssertion) ->
 
 def test_code_that_was_too_much_to_look_at_is_not_compared() -> None:
     nodes = [node("a", fingerprint()), node("b", fingerprint(code=""))]
-    assert compare.all_nodes(nodes, SPEC) == []
-    assert compare.all_nodes(nodes[::-1], SPEC) == []
+    assert compare_nodes.all_nodes(nodes, SPEC) == []
+    assert compare_nodes.all_nodes(nodes[::-1], SPEC) == []
 
 
 def test_windows_has_no_rsync(snapshot: SnapshotAssertion) -> None:
@@ -253,11 +256,11 @@ def test_packages_that_differ_only_in_torch_need_no_finding_of_their_own() -> No
 def test_few_machines_are_asked_for_their_packages() -> None:
     kinds = ["p", "p", "x", "p", "x", "y"]
     nodes = [node(f"n{n}", fingerprint(packages=kind)) for n, kind in enumerate(kinds)]
-    assert compare.ask_for_packages(nodes) == [0, 2, 5]
-    assert compare.ask_for_packages(nodes[:2]) == []
+    assert compare_nodes.ask_for_packages(nodes) == [0, 2, 5]
+    assert compare_nodes.ask_for_packages(nodes[:2]) == []
     many = [node(f"n{n}", fingerprint(packages=str(n))) for n in range(1000)]
-    assert compare.ask_for_packages(many) == [0, 1, 2, 3]
-    assert compare.ask_for_packages([node("a"), node("b")]) == []
+    assert compare_nodes.ask_for_packages(many) == [0, 1, 2, 3]
+    assert compare_nodes.ask_for_packages([node("a"), node("b")]) == []
 
 
 @pytest.mark.timeout(120)
@@ -276,7 +279,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
         )
         for n in range(9_999)
     ]
-    findings = compare.all_nodes(nodes, SPEC)
+    findings = compare_nodes.all_nodes(nodes, SPEC)
     assert len(findings) == 7
     assert max(len(one.what) + len(one.why) + len(one.fix) for one in findings) < 800
     by_name = {one.name: one for one in findings}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.console import WINDOW_S, Console, Folder, harmless, rank_list
+from torchmuster.launch.launcher.console import WINDOW_S, Console, Folder, harmless, rank_list
 
 LOGS = "runs/x/logs"
 

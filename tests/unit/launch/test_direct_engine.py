@@ -10,9 +10,9 @@ import pytest
 
 from keeper_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch.keeper import running as running_module
-from torchmuster.launch.keeper import sweep
-from torchmuster.launch.keeper.engines import DirectEngine, TorchrunEngine, engine_for
+from torchmuster.launch.node import attempt as running_module
+from torchmuster.launch.node import process_cleanup
+from torchmuster.launch.node.engines import DirectEngine, TorchrunEngine, engine_for
 
 MEETING = """\
 import os, socket, sys
@@ -41,7 +41,7 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     used: list[str] = []
     yield used
     for token in used:
-        assert sweep.processes_of(token) == []
+        assert process_cleanup.processes_of(token) == []
 
 
 def test_only_windows_does_without_torchrun(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
     try:
         asyncio.run(go())
     finally:
-        sweep.kill(tokens[0], within_s=GIVE_UP_S)
+        process_cleanup.kill(tokens[0], within_s=GIVE_UP_S)
 
 
 def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -> None:
@@ -159,7 +159,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) 
         await attempt.until_both_spoke()
         listening = [
             connection.laddr
-            for process in sweep.processes_of(attempt.token)
+            for process in process_cleanup.processes_of(attempt.token)
             for connection in process.net_connections()
             if connection.status == psutil.CONN_LISTEN
         ]

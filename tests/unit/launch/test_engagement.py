@@ -12,11 +12,11 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import wire
-from torchmuster.launch.keeper import engagement as engagement_module
-from torchmuster.launch.keeper import sweep
-from torchmuster.launch.keeper.engagement import Engagement
-from torchmuster.launch.keeper.keeper import Keeper
+from torchmuster.launch import protocol
+from torchmuster.launch.node import process_cleanup
+from torchmuster.launch.node import sidecar as engagement_module
+from torchmuster.launch.node.node_agent import Keeper
+from torchmuster.launch.node.sidecar import Engagement
 
 EXAMINER = "torchmuster.verify.examiner"
 
@@ -27,27 +27,27 @@ class Launcher:
     """The launcher's side of a keeper, played by the test."""
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[wire.ToKeeper | None] = asyncio.Queue()
-        self.heard: asyncio.Queue[wire.FromKeeper] = asyncio.Queue()
+        self.to_keeper: asyncio.Queue[protocol.ToKeeper | None] = asyncio.Queue()
+        self.heard: asyncio.Queue[protocol.FromKeeper] = asyncio.Queue()
 
-    async def receive(self) -> wire.ToKeeper | None:
+    async def receive(self) -> protocol.ToKeeper | None:
         return await self.to_keeper.get()
 
-    async def send(self, message: wire.FromKeeper) -> None:
+    async def send(self, message: protocol.FromKeeper) -> None:
         self.heard.put_nowait(message)
 
     async def close(self) -> None:
         pass
 
-    async def hear(self, kind: type[wire.Message]) -> wire.Message:
+    async def hear(self, kind: type[protocol.Message]) -> protocol.Message:
         async with asyncio.timeout(GIVE_UP_S):
             while not isinstance(message := await self.heard.get(), kind):
                 pass
         return message
 
 
-def question(number: int, verb: str) -> wire.Relay:
-    return wire.Relay(text=json.dumps({"id": number, "verb": verb, "argument": None}))
+def question(number: int, verb: str) -> protocol.Relay:
+    return protocol.Relay(text=json.dumps({"id": number, "verb": verb, "argument": None}))
 
 
 def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
@@ -57,13 +57,13 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
     async def go() -> None:
         launcher = Launcher()
         keeping = asyncio.create_task(Keeper(launcher).run())
-        await launcher.hear(wire.Hello)
+        await launcher.hear(protocol.Hello)
         await scene(launcher, token)
         launcher.to_keeper.put_nowait(None)
         await asyncio.wait_for(keeping, GIVE_UP_S)
 
     asyncio.run(go())
-    assert sweep.processes_of(token) == []
+    assert process_cleanup.processes_of(token) == []
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -71,17 +71,17 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
     snapshot: SnapshotAssertion,
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
-        engaged = await launcher.hear(wire.Engaged)
-        assert isinstance(engaged, wire.Engaged)
+        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
+        engaged = await launcher.hear(protocol.Engaged)
+        assert isinstance(engaged, protocol.Engaged)
         launcher.to_keeper.put_nowait(question(7, "no-such-verb"))
-        relayed = await launcher.hear(wire.Relay)
-        assert isinstance(relayed, wire.Relay)
+        relayed = await launcher.hear(protocol.Relay)
+        assert isinstance(relayed, protocol.Relay)
         answer = json.loads(relayed.text)
         assert answer["id"] == 7
         assert "'no-such-verb'" in answer["error"]["what"]
         assert answer["error"]["what"] == snapshot
-        assert [one.pid for one in sweep.processes_of(token)] == [engaged.pid]
+        assert [one.pid for one in process_cleanup.processes_of(token)] == [engaged.pid]
 
     play(scene)
 
@@ -89,9 +89,9 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
 @pytest.mark.usefixtures("own_machine")
 def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(wire.Engage(program="torchmuster.no_such", token=token))
-        ended = await launcher.hear(wire.Disengaged)
-        assert isinstance(ended, wire.Disengaged)
+        launcher.to_keeper.put_nowait(protocol.Engage(program="torchmuster.no_such", token=token))
+        ended = await launcher.hear(protocol.Disengaged)
+        assert isinstance(ended, protocol.Disengaged)
         assert ended.exit_code == 1
         assert "torchmuster.no_such" in ended.words
 
@@ -101,11 +101,13 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
-        engaged = await launcher.hear(wire.Engaged)
-        assert isinstance(engaged, wire.Engaged)
+        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
+        engaged = await launcher.hear(protocol.Engaged)
+        assert isinstance(engaged, protocol.Engaged)
         os.kill(engaged.pid, signal.SIGKILL)
-        assert await launcher.hear(wire.Disengaged) == wire.Disengaged(exit_code=-9, words="")
+        assert await launcher.hear(protocol.Disengaged) == protocol.Disengaged(
+            exit_code=-9, words=""
+        )
 
     play(scene)
 
@@ -113,11 +115,11 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(wire.Engage(program=EXAMINER, token=token))
-        await launcher.hear(wire.Engaged)
-        sweep.kill(f"{token}.ranks", within_s=1.0)
+        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
+        await launcher.hear(protocol.Engaged)
+        process_cleanup.kill(f"{token}.ranks", within_s=1.0)
         launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
-        await launcher.hear(wire.Relay)
+        await launcher.hear(protocol.Relay)
 
     play(scene)
 
@@ -125,38 +127,38 @@ def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_another_program_takes_the_place_of_the_first() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        message = wire.Engage(program=EXAMINER, token=token)
+        message = protocol.Engage(program=EXAMINER, token=token)
         pids = []
         for _ in range(2):
             launcher.to_keeper.put_nowait(message)
-            engaged = await launcher.hear(wire.Engaged)
-            assert isinstance(engaged, wire.Engaged)
+            engaged = await launcher.hear(protocol.Engaged)
+            assert isinstance(engaged, protocol.Engaged)
             pids.append(engaged.pid)
             launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
-            await launcher.hear(wire.Relay)  # until it runs, nothing may be seen of it
-        assert [one.pid for one in sweep.processes_of(token)] == [pids[1]]
+            await launcher.hear(protocol.Relay)  # until it runs, nothing may be seen of it
+        assert [one.pid for one in process_cleanup.processes_of(token)] == [pids[1]]
 
     play(scene)
 
 
 @pytest.mark.parametrize("program", ["os", "torchmusterly.x", "torchmuster", "torchmuster.x; ls"])
 def test_programs_that_are_not_ours_are_refused(program: str, snapshot: SnapshotAssertion) -> None:
-    async def send(message: wire.FromKeeper) -> None:
+    async def send(message: protocol.FromKeeper) -> None:
         raise AssertionError(message)
 
     with pytest.raises(Impossible) as caught:
-        asyncio.run(Engagement.begin(wire.Engage(program=program, token="t"), send))
+        asyncio.run(Engagement.begin(protocol.Engage(program=program, token="t"), send))
     assert str(caught.value) == snapshot
 
 
 def test_a_program_that_does_not_listen_is_killed() -> None:
     async def play_it() -> None:
-        heard: list[wire.FromKeeper] = []
+        heard: list[protocol.FromKeeper] = []
 
-        async def send(message: wire.FromKeeper) -> None:
+        async def send(message: protocol.FromKeeper) -> None:
             heard.append(message)
 
-        message = wire.Engage(program=EXAMINER, token=os.urandom(8).hex())
+        message = protocol.Engage(program=EXAMINER, token=os.urandom(8).hex())
         engagement = await Engagement.begin(message, send)
         os.kill(engagement.pid, signal.SIGSTOP)
         async with asyncio.timeout(GIVE_UP_S):
@@ -173,11 +175,11 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
         await asyncio.Event().wait()
         return 0
 
-    async def send(message: wire.FromKeeper) -> None:
+    async def send(message: protocol.FromKeeper) -> None:
         pass
 
     async def play_it() -> None:
-        message = wire.Engage(program=EXAMINER, token=os.urandom(8).hex())
+        message = protocol.Engage(program=EXAMINER, token=os.urandom(8).hex())
         engagement = await Engagement.begin(message, send)
         wait = engagement._process.wait
         monkeypatch.setattr(engagement._process, "wait", for_ever)

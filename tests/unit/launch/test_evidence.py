@@ -8,8 +8,9 @@ import pytest
 
 from patience import BUSY_S
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import evidence, json_lines, ledger, wire
-from torchmuster.launch.verdict import NodeEnd
+from torchmuster.launch import protocol
+from torchmuster.launch.history import evidence, json_lines, run_state
+from torchmuster.launch.history.root_cause import NodeEnd
 from torchmuster.runfolder import RunFolder, create
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
@@ -24,14 +25,14 @@ def told(what: str = "rank 1 on a failed: it is late", **more: str) -> Finding:
     return Finding(name="rank-failed", status=Status.FAILURE, what=what, **more)
 
 
-def ends(*failures: wire.Failure, host: str = "a") -> list[NodeEnd]:
-    ended = wire.Ended(attempt=0, good=False, failures=failures)
+def ends(*failures: protocol.Failure, host: str = "a") -> list[NodeEnd]:
+    ended = protocol.Ended(attempt=0, good=False, failures=failures)
     return [NodeEnd(host=host, ended=ended, ended_s=time.monotonic())]
 
 
-def failure(rank: int, **more: object) -> wire.Failure:
+def failure(rank: int, **more: object) -> protocol.Failure:
     facts: dict[str, object] = {"local_rank": rank, "exit_code": 1, "ago_s": 10.0 - rank}
-    return wire.Failure(rank=rank, **(facts | more))  # type: ignore[arg-type]
+    return protocol.Failure(rank=rank, **(facts | more))  # type: ignore[arg-type]
 
 
 def test_a_failed_attempt_is_kept_with_how_every_rank_ended_the_first_in_time_first(
@@ -76,8 +77,8 @@ def test_secrets_do_not_get_into_the_folder(run: RunFolder) -> None:
         run, 0, told(SECRET, why=SECRET, fix=SECRET, evidence=SECRET), ends(spoken)
     )
     evidence.keep_hang(evidence.new_hang(run), told(SECRET))
-    ledger.note(run, "started", words=SECRET, token="x", nested={"password": "y"})
-    ledger.Diary(run).ended("failed", 1, f"the agent failed: {SECRET}")
+    run_state.note(run, "started", words=SECRET, token="x", nested={"password": "y"})
+    run_state.Diary(run).ended("failed", 1, f"the agent failed: {SECRET}")
     for path in run.path.rglob("*.json*"):
         text = path.read_text()
         assert SECRET not in text, path
@@ -108,9 +109,9 @@ def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> Non
 def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     nowhere = RunFolder(tmp_path / "nowhere")
     evidence.keep_failure(nowhere, 0, told(), ends())
-    ledger.note(nowhere, "started")
+    run_state.note(nowhere, "started")
     assert evidence.failures(nowhere) == []
-    assert ledger.events(nowhere) == []
+    assert run_state.events(nowhere) == []
     assert evidence.hangs(nowhere) == []
 
 
@@ -146,13 +147,13 @@ def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> Non
 
 
 def test_the_diary_leaves_events(run: RunFolder) -> None:
-    diary = ledger.Diary(run)
+    diary = run_state.Diary(run)
     diary.phase("roll-call")
-    ledger.note(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
+    run_state.note(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
     diary.ended("failed", 1, "rank 1 failed")
-    with (run.path / ledger.EVENTS).open("a") as stream:
+    with (run.path / run_state.EVENTS).open("a") as stream:
         stream.write('{"event": "torn"')
-    events = ledger.events(run)
+    events = run_state.events(run)
     assert [one.name for one in events] == ["roll-call", "started", "failed"]
     assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
     assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch import fingerprint, wire
+from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.fingerprint import Bounds
 
 
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 PATIENT = Bounds(seconds=GIVE_UP_S)
 
 
-def take(folder: Path, script: str = "train.py", bounds: Bounds = PATIENT) -> wire.Fingerprint:
+def take(folder: Path, script: str = "train.py", bounds: Bounds = PATIENT) -> protocol.Fingerprint:
     return fingerprint.take([script, "--epochs", "3"], False, str(folder), bounds=bounds)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_links_to_itself_ends(project: Path) -> None:
     assert take(project).code_files == 4
 
 
-def in_modules(folder: Path, module: str) -> wire.Fingerprint:
+def in_modules(folder: Path, module: str) -> protocol.Fingerprint:
     return fingerprint.take([module], True, str(folder), bounds=PATIENT)
 
 

@@ -13,8 +13,8 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible, MusterError, NotNow, TooFewDevices
-from torchmuster.launch import wire
-from torchmuster.launch.keeper import holding
+from torchmuster.launch import protocol
+from torchmuster.launch.node import device_lease
 
 Machine = Callable[[Scenario], Path]
 
@@ -28,8 +28,8 @@ def prepare(
     environment: dict[str, str] | None = None,
     command: tuple[str, ...] = ("train.py",),
     typed: tuple[str, ...] = ("run",),
-) -> wire.Prepare:
-    return wire.Prepare(
+) -> protocol.Prepare:
+    return protocol.Prepare(
         run_id="r",
         token="t",
         command=command,
@@ -44,8 +44,8 @@ def prepare(
     )
 
 
-def take(one: wire.Prepare) -> holding.Holding:
-    return holding.take(one, lambda _: None)
+def take(one: protocol.Prepare) -> device_lease.Holding:
+    return device_lease.take(one, lambda _: None)
 
 
 def test_gpus_are_claimed_told_by_uuid_and_given_back(machine: Machine, muster: Muster) -> None:
@@ -107,7 +107,7 @@ def test_gpus_in_use_are_not_now_and_the_reason_is_told_while_waiting(machine: M
         told.append(error)
         first.release()
 
-    second = holding.take(prepare(ranks=8, wait_s=GIVE_UP_S), on_wait)
+    second = device_lease.take(prepare(ranks=8, wait_s=GIVE_UP_S), on_wait)
     assert second.ranks == 8
     assert told
     assert told[0].why

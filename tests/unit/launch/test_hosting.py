@@ -5,10 +5,10 @@ import platform
 
 import pytest
 
-from torchmuster.launch.channel import Channel
-from torchmuster.launch.hosting import HostTransport
-from torchmuster.launch.join.code import Code
-from torchmuster.launch.local import LocalTransport
+from torchmuster.launch.transports.channel import Channel
+from torchmuster.launch.transports.hosting import HostTransport
+from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.local import LocalTransport
 from unit.launch.join.open_host import LOOPBACK, join
 
 

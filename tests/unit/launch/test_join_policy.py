@@ -16,15 +16,15 @@ from torchmuster.config import fields
 from torchmuster.config.layers import OTHER_VARIABLES, variable_name
 from torchmuster.config.training import FUNCTIONS
 from torchmuster.errors import NotTrusted
-from torchmuster.launch import wire
-from torchmuster.launch.agent import GRACE_VARIABLE
-from torchmuster.launch.keeper import join_policy
-from torchmuster.launch.keeper.join_policy import allowed
-from torchmuster.launch.node import error_from
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import error_from
+from torchmuster.launch.node import join_policy
+from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.node.join_policy import allowed
 from torchmuster.verify.conversation import PROGRAM as EXAMINER
 from torchmuster.verify.probing import PROGRAM as COLLECTIVES
 
-START = wire.Start(
+START = protocol.Start(
     attempt=0,
     node_rank=1,
     nodes=2,
@@ -41,9 +41,9 @@ START = wire.Start(
 )
 
 
-def prepare(*command: str, module: bool = False, **changes: object) -> wire.Prepare:
+def prepare(*command: str, module: bool = False, **changes: object) -> protocol.Prepare:
     """Return what a host sends to have a command run."""
-    message = wire.Prepare(
+    message = protocol.Prepare(
         run_id="20260131-120000-train-1a2b",
         token="0123.1.0.ranks",
         command=command,
@@ -136,7 +136,7 @@ def test_code_of_torchmuster_in_the_folder_is_not_the_folder_s_own() -> None:
         with pytest.raises(NotTrusted):
             allowed(prepare(str(package / "cli" / "main.py")), folder)
         with pytest.raises(NotTrusted):
-            allowed(prepare("torchmuster.launch.keeper", module=True), folder)
+            allowed(prepare("torchmuster.launch.node", module=True), folder)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_modules_inside_the_folder_run(folder: Path, module: str) -> None:
         *(
             "torchmuster",
             "torchmuster.launch",
-            "torchmuster.launch.keeper",
-            "torchmuster.launch.agent",
+            "torchmuster.launch.node",
+            "torchmuster.launch.node.elastic_agent",
         ),
         *(
-            "torchmuster.launch.keeper.watchman",
+            "torchmuster.launch.node.reaper",
             "torchmuster.notebook.rank_loop",
             "torchmuster.cli",
         ),
@@ -250,17 +250,17 @@ def test_no_command_at_all_is_refused(folder: Path) -> None:
 def test_machine_keeps_its_own_folder_and_log_path(folder: Path) -> None:
     message = prepare("train.py", folder="/etc", logs="/home/bo/.ssh", run="/home/bo/other-run")
     given = allowed(message, folder)
-    assert isinstance(given, wire.Prepare)
+    assert isinstance(given, protocol.Prepare)
     assert (given.folder, given.logs, given.run) == (str(folder), None, None)
 
 
 def test_run_folder_is_used_where_it_is_inside_the_folder(folder: Path) -> None:
     inside = str(folder / "runs" / "20260131-train")
     given = allowed(prepare("train.py", run=inside), folder)
-    assert isinstance(given, wire.Prepare)
+    assert isinstance(given, protocol.Prepare)
     assert given.run == inside
     given = allowed(prepare("train.py", run=str(folder / "linked" / "run")), folder)
-    assert isinstance(given, wire.Prepare)
+    assert isinstance(given, protocol.Prepare)
     assert given.run is None
 
 
@@ -341,7 +341,7 @@ def test_variables_that_are_not_on_the_list_are_refused_by_name(folder: Path, na
 def test_every_listed_variable_is_taken(folder: Path) -> None:
     message = prepare("train.py", environment=dict.fromkeys(join_policy.VARIABLES, "1"))
     given = allowed(message, folder)
-    assert isinstance(given, wire.Prepare)
+    assert isinstance(given, protocol.Prepare)
     assert given.environment == message.environment
 
 
@@ -391,47 +391,53 @@ def test_rendezvous_that_unpickles_is_refused(folder: Path, backend: str) -> Non
 @pytest.mark.parametrize(
     "program",
     [
-        *("torchmuster.launch.keeper", "torchmuster.launch.keeper.watchman", "timeit", "os", ""),
+        *("torchmuster.launch.node", "torchmuster.launch.node.reaper", "timeit", "os", ""),
         *("torchmuster.notebook.launcher_process", "torchmuster.worker", "torchmuster.cli"),
     ],
 )
 def test_only_the_examiner_runs_beside_the_node_agent(folder: Path, program: str) -> None:
-    assert allowed(wire.Engage(program=EXAMINER, token="0"), folder)
+    assert allowed(protocol.Engage(program=EXAMINER, token="0"), folder)
     with pytest.raises(NotTrusted):
-        allowed(wire.Engage(program=program, token="0"), folder)
+        allowed(protocol.Engage(program=program, token="0"), folder)
 
 
 def test_examiner_looks_at_its_own_folder(folder: Path) -> None:
     question = {"id": 1, "verb": "examine", "argument": {"folder": "/etc", "at_most": "INSTANT"}}
-    given = allowed(wire.Relay(text=json.dumps(question)), folder)
-    assert isinstance(given, wire.Relay)
+    given = allowed(protocol.Relay(text=json.dumps(question)), folder)
+    assert isinstance(given, protocol.Relay)
     assert json.loads(given.text) == {**question, "argument": {"at_most": "INSTANT"}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "x", '{"id":', "[" * 100_000, '{"x":' * 100_000])
 def test_what_is_no_question_does_not_reach_the_examiner(folder: Path, text: str) -> None:
     with pytest.raises(NotTrusted):
-        allowed(wire.Relay(text=text), folder)
+        allowed(protocol.Relay(text=text), folder)
 
 
 def test_every_kind_of_message_was_thought_of(folder: Path) -> None:
     """A new kind is refused until somebody decides about it, and must then be added here."""
-    harmless: list[wire.ToKeeper] = [
-        wire.Listen(nonce="n", port=None),
-        wire.Reach(nonce="n", targets=(), timeout_s=1.0),
-        wire.Stop(grace_s=5.0, why=""),
-        wire.Signal(name="SIGUSR1"),
-        wire.Examine(ranks=(0,)),
-        wire.TellPackages(),
-        wire.Alive(),
-        wire.Leave(exit_code=0, words=""),
+    harmless: list[protocol.ToKeeper] = [
+        protocol.Listen(nonce="n", port=None),
+        protocol.Reach(nonce="n", targets=(), timeout_s=1.0),
+        protocol.Stop(grace_s=5.0, why=""),
+        protocol.Signal(name="SIGUSR1"),
+        protocol.Examine(ranks=(0,)),
+        protocol.TellPackages(),
+        protocol.Alive(),
+        protocol.Leave(exit_code=0, words=""),
     ]
     for message in harmless:
         assert allowed(message, folder) == message
-    looked_at = {wire.Prepare, wire.Start, wire.Engage, wire.Relay, *map(type, harmless)}
-    assert set(typing.get_args(typing.get_args(wire.ToKeeper)[0])) == looked_at
+    looked_at = {
+        protocol.Prepare,
+        protocol.Start,
+        protocol.Engage,
+        protocol.Relay,
+        *map(type, harmless),
+    }
+    assert set(typing.get_args(typing.get_args(protocol.ToKeeper)[0])) == looked_at
     with pytest.raises(NotTrusted):
-        allowed(wire.Started(attempt=0, pid=1), folder)  # type: ignore[arg-type]
+        allowed(protocol.Started(attempt=0, pid=1), folder)  # type: ignore[arg-type]
 
 
 # ---- the worker of muster train
@@ -473,7 +479,7 @@ def test_worker_runs_on_code_and_files_of_the_folder(
         ("--set", "model.loss=subprocess:Popen"),
         ("--set", "data.dataset=pkg2.a:make"),
         ("--set", "data.evaluation_dataset=antigravity:geohash"),
-        ("--set", "model.build=torchmuster.launch.keeper.__main__:main"),
+        ("--set", "model.build=torchmuster.launch.node.__main__:main"),
         ("--set", "model.model_name_or_path=gpt2"),
         ("--set", "model.model_name_or_path=/models/x"),
         ("--set", "model.model_name_or_path=~/model"),
@@ -535,15 +541,15 @@ def takes_text(hint: object) -> bool:
 def test_refusals_name_what_is_refused_why_and_the_way_out(
     folder: Path, snapshot: SnapshotAssertion
 ) -> None:
-    messages: list[wire.ToKeeper] = [
+    messages: list[protocol.ToKeeper] = [
         prepare("timeit", module=True),
         prepare("../outside/x.py"),
         prepare("train.py", environment={"LD_PRELOAD": "x.so", "PYTHONPATH": "y"}),
         prepare("torchmuster.worker", "--set", "model.build=os:abort", module=True),
         prepare("torchmuster.worker", "--help", module=True),
         msgspec.structs.replace(START, backend="c10d"),
-        wire.Engage(program="torchmuster.launch.keeper", token="0"),
-        wire.Relay(text="["),
+        protocol.Engage(program="torchmuster.launch.node", token="0"),
+        protocol.Relay(text="["),
     ]
     refusals = []
     for message in messages:
@@ -554,7 +560,7 @@ def test_refusals_name_what_is_refused_why_and_the_way_out(
 
 
 def test_refusal_arrives_at_the_host_as_what_it_was() -> None:
-    trouble = wire.Trouble(name="not-trusted", what="refused", fix="do", exit_code=2)
+    trouble = protocol.Trouble(name="not-trusted", what="refused", fix="do", exit_code=2)
     error = error_from(trouble, "node2")
     assert isinstance(error, NotTrusted)
     assert (error.name, error.what, int(error.exit_code)) == ("not-trusted", "node2: refused", 2)

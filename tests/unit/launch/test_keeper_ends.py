@@ -15,10 +15,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch import wire
-from torchmuster.launch.keeper import join_policy, sweep
-from torchmuster.launch.keeper import keeper as keeper_module
-from torchmuster.launch.keeper.keeper import Keeper
+from torchmuster.launch import protocol
+from torchmuster.launch.node import join_policy, process_cleanup
+from torchmuster.launch.node import node_agent as keeper_module
+from torchmuster.launch.node.node_agent import Keeper
 
 _ENDED_WITHIN_S = 15.0 + BUSY_S
 
@@ -33,40 +33,40 @@ class FakeEnd:
     """
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[wire.ToKeeper | Exception | None] = asyncio.Queue()
-        self.heard: list[wire.FromKeeper] = []
+        self.to_keeper: asyncio.Queue[protocol.ToKeeper | Exception | None] = asyncio.Queue()
+        self.heard: list[protocol.FromKeeper] = []
         self.deaf = False
         self.slow_s = 0.0
-        self.cannot_send: type[wire.Message] | None = None
+        self.cannot_send: type[protocol.Message] | None = None
 
-    async def receive(self) -> wire.ToKeeper | None:
+    async def receive(self) -> protocol.ToKeeper | None:
         message = await self.to_keeper.get()
         if isinstance(message, Exception):
             raise message
         return message
 
-    async def send(self, message: wire.FromKeeper) -> None:
+    async def send(self, message: protocol.FromKeeper) -> None:
         if self.deaf:
             await asyncio.Event().wait()
-        if isinstance(message, wire.Output):
+        if isinstance(message, protocol.Output):
             await asyncio.sleep(self.slow_s)
         if self.cannot_send is not None and isinstance(message, self.cannot_send):
             self.cannot_send = None
-            raise wire.Garbled("a message of 5000000 bytes is too long to be sent")
+            raise protocol.Garbled("a message of 5000000 bytes is too long to be sent")
         self.heard.append(message)
 
     def output(self) -> str:
         """What the ranks wrote, as far as it has come."""
-        return "".join(one.text for one in self.heard if isinstance(one, wire.Output))
+        return "".join(one.text for one in self.heard if isinstance(one, protocol.Output))
 
     async def close(self) -> None:
         pass
 
-    def say(self, *messages: wire.ToKeeper | Exception | None) -> None:
+    def say(self, *messages: protocol.ToKeeper | Exception | None) -> None:
         for message in messages:
             self.to_keeper.put_nowait(message)
 
-    async def hear(self, kind: type[wire.Message]) -> wire.Message:
+    async def hear(self, kind: type[protocol.Message]) -> protocol.Message:
         async with asyncio.timeout(GIVE_UP_S):
             while True:
                 for message in self.heard:
@@ -81,7 +81,7 @@ class Scene:
     def __init__(self, folder: Path, script: str) -> None:
         (folder / "script.py").write_text(script)
         self.token = os.urandom(8).hex()
-        self.prepare = wire.Prepare(
+        self.prepare = protocol.Prepare(
             run_id="r",
             token=self.token,
             command=("script.py",),
@@ -90,7 +90,7 @@ class Scene:
             device="cpu",
             ranks=1,
         )
-        self.start = wire.Start(
+        self.start = protocol.Start(
             attempt=3,
             node_rank=0,
             nodes=1,
@@ -108,10 +108,10 @@ class Scene:
         self.end = FakeEnd()
         self.code = -1
 
-    async def started(self, start: wire.Start | None = None) -> None:
+    async def started(self, start: protocol.Start | None = None) -> None:
         """Have the ranks started."""
         self.end.say(self.prepare)
-        await self.end.hear(wire.Prepared)
+        await self.end.hear(protocol.Prepared)
         self.end.say(start or self.start)
 
     def play(
@@ -132,7 +132,7 @@ class Scene:
             return keeper
 
         keeper = asyncio.run(go())
-        assert sweep.processes_of(self.token) == []
+        assert process_cleanup.processes_of(self.token) == []
         return keeper
 
 
@@ -143,13 +143,13 @@ _FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(600)\n"
 def test_a_request_to_stop_that_comes_with_the_start_is_not_lost(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
-        await it.end.hear(wire.Prepared)
-        it.end.say(it.start, wire.Stop(grace_s=0.0, why=""))
-        ended = await it.end.hear(wire.Ended)
-        assert isinstance(ended, wire.Ended)
+        await it.end.hear(protocol.Prepared)
+        it.end.say(it.start, protocol.Stop(grace_s=0.0, why=""))
+        ended = await it.end.hear(protocol.Ended)
+        assert isinstance(ended, protocol.Ended)
         assert ended.attempt == 3
-        assert sweep.processes_of(it.token) == []
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        assert process_cleanup.processes_of(it.token) == []
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     Scene(tmp_path, _FOREVER).play(scene)
 
@@ -157,8 +157,8 @@ def test_a_request_to_stop_that_comes_with_the_start_is_not_lost(tmp_path: Path)
 @pytest.mark.usefixtures("own_machine")
 def test_where_nothing_runs_that_is_the_answer(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        it.end.say(wire.Stop(grace_s=5.0, why=""))
-        assert await it.end.hear(wire.Ended) == wire.Ended(attempt=-1, good=True)
+        it.end.say(protocol.Stop(grace_s=5.0, why=""))
+        assert await it.end.hear(protocol.Ended) == protocol.Ended(attempt=-1, good=True)
         it.end.say(None)
 
     Scene(tmp_path, _FOREVER).play(scene)
@@ -168,7 +168,7 @@ def test_where_nothing_runs_that_is_the_answer(tmp_path: Path) -> None:
 def test_a_launcher_that_goes_while_ranks_are_starting_leaves_none(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
-        await it.end.hear(wire.Prepared)
+        await it.end.hear(protocol.Prepared)
         it.end.say(it.start, None)
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
@@ -179,9 +179,9 @@ def test_a_launcher_that_goes_while_ranks_are_starting_leaves_none(tmp_path: Pat
 def test_a_launcher_that_takes_nothing_any_more_does_not_keep_the_keeper(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
-        await it.end.hear(wire.Prepared)
+        await it.end.hear(protocol.Prepared)
         it.end.say(it.start)
-        await it.end.hear(wire.Output)
+        await it.end.hear(protocol.Output)
         it.end.deaf = True
         await asyncio.sleep(0.5)  # something is stuck on its way by now
         it.end.say(None)
@@ -199,7 +199,7 @@ def test_a_launcher_that_never_says_a_word_is_not_waited_for(
     monkeypatch.setattr(keeper_module, "_SILENT_AT_FIRST_S", 0.5)
 
     async def scene(it: Scene) -> None:
-        await it.end.hear(wire.Hello)
+        await it.end.hear(protocol.Hello)
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
     assert "the launcher was not heard" in keeper.words
@@ -212,10 +212,10 @@ def test_a_keeper_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
     monkeypatch.setattr(keeper_module, "_SILENT_AT_FIRST_S", 1.0)
 
     async def scene(it: Scene) -> None:
-        await it.end.hear(wire.Hello)
+        await it.end.hear(protocol.Hello)
         time.sleep(2.0)  # the keeper stands still, too
         await asyncio.sleep(0.5)  # and has looked
-        it.end.say(wire.Leave(exit_code=1, words="over"))
+        it.end.say(protocol.Leave(exit_code=1, words="over"))
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
     assert keeper.words == "over"
@@ -230,15 +230,15 @@ def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
 
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
-        await it.end.hear(wire.Prepared)
-        monkeypatch.setattr("torchmuster.launch.keeper.tails.Tail.read", broken)
+        await it.end.hear(protocol.Prepared)
+        monkeypatch.setattr("torchmuster.launch.node.log_tail.Tail.read", broken)
         it.end.say(it.start)
-        ended = await it.end.hear(wire.Ended)
-        assert isinstance(ended, wire.Ended)
+        ended = await it.end.hear(protocol.Ended)
+        assert isinstance(ended, protocol.Ended)
         assert not ended.good
         assert ended.words.endswith("OSError: the disk has gone")
-        assert sweep.processes_of(it.token) == []
-        it.end.say(wire.Leave(exit_code=1, words="over"))
+        assert process_cleanup.processes_of(it.token) == []
+        it.end.say(protocol.Leave(exit_code=1, words="over"))
 
     Scene(tmp_path, _FOREVER).play(scene)
 
@@ -259,17 +259,17 @@ def test_all_that_ranks_wrote_arrives_however_slowly(
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.03
         await it.started()
-        ended = await it.end.hear(wire.Ended)
-        assert isinstance(ended, wire.Ended)
+        ended = await it.end.hear(protocol.Ended)
+        assert isinstance(ended, protocol.Ended)
         assert ended.good
         lines = it.end.output().splitlines()
         assert [line[5:11] for line in lines] == [f"{number:06}" for number in range(_LINES)]
-        signs = [n for n, one in enumerate(it.end.heard) if isinstance(one, wire.Alive)]
-        outputs = [n for n, one in enumerate(it.end.heard) if isinstance(one, wire.Output)]
+        signs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Alive)]
+        outputs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Output)]
         # The launcher knows meanwhile that this keeper is alive.
         assert max(after - one for one, after in itertools.pairwise(signs)) < 50
         assert signs[-1] > outputs[-20]
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     Scene(tmp_path, _WRITES_MUCH).play(scene)
 
@@ -281,13 +281,13 @@ def test_where_the_end_was_asked_for_the_rest_is_left_out_and_that_is_said(
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.1
         await it.started()
-        await it.end.hear(wire.Output)
-        it.end.say(wire.Stop(grace_s=10.0, why="Ctrl-C"))
-        await it.end.hear(wire.Ended)
+        await it.end.hear(protocol.Output)
+        it.end.say(protocol.Stop(grace_s=10.0, why="Ctrl-C"))
+        await it.end.hear(protocol.Ended)
         (left_out,) = re.findall(r" MiB more, .*", it.end.output())
         assert left_out == snapshot
         assert it.end.output().splitlines()[-1].startswith(f"line {_LINES - 1:06}")
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     Scene(tmp_path, stubborn + _WRITES_MUCH).play(scene)
@@ -302,9 +302,9 @@ def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) ->
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.1
         await it.started()
-        await it.end.hear(wire.Ended)
+        await it.end.hear(protocol.Ended)
         assert f" MiB more: see {logs}/rank-0.log\n" in it.end.output()
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     one.play(scene)
     assert len((logs / "rank-0.log").read_text().splitlines()) == _LINES
@@ -315,15 +315,15 @@ def test_an_end_that_is_too_much_to_send_is_told_in_short(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     async def scene(it: Scene) -> None:
-        it.end.cannot_send = wire.Ended
+        it.end.cannot_send = protocol.Ended
         await it.started()
-        ended = await it.end.hear(wire.Ended)
-        assert isinstance(ended, wire.Ended)
+        ended = await it.end.hear(protocol.Ended)
+        assert isinstance(ended, protocol.Ended)
         assert (ended.attempt, ended.good) == (3, False)
         assert ended.words.startswith("rank 0 ")
         assert "ValueError: no data" in ended.words
         assert ended.words == snapshot
-        it.end.say(wire.Leave(exit_code=1, words="over"))
+        it.end.say(protocol.Leave(exit_code=1, words="over"))
 
     Scene(tmp_path, "raise ValueError('no data')").play(scene)
 
@@ -334,7 +334,7 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
 ) -> None:
     async def scene(it: Scene) -> None:
         await it.started()
-        await it.end.hear(wire.Output)
+        await it.end.hear(protocol.Output)
         it.end.say(RecursionError("too deep"))
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
@@ -346,11 +346,11 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
 def test_a_launcher_that_cannot_be_understood_is_given_up(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    garbled = wire.Garbled("what came was not a message")
+    garbled = protocol.Garbled("what came was not a message")
 
     async def scene(it: Scene) -> None:
         await it.started()
-        await it.end.hear(wire.Output)
+        await it.end.hear(protocol.Output)
         it.end.say(garbled)
 
     keeper = Scene(tmp_path, _FOREVER).play(scene)
@@ -371,7 +371,7 @@ def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_keeper_s_to_deal_with(
 ) -> None:
     async def scene(it: Scene) -> None:
         await it.started(msgspec.structs.replace(it.start, interface=""))
-        await it.end.hear(wire.Output)
+        await it.end.hear(protocol.Output)
         session, interface = it.end.output().split()
         assert int(session) != os.getsid(0)  # the terminal's Ctrl-C does not reach the ranks
         assert interface == "None"  # one without a name is none
@@ -386,13 +386,13 @@ def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_keeper_s_to_deal_with(
 @pytest.mark.usefixtures("own_machine")
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.end.hear(wire.Hello)
+        await it.end.hear(protocol.Hello)
         later = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, later.set)
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGUSR1)
         await later.wait()
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -420,17 +420,17 @@ def test_machine_that_joined_refuses_what_is_not_its_own_and_runs_what_is(tmp_pa
         ):
             it.end.heard.clear()
             it.end.say(refused)
-            refusal = await it.end.hear(wire.Refused)
-            assert isinstance(refusal, wire.Refused)
+            refusal = await it.end.hear(protocol.Refused)
+            assert isinstance(refusal, protocol.Refused)
             assert (refusal.trouble.name, refusal.trouble.exit_code) == ("not-trusted", 2)
             assert word in refusal.trouble.what
             assert refusal.trouble.what in told[-1]
         await it.started()
-        ended = await it.end.hear(wire.Ended)
-        assert isinstance(ended, wire.Ended)
+        ended = await it.end.hear(protocol.Ended)
+        assert isinstance(ended, protocol.Ended)
         assert ended.good
         assert it.end.output().split() == [str(tmp_path), "None"]
-        it.end.say(wire.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     one.play(scene, tell=told.append, folder=tmp_path)
     assert not (tmp_path / "their-logs").exists()

@@ -11,12 +11,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import evidence, ledger, sign_of_life, wire
-from torchmuster.launch.channel import Arrive
-from torchmuster.launch.launcher import launch
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.supervisor import Outcome
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch import protocol
+from torchmuster.launch.history import evidence, launcher_heartbeat, run_state
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.transports.channel import Arrive
 from torchmuster.runfolder import create
 
 
@@ -39,7 +40,7 @@ class Unreachable:
     def waiting_for(self, place: int) -> str:
         return "nothing"
 
-    def gave_up(self, place: int) -> wire.Trouble | None:
+    def gave_up(self, place: int) -> protocol.Trouble | None:
         return None
 
     def rejoins(self, place: int) -> bool:
@@ -76,7 +77,7 @@ class LongCourse:
 def test_as_long_as_it_lives_it_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sign_of_life, "_EVERY_S", 0.01)
+    monkeypatch.setattr(launcher_heartbeat, "_EVERY_S", 0.01)
     run = create(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 
@@ -96,7 +97,7 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     told = capfd.readouterr().err
     assert run.id in told
     assert told == snapshot
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     assert state is not None
     assert (state.phase, state.exit_code) == ("failed", 2)
     assert state.headline == "port 29400 cannot be opened"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.launch import launcher
-from torchmuster.launch.supervisor import Outcome
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.launcher import launch_job
+from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.runfolder import create
 
 
@@ -36,7 +36,7 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
     voice = TerminalVoice(create(tmp_path, "train"))
 
     async def work() -> None:
-        with launcher._signals(course, voice, [], warned, can_save=False):
+        with launch_job._signals(course, voice, [], warned, can_save=False):
             os.kill(os.getpid(), signal.SIGUSR1)
             while not warned:
                 await asyncio.sleep(0.01)

@@ -18,8 +18,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import ledger
-from torchmuster.launch.spec import Host, JobSpec, Limits
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import Host, JobSpec, Limits
 from torchmuster.runfolder import RunFolder, create
 
 SPEC = JobSpec(
@@ -45,15 +45,15 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def written_by(run: RunFolder, launcher: ledger.Launcher) -> None:
+def written_by(run: RunFolder, launcher: run_state.Launcher) -> None:
     content = json.loads(run.job.read_text())
     run.job.write_text(json.dumps({**content, "launcher": dataclasses.asdict(launcher)}))
 
 
-def launcher_of(process: psutil.Process) -> ledger.Launcher:
+def launcher_of(process: psutil.Process) -> run_state.Launcher:
     stat = Path(f"/proc/{process.pid}/stat")
     ticks = int(stat.read_text().rpartition(")")[2].split()[19]) if stat.exists() else None
-    return ledger.Launcher(
+    return run_state.Launcher(
         host=socket.gethostname(),
         pid=process.pid,
         created_unix_s=process.create_time(),
@@ -62,14 +62,14 @@ def launcher_of(process: psutil.Process) -> ledger.Launcher:
 
 
 def phase(run: RunFolder) -> str | None:
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     return None if state is None else state.phase
 
 
 def test_what_was_launched_is_read_again_without_its_secrets(run: RunFolder) -> None:
-    assert ledger.read_job(run) is None
-    ledger.write_job(run, SPEC, token="0123")
-    job = ledger.read_job(run)
+    assert run_state.read_job(run) is None
+    run_state.write_job(run, SPEC, token="0123")
+    job = run_state.read_job(run)
     assert job is not None
     assert job.command == ["train.py", "--api-key", "[redacted]", "--lr", "1"]
     assert (job.folder, job.hosts, job.token) == ("/home/ana", ["a", "b:4"], "0123")
@@ -82,16 +82,16 @@ def test_what_was_launched_is_read_again_without_its_secrets(run: RunFolder) -> 
 
 
 def test_phases_and_the_end(run: RunFolder) -> None:
-    ledger.write_job(run, SPEC)
-    diary = ledger.Diary(run)
+    run_state.write_job(run, SPEC)
+    diary = run_state.Diary(run)
     assert phase(run) is None
     for name in ("roll-call", "starting", "running"):
         diary.phase(name)
-        state = ledger.read_state(run)
+        state = run_state.read_state(run)
         assert state is not None
         assert (state.phase, state.active, state.exit_code) == (name, True, None)
     diary.ended("failed", 1, "rank 1 failed")
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     assert state is not None
     assert (state.phase, state.active, state.exit_code) == ("failed", False, 1)
     assert state.headline == "rank 1 failed"
@@ -101,19 +101,19 @@ def test_phases_and_the_end(run: RunFolder) -> None:
 def test_a_run_whose_launcher_was_killed_has_died(
     run: RunFolder, other: "subprocess.Popen[bytes]"
 ) -> None:
-    ledger.write_job(run, SPEC)
+    run_state.write_job(run, SPEC)
     written_by(run, launcher_of(psutil.Process(other.pid)))
-    ledger.Diary(run).phase("running")
+    run_state.Diary(run).phase("running")
     assert phase(run) == "running"
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     assert phase(run) == "died"  # a zombie is not alive
     other.wait()
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     assert state is not None
     assert (state.phase, state.active, state.headline) == ("died", False, "the launcher was killed")
     os.utime(run.state, (state.since_unix_s + 90, state.since_unix_s + 90))  # its last sign of life
-    later = ledger.read_state(run)
+    later = run_state.read_state(run)
     assert later is not None
     assert later.since_unix_s == pytest.approx(state.since_unix_s + 90, abs=1)
 
@@ -121,9 +121,9 @@ def test_a_run_whose_launcher_was_killed_has_died(
 def test_a_later_process_with_the_same_number_is_not_the_launcher(
     run: RunFolder, other: "subprocess.Popen[bytes]"
 ) -> None:
-    ledger.write_job(run, SPEC)
+    run_state.write_job(run, SPEC)
     launcher = launcher_of(psutil.Process(other.pid))
-    ledger.Diary(run).phase("running")
+    run_state.Diary(run).phase("running")
     ticks = launcher.start_ticks
     earlier = dataclasses.replace(
         launcher,
@@ -140,7 +140,7 @@ def test_a_later_process_with_the_same_number_is_not_the_launcher(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere starts are told by the clock")
 def test_setting_the_clock_does_not_make_another_process_of_the_launcher() -> None:
-    launcher = ledger.Launcher.this()
+    launcher = run_state.Launcher.this()
     moved = dataclasses.replace(launcher, created_unix_s=launcher.created_unix_s + 3600)
     process = moved.process()
     assert process is not None
@@ -150,10 +150,10 @@ def test_setting_the_clock_does_not_make_another_process_of_the_launcher() -> No
 def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    ledger.write_job(run, SPEC)
-    elsewhere = ledger.Launcher(host="login-1", pid=os.getpid(), created_unix_s=0.0)
+    run_state.write_job(run, SPEC)
+    elsewhere = run_state.Launcher(host="login-1", pid=os.getpid(), created_unix_s=0.0)
     written_by(run, elsewhere)
-    ledger.Diary(run).phase("running")
+    run_state.Diary(run).phase("running")
     assert elsewhere.process() is None
     an_hour = time.time() + 3600
     monkeypatch.setattr("time.time", lambda: an_hour)  # of this machine; the disk's is another
@@ -161,7 +161,7 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     monkeypatch.undo()
     heard = time.time() - 2.5 * 3600
     os.utime(run.state, (heard, heard))
-    state = ledger.read_state(run)
+    state = run_state.read_state(run)
     assert state is not None
     assert state.phase == "died"
     assert state.headline == snapshot
@@ -172,29 +172,29 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
 def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> None:
     run.state.write_text(content)
     run.job.write_text(content)
-    assert ledger.read_state(run) is None
-    assert ledger.read_job(run) is None
+    assert run_state.read_state(run) is None
+    assert run_state.read_job(run) is None
 
 
 def test_what_a_newer_version_wrote_beside_is_ignored(run: RunFolder) -> None:
-    ledger.write_job(run, SPEC)
-    ledger.Diary(run).ended("finished", 0, "finished well")
+    run_state.write_job(run, SPEC)
+    run_state.Diary(run).ended("finished", 0, "finished well")
     for path in (run.job, run.state):
         path.write_text(json.dumps({**json.loads(path.read_text()), "mood": "good"}))
     written = json.loads(run.job.read_text())
     written["launcher"]["boot"] = "x"
     run.job.write_text(json.dumps(written))
     assert phase(run) == "finished"
-    assert ledger.read_job(run) is not None
+    assert run_state.read_job(run) is not None
 
 
 def test_a_run_that_was_only_just_made_is_waited_for(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_WRITTEN_WITHIN_S", GIVE_UP_S)
-    writer = threading.Timer(0.2, lambda: ledger.write_job(run, SPEC))
+    monkeypatch.setattr(run_state, "_WRITTEN_WITHIN_S", GIVE_UP_S)
+    writer = threading.Timer(0.2, lambda: run_state.write_job(run, SPEC))
     writer.start()
-    job = ledger.await_job(run)
+    job = run_state.await_job(run)
     writer.join()
     assert job is not None
 
@@ -203,7 +203,7 @@ def test_a_run_that_was_made_long_ago_is_not_waited_for(run: RunFolder) -> None:
     long_ago = time.time() - 3600
     os.utime(run.marker, (long_ago, long_ago))
     began = time.monotonic()
-    assert ledger.await_job(run) is None
+    assert run_state.await_job(run) is None
     assert time.monotonic() - began < 1 + BUSY_S
 
 
@@ -212,14 +212,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_name(
 ) -> None:
     shutil.rmtree(run.path)
     with pytest.raises(Impossible) as refusal:
-        ledger.write_job(run, SPEC)
+        run_state.write_job(run, SPEC)
     assert str(run.path) in refusal.value.what
     assert refusal.value.what.replace(str(run.path), "RUN") == snapshot
     assert "--runs DIR" in refusal.value.fix
 
 
 def test_a_disk_that_fills_up_during_a_run_does_not_end_it(run: RunFolder) -> None:
-    diary = ledger.Diary(run)
+    diary = run_state.Diary(run)
     shutil.rmtree(run.path)
     diary.phase("running")
     diary.ended("finished", 0, "finished well")

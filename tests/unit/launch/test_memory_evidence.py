@@ -13,7 +13,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT, Peaks, Watch
+from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT, Peaks, Watch
 from torchmuster.units import GiB, MiB
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -199,7 +199,7 @@ def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
     program = f"""
         import os, pathlib, subprocess, sys, time
         pathlib.Path({str(small_cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
-        from torchmuster.launch.memory_evidence import Peaks, Watch
+        from torchmuster.launch.node.memory_evidence import Peaks, Watch
         watch, peaks = Watch.begin(), Peaks()
         hungry = "print(flush=True)\\ninput()\\ndata = []\\nwhile True: data.append(bytearray(2**20))"
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -6,23 +6,23 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost
-from torchmuster.launch import wire
-from torchmuster.launch.node import Node
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import Node
 
 
 class FakeChannel:
     """A machine that says what the test lets it say."""
 
     def __init__(self) -> None:
-        self.sent: list[wire.ToKeeper] = []
-        self.says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.sent: list[protocol.ToKeeper] = []
+        self.says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
         self.drained = asyncio.Event()
         self.closed = False
 
-    async def send(self, message: wire.ToKeeper) -> None:
+    async def send(self, message: protocol.ToKeeper) -> None:
         self.sent.append(message)
 
-    async def receive(self) -> wire.FromKeeper | None:
+    async def receive(self) -> protocol.FromKeeper | None:
         message = await self.says.get()
         if self.says.empty():
             self.drained.set()
@@ -37,7 +37,7 @@ class FakeChannel:
         await asyncio.wait_for(self.drained.wait(), GIVE_UP_S)
 
 
-_START = wire.Start(
+_START = protocol.Start(
     attempt=1,
     node_rank=0,
     nodes=1,
@@ -52,7 +52,7 @@ _START = wire.Start(
     timeout_s=1,
     max_restarts=1,
 )
-_STARTED = wire.Started(attempt=1, pid=1)
+_STARTED = protocol.Started(attempt=1, pid=1)
 
 
 def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:
@@ -71,7 +71,7 @@ def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:
     asyncio.run(play())
 
 
-async def said(channel: FakeChannel, *messages: wire.FromKeeper) -> None:
+async def said(channel: FakeChannel, *messages: protocol.FromKeeper) -> None:
     """Let the machine say something, and wait until it has been taken in."""
     for message in messages:
         channel.says.put_nowait(message)
@@ -84,10 +84,10 @@ def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         node.expect(1)
         starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
-        await said(channel, wire.Ended(attempt=0, good=True), _STARTED)
+        await said(channel, protocol.Ended(attempt=0, good=True), _STARTED)
         await starting
         assert not node.ended
-        this = wire.Ended(attempt=1, good=False, words="of this one")
+        this = protocol.Ended(attempt=1, good=False, words="of this one")
         await said(channel, this)
         assert node.ended == this
 
@@ -102,8 +102,8 @@ def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
         await starting
         await node.stop(5, "another machine failed")
         # It had failed by then; to the request it answers that nothing runs any more.
-        failed = wire.Ended(attempt=1, good=False, words="out of memory")
-        await said(channel, failed, wire.Ended(attempt=1, good=True))
+        failed = protocol.Ended(attempt=1, good=False, words="out of memory")
+        await said(channel, failed, protocol.Ended(attempt=1, good=True))
         assert node.ended == failed
 
     with_node(scene)
@@ -112,11 +112,11 @@ def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
 def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         node.expect(1)
-        await said(channel, wire.Ended(attempt=0, good=True))
+        await said(channel, protocol.Ended(attempt=0, good=True))
         assert not node.ended
         await node.stop(5, "another machine failed")
-        await said(channel, wire.Ended(attempt=0, good=True))
-        assert node.ended == wire.Ended(attempt=0, good=True)
+        await said(channel, protocol.Ended(attempt=0, good=True))
+        assert node.ended == protocol.Ended(attempt=0, good=True)
 
     with_node(scene)
 
@@ -124,10 +124,10 @@ def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
 def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         node.expect(0)
-        await said(channel, wire.Listening(port=1, addresses=(), reason="old"))
+        await said(channel, protocol.Listening(port=1, addresses=(), reason="old"))
         node.expect(1)
-        hearing = asyncio.ensure_future(node.hear(wire.Listening, within_s=GIVE_UP_S))
-        await said(channel, wire.Listening(port=2, addresses=(), reason="new"))
+        hearing = asyncio.ensure_future(node.hear(protocol.Listening, within_s=GIVE_UP_S))
+        await said(channel, protocol.Listening(port=2, addresses=(), reason="new"))
         assert (await hearing).port == 2
 
     with_node(scene)
@@ -136,7 +136,7 @@ def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
 def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         with pytest.raises(MachineLost, match="node1 does not answer"):
-            await node.hear(wire.Listening, within_s=0)
+            await node.hear(protocol.Listening, within_s=0)
         assert node.lost == "no answer within 0 s"
 
     with_node(scene)
@@ -145,7 +145,7 @@ def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
 def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
     async def scene(node: Node, channel: FakeChannel) -> None:
         for _ in range(1000):
-            channel.says.put_nowait(wire.Output(rank=0, text="still here\n"))
+            channel.says.put_nowait(protocol.Output(rank=0, text="still here\n"))
 
     with_node(scene)
 
@@ -161,12 +161,12 @@ def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
         node = Node(0, "node1", channel, "token.0.0")
         changed = asyncio.Event()
         node.listen(on_output=broken, on_change=changed.set)
-        await said(channel, wire.Output(rank=0, text="x"))
+        await said(channel, protocol.Output(rank=0, text="x"))
         await asyncio.wait_for(changed.wait(), GIVE_UP_S)
         assert node.lost.endswith(": RecursionError: too deep")
         assert node.lost == snapshot
         with pytest.raises(MachineLost):
-            await node.hear(wire.Listening, within_s=GIVE_UP_S)
+            await node.hear(protocol.Listening, within_s=GIVE_UP_S)
         while not channel.closed:
             await asyncio.sleep(0)
         channel.says.put_nowait(None)

@@ -12,7 +12,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices import snapshot
-from torchmuster.launch import node_devices
+from torchmuster.launch.history import node_devices
 from torchmuster.runfolder import RunFolder, create
 
 Machine = Callable[[Scenario], Path]

@@ -7,11 +7,12 @@ import time
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch import pipe, wire
-from torchmuster.launch.pipe import PipeChannel
+from torchmuster.launch import protocol
+from torchmuster.launch.transports import pipe
+from torchmuster.launch.transports.pipe import PipeChannel
 
-ALIVE = wire.to_lines(wire.Alive()).decode()
-LONG = wire.Output(rank=3, text="ü" * 3 * wire.LINE_LIMIT)
+ALIVE = protocol.to_lines(protocol.Alive()).decode()
+LONG = protocol.Output(rank=3, text="ü" * 3 * protocol.LINE_LIMIT)
 # Neither reads its input nor ends when that ends, like ssh on a link that is cut.
 STUCK = "import time; print('ready', flush=True); time.sleep(600)"
 
@@ -31,13 +32,13 @@ def python(program: str) -> list[str]:
         '{"kind":"hello"}',
     ],
 )
-@pytest.mark.parametrize("message", [wire.Alive(), LONG])
+@pytest.mark.parametrize("message", [protocol.Alive(), LONG])
 def test_what_a_login_prints_is_not_taken_for_a_message(
-    banner: str, message: wire.FromKeeper
+    banner: str, message: protocol.FromKeeper
 ) -> None:
-    said = f"{banner}\n{wire.to_lines(message).decode()}"
+    said = f"{banner}\n{protocol.to_lines(message).decode()}"
 
-    async def scene() -> tuple[wire.FromKeeper | None, str]:
+    async def scene() -> tuple[protocol.FromKeeper | None, str]:
         channel = await PipeChannel.open(python(f"import sys; sys.stdout.write({said!r})"))
         first = await channel.receive()
         await channel.close()
@@ -51,8 +52,8 @@ def test_what_a_login_prints_is_not_taken_for_a_message(
 def test_after_the_first_message_nothing_else_is_let_through() -> None:
     async def scene() -> None:
         channel = await PipeChannel.open(python(f"print({ALIVE!r} + '= Welcome =')"))
-        assert await channel.receive() == wire.Alive()
-        with pytest.raises(wire.Garbled, match="malformed"):
+        assert await channel.receive() == protocol.Alive()
+        with pytest.raises(protocol.Garbled, match="malformed"):
             await channel.receive()
         await channel.close()
 

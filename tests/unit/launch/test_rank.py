@@ -14,7 +14,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch import rank
+from torchmuster.launch.rank import start
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Run:
         env = {**os.environ, "RANK": "3", "WORLD_SIZE": str(world_size)}
         quiet = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "timeout": GIVE_UP_S}
         done = subprocess.run(
-            [sys.executable, "-u", rank.__file__, json.dumps(settings), *command],
+            [sys.executable, "-u", start.__file__, json.dumps(settings), *command],
             env=env,
             capture_output=True,
             **quiet,  # type: ignore[call-overload]
@@ -275,7 +275,7 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
         import subprocess, sys
-        code = "import time; from torchmuster.launch.rank import die_with_parent\\n"
+        code = "import time; from torchmuster.launch.rank.start import die_with_parent\\n"
         code += "die_with_parent(); print(flush=True); time.sleep(600)"
         subprocess.run([sys.executable, "-c", code])
         """
@@ -298,7 +298,7 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         "module": False,
     }
     done = subprocess.run(
-        [sys.executable, rank.__file__, json.dumps(settings), "train.py"],
+        [sys.executable, start.__file__, json.dumps(settings), "train.py"],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,
         timeout=GIVE_UP_S,

@@ -8,7 +8,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch.rank_logs import RankLogs
+from torchmuster.launch.launcher.rank_logs import RankLogs
 
 
 def test_every_rank_s_words_are_in_its_log_in_order(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import restarts, wire
-from torchmuster.launch.restarts import Attempt, decide
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher import restart_policy
+from torchmuster.launch.launcher.restart_policy import Attempt, decide
 
 
 def failure(
@@ -98,8 +99,8 @@ def test_the_decision(
     assert chosen.reason == snapshot
 
 
-def failed(what: str = "", error: str = "", exit_code: int = 1) -> wire.Failure:
-    return wire.Failure(
+def failed(what: str = "", error: str = "", exit_code: int = 1) -> protocol.Failure:
+    return protocol.Failure(
         rank=0, local_rank=0, exit_code=exit_code, ago_s=0.0, error=error, what=what
     )
 
@@ -117,21 +118,21 @@ def failed(what: str = "", error: str = "", exit_code: int = 1) -> wire.Failure:
         (KILLED, [failed("the ranks' store is gone while waiting for the first rank")], False),
     ],
 )
-def test_what_cannot_mend_itself(what: str, ranks: list[wire.Failure], expected: bool) -> None:
-    assert restarts.cannot_mend_itself(failure(what), ranks) is expected
+def test_what_cannot_mend_itself(what: str, ranks: list[protocol.Failure], expected: bool) -> None:
+    assert restart_policy.cannot_mend_itself(failure(what), ranks) is expected
 
 
 @pytest.mark.parametrize(("saved", "pause_s"), [(None, 0.0), (1200, 0.0), (None, 2.0)])
 def test_what_is_said_at_a_restart(
     saved: int | None, pause_s: float, snapshot: SnapshotAssertion
 ) -> None:
-    announced = restarts.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
+    announced = restart_policy.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
     assert announced.startswith(f"{KILLED}; ")
     assert announced == snapshot
 
 
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
-    ended = restarts.with_reason(failure(), "crash loop")
+    ended = restart_policy.with_reason(failure(), "crash loop")
     assert ended.what == failure().what
     assert ended.why == f"crash loop\n{failure().why}"
-    assert restarts.with_reason(failure(), "") == failure()
+    assert restart_policy.with_reason(failure(), "") == failure()

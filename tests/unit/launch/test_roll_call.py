@@ -8,12 +8,13 @@ import pytest
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import roll_call, waiting, wire
-from torchmuster.launch.channel import Arrive
-from torchmuster.launch.roll_call import RollCall
-from torchmuster.launch.waiting import Stopped, Waiting
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher import node_registry, waiting
+from torchmuster.launch.launcher.node_registry import RollCall
+from torchmuster.launch.launcher.waiting import Stopped, Waiting
+from torchmuster.launch.transports.channel import Arrive
 
-RECORD = wire.NodeRecord(
+RECORD = protocol.NodeRecord(
     host="n",
     user="ana",
     pid=1,
@@ -32,17 +33,17 @@ class Machine:
     """A channel to a machine that says hello and is let go of as the test wants it."""
 
     def __init__(
-        self, letting_go: Callable[[], Awaitable[object]], *, protocol: int = wire.PROTOCOL
+        self, letting_go: Callable[[], Awaitable[object]], *, version: int = protocol.PROTOCOL
     ) -> None:
         self._letting_go = letting_go
-        self._says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
-        self._says.put_nowait(wire.Hello(protocol=protocol, record=RECORD))
+        self._says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self._says.put_nowait(protocol.Hello(protocol=version, record=RECORD))
         self.given_up = False
 
-    async def send(self, message: wire.ToKeeper) -> None:
+    async def send(self, message: protocol.ToKeeper) -> None:
         pass
 
-    async def receive(self) -> wire.FromKeeper | None:
+    async def receive(self) -> protocol.FromKeeper | None:
         return await self._says.get()
 
     def why_closed(self) -> str:
@@ -88,7 +89,7 @@ class Called:
     def waiting_for(self, place: int) -> str:
         return "it is called"
 
-    def gave_up(self, place: int) -> wire.Trouble | None:
+    def gave_up(self, place: int) -> protocol.Trouble | None:
         return None
 
     def rejoins(self, place: int) -> bool:
@@ -143,7 +144,7 @@ def test_the_lost_are_let_go_of_at_the_same_time() -> None:
 def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roll_call, "_LET_GO_WITHIN_S", 0.3)
+    monkeypatch.setattr(node_registry, "_LET_GO_WITHIN_S", 0.3)
     monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.1)
     said: list[str] = []
 
@@ -161,7 +162,7 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
 def test_nobody_who_wants_the_end_has_to_wait_for_the_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roll_call, "_LET_GO_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(node_registry, "_LET_GO_WITHIN_S", GIVE_UP_S)
     begun = asyncio.Event()
 
     async def never_ends() -> None:
@@ -200,7 +201,7 @@ def test_a_machine_that_came_back_by_itself_is_kept() -> None:
 def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_come() -> None:
     async def story() -> None:
         called = Called(at_once)
-        called.machines[2] = Machine(at_once, protocol=wire.PROTOCOL + 98)
+        called.machines[2] = Machine(at_once, version=protocol.PROTOCOL + 98)
         roll = RollCall(
             called,
             Waiting(print),
@@ -224,7 +225,7 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
 def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roll_call, "_CALL_LEFT_OUT_AFTER_S", 0.1)
+    monkeypatch.setattr(node_registry, "_CALL_LEFT_OUT_AFTER_S", 0.1)
 
     async def story() -> None:
         called = Away()
@@ -261,8 +262,8 @@ def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
     asyncio.run(story())
 
 
-PREPARED = wire.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=None)
-AWAY = wire.Trouble(name="host-unreachable", what="host b cannot take part", why="it is off")
+PREPARED = protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=None)
+AWAY = protocol.Trouble(name="host-unreachable", what="host b cannot take part", why="it is off")
 
 
 class Away(Called):
@@ -271,12 +272,12 @@ class Away(Called):
     def __init__(self) -> None:
         super().__init__(at_once)
         self.is_up = False
-        self._trouble: wire.Trouble | None = None
+        self._trouble: protocol.Trouble | None = None
 
     async def reopen(self, place: int) -> None:
         self._trouble = None if self.is_up else AWAY
         if self.is_up:
             await super().reopen(place)
 
-    def gave_up(self, place: int) -> wire.Trouble | None:
+    def gave_up(self, place: int) -> protocol.Trouble | None:
         return self._trouble if place == 1 else None

@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch import saved, wire
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher import saved
 
 WORDS = "saved at step 120 at a request to end (SIGUSR1 to rank 1)"
 
 
-def rank(number: int, exit_code: int, what: str = "") -> wire.Failure:
-    return wire.Failure(
+def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
+    return protocol.Failure(
         rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, error=""
     )
 
 
-def machine(*failures: wire.Failure, words: str = "", lost: str = "", told: bool = True) -> Any:
-    ended = wire.Ended(attempt=0, good=False, failures=failures, words=words) if told else None
+def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True) -> Any:
+    ended = protocol.Ended(attempt=0, good=False, failures=failures, words=words) if told else None
     return SimpleNamespace(ended=ended, lost=lost)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.spec import Host, parse_hosts
+from torchmuster.launch.job import Host, parse_hosts
 
 
 def hosts(*words: str) -> list[tuple[str, int | None]]:

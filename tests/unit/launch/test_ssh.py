@@ -14,8 +14,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import ssh
-from torchmuster.launch.spec import Host, parse_hosts
+from torchmuster.launch.job import Host, parse_hosts
+from torchmuster.launch.transports import ssh
 
 PYTHON = "/opt/my python/bin/python3"
 
@@ -26,7 +26,7 @@ def test_the_command_asks_nobody_notices_a_cut_link_and_holds_nothing_the_user_g
     assert command[-3:] == [
         "--",
         "ana@b",
-        "exec '/opt/my python/bin/python3' -m torchmuster.launch.keeper",
+        "exec '/opt/my python/bin/python3' -m torchmuster.launch.node",
     ]
     assert "-T" in command
     given = {word for word in command if "=" in word}
@@ -78,8 +78,8 @@ def call(hosts: list[Host], **more: float) -> None:
 def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
     program = (
         "import asyncio, resource\n"
-        "from torchmuster.launch.spec import Host\n"
-        "from torchmuster.launch.ssh import SshTransport\n"
+        "from torchmuster.launch.job import Host\n"
+        "from torchmuster.launch.transports.ssh import SshTransport\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))\n"
         "async def scene():\n"
@@ -106,7 +106,7 @@ def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
 )
 def test_a_path_is_one_word_to_a_remote_shell(python: str) -> None:
     remote = ssh.keeper_command("b", python)[-1]
-    assert shlex.split(remote) == ["exec", python, "-m", "torchmuster.launch.keeper"]
+    assert shlex.split(remote) == ["exec", python, "-m", "torchmuster.launch.node"]
     shown = subprocess.run(
         ["sh", "-c", remote.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torchmuster.checkpoints import manifest
 from torchmuster.checkpoints.places import open_store
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.standing import Standing, look
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.training_progress import Standing, look
 
 SCRIPT = JobSpec(name="x", command=("x.py",), folder="/")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch import standing, supervisor
-from torchmuster.launch.local import LocalTransport
-from torchmuster.launch.spec import JobSpec
-from torchmuster.launch.standing import Standing
-from torchmuster.launch.supervisor import Supervisor
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import job_runner, training_progress
+from torchmuster.launch.launcher.job_runner import Supervisor
+from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.launcher.training_progress import Standing
+from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create
 
 
@@ -42,8 +42,8 @@ def test_a_look_that_takes_too_long_leaves_what_was_known(
         over.wait(GIVE_UP_S)
         return Standing()
 
-    monkeypatch.setattr(standing, "look", look)
-    monkeypatch.setattr(supervisor, "_LOOK_WITHIN_S", 0.05)
+    monkeypatch.setattr(training_progress, "look", look)
+    monkeypatch.setattr(job_runner, "_LOOK_WITHIN_S", 0.05)
 
     async def work() -> Standing:
         found = await supervise(tmp_path)._look(0.0, known)

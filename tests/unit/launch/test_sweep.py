@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch.keeper import sweep
+from torchmuster.launch.node import process_cleanup
 
 # A process that starts another one in a session of its own and does not wait for it.
 STARTS_A_GRANDCHILD = """
@@ -25,13 +25,13 @@ sys.stdin.read()
 def token() -> Iterator[str]:
     name = os.urandom(8).hex()
     yield name
-    sweep.kill(name, within_s=GIVE_UP_S)
+    process_cleanup.kill(name, within_s=GIVE_UP_S)
 
 
 def started(token: str, program: str = "print(flush=True); input()") -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, sweep.TOKEN_VARIABLE: token},
+        env={**os.environ, process_cleanup.TOKEN_VARIABLE: token},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -57,14 +57,14 @@ def has_ended(process: psutil.Process) -> bool:
 
 def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> None:
     child = started(token, STARTS_A_GRANDCHILD)
-    found = {one.pid: one for one in sweep.processes_of(token)}
+    found = {one.pid: one for one in process_cleanup.processes_of(token)}
     assert child.pid in found
     (grandchild,) = (one for pid, one in found.items() if pid != child.pid)
     assert os.getsid(grandchild.pid) == grandchild.pid
     child.kill()
     ended(child)
-    assert [one.pid for one in sweep.processes_of(token)] == [grandchild.pid]
-    assert sweep.kill(token, within_s=GIVE_UP_S) == []
+    assert [one.pid for one in process_cleanup.processes_of(token)] == [grandchild.pid]
+    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
     deadline = time.monotonic() + GIVE_UP_S
     while not has_ended(grandchild):  # one that is about to end has no environment any more
         assert time.monotonic() < deadline
@@ -73,30 +73,30 @@ def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> 
 
 def test_one_keeper_s_part_leaves_the_other_s_alone(token: str) -> None:
     first, second, tenth = started(f"{token}.1"), started(f"{token}.2"), started(f"{token}.10")
-    assert sweep.kill(f"{token}.1", within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill(f"{token}.1", within_s=GIVE_UP_S) == []
     assert ended(first) == -9
-    assert {one.pid for one in sweep.processes_of(token)} == {second.pid, tenth.pid}
+    assert {one.pid for one in process_cleanup.processes_of(token)} == {second.pid, tenth.pid}
     # The whole run's token finds every part.
-    assert sweep.kill(token, within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
     assert (ended(second), ended(tenth)) == (-9, -9)
 
 
 def test_a_longer_token_that_begins_alike_is_another_run(token: str) -> None:
     other = started(f"{token}0")
-    assert sweep.processes_of(token) == []
-    assert sweep.kill(f"{token}0", within_s=GIVE_UP_S) == []
+    assert process_cleanup.processes_of(token) == []
+    assert process_cleanup.kill(f"{token}0", within_s=GIVE_UP_S) == []
     assert ended(other) == -9
 
 
 def test_whoever_sweeps_does_not_end_itself(token: str) -> None:
     program = (
-        "import os, sys; from torchmuster.launch.keeper import sweep\n"
-        f"token = os.environ[{sweep.TOKEN_VARIABLE!r}]\n"
+        "import os, sys; from torchmuster.launch.node import sweep\n"
+        f"token = os.environ[{process_cleanup.TOKEN_VARIABLE!r}]\n"
         "print(sweep.kill(token, within_s=2), sweep.processes_of(token))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, sweep.TOKEN_VARIABLE: token},
+        env={**os.environ, process_cleanup.TOKEN_VARIABLE: token},
         capture_output=True,
         text=True,
         check=True,
@@ -113,12 +113,12 @@ def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them(token: s
     )
     process = started(token, program)
     time.sleep(0.2)
-    assert sweep.kill(token, within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
     assert ended(process) == -9
-    assert sweep.processes_of(token) == []
+    assert process_cleanup.processes_of(token) == []
 
 
 def test_where_nothing_runs_nothing_is_waited_for(token: str) -> None:
     began = time.monotonic()
-    assert sweep.kill(token, within_s=30.0) == []
+    assert process_cleanup.kill(token, within_s=30.0) == []
     assert time.monotonic() - began < 5 + BUSY_S

@@ -7,10 +7,11 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import known_failures, wire
-from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
-from torchmuster.launch.traceback_text import from_own_code
-from torchmuster.launch.verdict import NodeEnd, of_attempt
+from torchmuster.launch import protocol
+from torchmuster.launch.history import known_failures
+from torchmuster.launch.history.root_cause import NodeEnd, of_attempt
+from torchmuster.launch.history.traceback_text import from_own_code
+from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.units import GiB
 
 LOGS = "runs/x/logs"
@@ -33,12 +34,12 @@ def failure(
     evidence: str = "",
     last_lines: str = "",
     peak_rss_bytes: int | None = None,
-) -> wire.Failure:
+) -> protocol.Failure:
     trace = (
         "Traceback (most recent call last):\n"
         + '  File "/home/ann/train.py", line 13, in <module>\n'
     )
-    return wire.Failure(
+    return protocol.Failure(
         rank=rank,
         local_rank=0,
         exit_code=exit_code,
@@ -51,8 +52,10 @@ def failure(
     )
 
 
-def ended(host: str, *failures: wire.Failure, at_s: float = 100.0, words: str = "") -> NodeEnd:
-    message = wire.Ended(attempt=0, good=not (failures or words), failures=failures, words=words)
+def ended(host: str, *failures: protocol.Failure, at_s: float = 100.0, words: str = "") -> NodeEnd:
+    message = protocol.Ended(
+        attempt=0, good=not (failures or words), failures=failures, words=words
+    )
     return NodeEnd(host=host, ended=message, ended_s=at_s)
 
 
@@ -77,7 +80,7 @@ def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
         begin = begin if "Exception Group" not in log else log.find("[rank1]:   + Exception Group")
         traceback = log[begin:].replace(f"[rank{word}]: ", "") if begin >= 0 else ""
         error = traceback.rstrip().rpartition("\n")[2]
-        one = wire.Failure(
+        one = protocol.Failure(
             rank=int(word),
             local_rank=int(word),
             exit_code=code,
@@ -169,7 +172,7 @@ def test_the_evidence_is_the_traceback_and_the_log(snapshot: SnapshotAssertion) 
 def test_who_only_waited_for_the_rank_that_failed_is_neither_blamed_nor_named(
     waited: str, in_parts: bool
 ) -> None:
-    culprit = wire.Failure(
+    culprit = protocol.Failure(
         rank=0,
         local_rank=0,
         exit_code=1,
@@ -180,7 +183,9 @@ def test_who_only_waited_for_the_rank_that_failed_is_neither_blamed_nor_named(
     )
     other = failure(1, f"torchmuster.errors.MusterError: {waited}", ago_s=0.5)
     if in_parts:
-        other = wire.Failure(rank=1, local_rank=1, exit_code=1, ago_s=0.5, what=waited, fix="no")
+        other = protocol.Failure(
+            rank=1, local_rank=1, exit_code=1, ago_s=0.5, what=waited, fix="no"
+        )
     finding = judged(ended("a", culprit, other), world_size=2)
     assert finding.what.startswith("rank 0 on a ")
     assert finding.what.endswith(f": {culprit.what}")
@@ -198,7 +203,7 @@ def test_a_traceback_begins_with_the_users_own_code() -> None:
     head = "Traceback (most recent call last):\n"
     between = "\nThe above exception was the direct cause of the following exception:\n\n"
     trace = f"{head}{ours}{own}{torchs}OSError: cut\n{between}{head}{ours}{torchs}OSError: worse"
-    one = wire.Failure(
+    one = protocol.Failure(
         rank=0, local_rank=0, exit_code=1, ago_s=0.0, error="OSError: worse", traceback=trace
     )
     shortened = from_own_code(trace)
@@ -208,7 +213,7 @@ def test_a_traceback_begins_with_the_users_own_code() -> None:
 
 
 def test_a_long_traceback_is_cut_to_its_end() -> None:
-    deep = wire.Failure(
+    deep = protocol.Failure(
         rank=0,
         local_rank=0,
         exit_code=1,
@@ -359,8 +364,8 @@ def test_a_script_s_own_words_are_the_headline() -> None:
     assert number.what.endswith(": exit code 3")
 
 
-def told(rank: int, what: str, *, ago_s: float = 0.0) -> wire.Failure:
-    return wire.Failure(
+def told(rank: int, what: str, *, ago_s: float = 0.0) -> protocol.Failure:
+    return protocol.Failure(
         rank=rank,
         local_rank=0,
         exit_code=1,
@@ -586,7 +591,7 @@ def test_a_failure_of_a_rank_s_own_stands_before_a_hang() -> None:
 
 
 def finished(host: str, *ranks: int) -> NodeEnd:
-    message = wire.Ended(attempt=0, good=False, failures=(failure(0, CLOSED),), finished=ranks)
+    message = protocol.Ended(attempt=0, good=False, failures=(failure(0, CLOSED),), finished=ranks)
     return NodeEnd(host=host, ended=message, ended_s=100.0)
 
 
@@ -601,7 +606,7 @@ def test_ranks_that_ended_well_while_others_needed_them_are_named(
 
 
 def test_a_rank_that_ended_well_is_not_blamed_for_another_s_own_failure() -> None:
-    message = wire.Ended(
+    message = protocol.Ended(
         attempt=0, good=False, failures=(failure(0, "ValueError: no"),), finished=(1,)
     )
     finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
@@ -615,7 +620,7 @@ def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so(
     log = "done\nterminate called without an active exception\nFatal Python error: Aborted\n"
     aborted = failure(1, exit_code=-6, last_lines=log)
     other = failure(0, exit_code=-15)
-    message = wire.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
+    message = protocol.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
     finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
     assert finding.name == "rank-aborted-at-exit"
     assert finding.what.startswith("rank 1 on a ")

@@ -14,9 +14,9 @@ import pytest
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import voice as voice_module
-from torchmuster.launch.console import Console, Folder
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.launcher import output as voice_module
+from torchmuster.launch.launcher.console import Console, Folder
+from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.runfolder import RunFolder, create
 
 FINDING = Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why="no data")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 
-PREPARE = wire.Prepare(
+PREPARE = protocol.Prepare(
     run_id="20260131-120000-train-1a2b",
     token="0123.0",
     command=("train.py", "--name", "Zoë's run 🚀", "a\nb", "--empty", ""),
@@ -21,24 +21,24 @@ PREPARE = wire.Prepare(
     gpu_ids=("0", "GPU-8f6b"),
     environment={"NOTE": "tab\there", "EMPTY": ""},
 )
-ENDED = wire.Ended(
+ENDED = protocol.Ended(
     attempt=2,
     good=False,
     failures=(
-        wire.Failure(
+        protocol.Failure(
             rank=3, local_rank=1, exit_code=-9, ago_s=0.25, evidence="the kernel killed it"
         ),
     ),
 )
 
 
-def through_a_pipe(message: wire.Message) -> bytes:
+def through_a_pipe(message: protocol.Message) -> bytes:
     """Return the JSON that arrives; every line on its way is short, ASCII and whole."""
-    lines = wire.to_lines(message).splitlines(keepends=True)
-    assembler = wire.Assembler()
+    lines = protocol.to_lines(message).splitlines(keepends=True)
+    assembler = protocol.Assembler()
     whole = [assembler.add(line) for line in lines]
     assert all(line.isascii() and line.endswith(b"\n") for line in lines)
-    assert all(len(line) <= wire.LINE_LIMIT + 2 for line in lines)
+    assert all(len(line) <= protocol.LINE_LIMIT + 2 for line in lines)
     assert whole[:-1] == [None] * (len(lines) - 1)
     assert whole[-1] is not None
     return whole[-1]
@@ -48,68 +48,72 @@ def through_a_pipe(message: wire.Message) -> bytes:
     "message",
     [
         PREPARE,
-        wire.Listen(nonce="n", port=None),
-        wire.Reach(nonce="n", targets=(wire.Target(address="fd00::1", port=29400),), timeout_s=5.0),
-        wire.Stop(grace_s=5.0, why="Ctrl-C"),
-        wire.Signal(name="SIGUSR1"),
-        wire.TellPackages(),
-        wire.Alive(),
-        wire.Leave(exit_code=1, words="rank 1 on b failed: „nichts“"),
+        protocol.Listen(nonce="n", port=None),
+        protocol.Reach(
+            nonce="n", targets=(protocol.Target(address="fd00::1", port=29400),), timeout_s=5.0
+        ),
+        protocol.Stop(grace_s=5.0, why="Ctrl-C"),
+        protocol.Signal(name="SIGUSR1"),
+        protocol.TellPackages(),
+        protocol.Alive(),
+        protocol.Leave(exit_code=1, words="rank 1 on b failed: „nichts“"),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_the_launcher_says_arrives(message: wire.ToKeeper) -> None:
-    assert wire.decode_to_keeper(wire.encode(message)) == message
-    assert wire.decode_to_keeper(through_a_pipe(message)) == message
+def test_what_the_launcher_says_arrives(message: protocol.ToKeeper) -> None:
+    assert protocol.decode_to_keeper(protocol.encode(message)) == message
+    assert protocol.decode_to_keeper(through_a_pipe(message)) == message
 
 
 @pytest.mark.parametrize(
     "message",
     [
         ENDED,
-        wire.Refused(trouble=wire.Trouble(name="impossible", what="no", exit_code=2)),
-        wire.Waiting(words="GPU 0 is in use"),
-        wire.Output(rank=7, text="épôque\x1b[31m 1\r\n"),
-        wire.Packages(packages={"torch": "2.13.0+cpu"}),
-        wire.Alive(),
+        protocol.Refused(trouble=protocol.Trouble(name="impossible", what="no", exit_code=2)),
+        protocol.Waiting(words="GPU 0 is in use"),
+        protocol.Output(rank=7, text="épôque\x1b[31m 1\r\n"),
+        protocol.Packages(packages={"torch": "2.13.0+cpu"}),
+        protocol.Alive(),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_a_keeper_says_arrives(message: wire.FromKeeper) -> None:
-    assert wire.decode_from_keeper(wire.encode(message)) == message
-    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+def test_what_a_keeper_says_arrives(message: protocol.FromKeeper) -> None:
+    assert protocol.decode_from_keeper(protocol.encode(message)) == message
+    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
 
 
 @pytest.mark.parametrize("extra", range(-40, 41))
 def test_a_message_is_cut_anywhere_and_put_together_again(extra: int) -> None:
     # Three pieces, their ends at every place around the limit.
-    message = wire.Output(rank=0, text="x" * (2 * wire.LINE_LIMIT + extra) + "é")
-    assert wire.to_lines(message).count(b"\n") in (2, 3)
-    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+    message = protocol.Output(rank=0, text="x" * (2 * protocol.LINE_LIMIT + extra) + "é")
+    assert protocol.to_lines(message).count(b"\n") in (2, 3)
+    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
 
 
 @given(st.text(max_size=3000), st.integers(0, 10**6))
 def test_any_text_of_a_rank_arrives(text: str, rank: int) -> None:
     safe = text.encode("utf-8", errors="replace").decode()  # halves of characters never leave a log
-    message = wire.Output(rank=rank, text=safe)
-    assert wire.decode_from_keeper(through_a_pipe(message)) == message
+    message = protocol.Output(rank=rank, text=safe)
+    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
 
 
 def test_messages_follow_each_other_on_one_pipe() -> None:
-    assembler = wire.Assembler()
-    lines = (wire.to_lines(PREPARE) + wire.to_lines(wire.Alive())).splitlines(keepends=True)
+    assembler = protocol.Assembler()
+    lines = (protocol.to_lines(PREPARE) + protocol.to_lines(protocol.Alive())).splitlines(
+        keepends=True
+    )
     arrived = [data for line in lines if (data := assembler.add(line)) is not None]
-    assert [wire.decode_to_keeper(data) for data in arrived] == [PREPARE, wire.Alive()]
+    assert [protocol.decode_to_keeper(data) for data in arrived] == [PREPARE, protocol.Alive()]
 
 
 def test_line_ends_of_other_systems_are_no_part_of_a_message() -> None:
-    data = wire.to_lines(wire.Alive()).replace(b"\n", b"\r\n")
-    assert wire.Assembler().add(data) == b'{"kind":"alive"}'
+    data = protocol.to_lines(protocol.Alive()).replace(b"\n", b"\r\n")
+    assert protocol.Assembler().add(data) == b'{"kind":"alive"}'
 
 
 def test_a_field_that_is_not_known_is_ignored() -> None:
-    newer = json.loads(wire.encode(PREPARE)) | {"priority": "high", "more": [1, {"deep": None}]}
-    assert wire.decode_to_keeper(json.dumps(newer).encode()) == PREPARE
+    newer = json.loads(protocol.encode(PREPARE)) | {"priority": "high", "more": [1, {"deep": None}]}
+    assert protocol.decode_to_keeper(json.dumps(newer).encode()) == PREPARE
 
 
 @pytest.mark.parametrize(
@@ -129,8 +133,8 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
     ],
 )
 def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
-    with pytest.raises(wire.Garbled):
-        wire.decode_to_keeper(data)
+    with pytest.raises(protocol.Garbled):
+        protocol.decode_to_keeper(data)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +150,15 @@ def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
         b'{"kind":"engage","program":"torchmuster.verify.examiner","token":""}',
         b'{"kind":"engage","program":"torchmuster.verify.examiner","token":"a\\n/home"}',
         b'{"kind":"engage","program":"torchmuster.verify.examiner","token":"a\\n"}',
-        wire.encode(msgspec.structs.replace(PREPARE, token="")),
-        wire.encode(msgspec.structs.replace(PREPARE, token="a\n/home")),
-        wire.encode(msgspec.structs.replace(PREPARE, ranks=10**9)),
+        protocol.encode(msgspec.structs.replace(PREPARE, token="")),
+        protocol.encode(msgspec.structs.replace(PREPARE, token="a\n/home")),
+        protocol.encode(msgspec.structs.replace(PREPARE, ranks=10**9)),
     ],
     ids=range(12),
 )
 def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
-    with pytest.raises(wire.Garbled) as caught:
-        wire.decode_to_keeper(data)
+    with pytest.raises(protocol.Garbled) as caught:
+        protocol.decode_to_keeper(data)
     assert len(str(caught.value)) <= 200
 
 
@@ -172,35 +176,35 @@ def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
     ids=range(5),
 )
 def test_what_a_hostile_machine_says_is_an_error(data: bytes) -> None:
-    with pytest.raises(wire.Garbled) as caught:
-        wire.decode_from_keeper(data)
+    with pytest.raises(protocol.Garbled) as caught:
+        protocol.decode_from_keeper(data)
     assert len(str(caught.value)) <= 200
 
 
 @pytest.mark.parametrize("data", [b'{"kind":"leave","exit_code":0,"words":""}', b"\xc3(", b"7"])
 def test_what_is_not_a_message_of_a_keeper_is_an_error(data: bytes) -> None:
-    with pytest.raises(wire.Garbled):
-        wire.decode_from_keeper(data)
+    with pytest.raises(protocol.Garbled):
+        protocol.decode_from_keeper(data)
 
 
 @pytest.mark.parametrize("line", [b"Last login: Mon\n", b"\n", b"", b"\x00=\n", b" =x\n"])
 def test_a_line_that_is_not_of_the_protocol_is_named_in_the_error(line: bytes) -> None:
-    with pytest.raises(wire.Garbled) as caught:
-        wire.Assembler().add(line)
+    with pytest.raises(protocol.Garbled) as caught:
+        protocol.Assembler().add(line)
     assert str(caught.value) == line.decode().strip()
 
 
 def test_whoever_sends_without_an_end_is_refused_before_memory_is_gone() -> None:
-    assembler = wire.Assembler()
-    piece = b"+" + b"x" * wire.LINE_LIMIT + b"\n"
-    for _ in range(wire.MESSAGE_LIMIT // wire.LINE_LIMIT):
+    assembler = protocol.Assembler()
+    piece = b"+" + b"x" * protocol.LINE_LIMIT + b"\n"
+    for _ in range(protocol.MESSAGE_LIMIT // protocol.LINE_LIMIT):
         assert assembler.add(piece) is None
-    with pytest.raises(wire.Garbled):
+    with pytest.raises(protocol.Garbled):
         assembler.add(piece)
 
 
 def test_a_number_that_json_does_not_know_is_not_sent_as_nothing_unnoticed() -> None:
     # Such a time would arrive as null, and nobody would understand the message.
-    endless = wire.Stop(grace_s=math.inf, why="")
-    with pytest.raises(wire.Garbled):
-        wire.decode_to_keeper(wire.encode(endless))
+    endless = protocol.Stop(grace_s=math.inf, why="")
+    with pytest.raises(protocol.Garbled):
+        protocol.decode_to_keeper(protocol.encode(endless))

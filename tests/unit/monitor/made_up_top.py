@@ -9,8 +9,8 @@ import msgspec
 
 from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
-from torchmuster.launch import node_devices, node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_devices, node_ranks
 from torchmuster.monitor.views.top_picture import TopPicture, TopWatch
 from torchmuster.runfolder import RunFolder, create, write_atomically
 from torchmuster.units import GiB

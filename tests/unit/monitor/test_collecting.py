@@ -11,8 +11,8 @@ import pytest
 
 from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, Ecc, Kind, Node
-from torchmuster.launch import ledger, node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks, run_state
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
 from torchmuster.runfolder import RunFolder, create, write_atomically
@@ -124,7 +124,7 @@ def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
     watched.line(step=20)
     watched.look()
     write_atomically(watched.run.metrics / "steps.jsonl", json.dumps(LINE) + "\n")
-    ledger.note(watched.run, ledger.RESTART)
+    run_state.note(watched.run, run_state.RESTART)
     seen = watched.look()
     assert seen["train_steps_total"] == 10
     assert seen["train_skipped_steps_total"] == 1
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_after_its_end_is_held_against_all_its_time(watched: 
         {"at_unix_s": NOW - 100, "event": "starting"},
     ]
     text = "".join(json.dumps(one) + "\n" for one in events)
-    (watched.run.path / ledger.EVENTS).write_text(text)
+    (watched.run.path / run_state.EVENTS).write_text(text)
     watched.state("running")
     watched.line(checkpoint_share=0.0, skipped_steps=0)
     seen = watched.look()
@@ -246,12 +246,12 @@ def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched)
     watched.state("running")
     assert "run_ranks_started" not in watched.look()
     for ranks in (4, 2):
-        ledger.note(watched.run, "started", attempt=0, ranks=ranks)
+        run_state.note(watched.run, "started", attempt=0, ranks=ranks)
     assert watched.look()["run_ranks_started"] == 4, (
         "it goes on with fewer, which it was not launched with"
     )
-    ledger.note(watched.run, "finished", exit_code=0)
-    ledger.note(watched.run, "started", attempt=0, ranks=1)
+    run_state.note(watched.run, "finished", exit_code=0)
+    run_state.note(watched.run, "started", attempt=0, ranks=1)
     assert watched.look()["run_ranks_started"] == 1, "somebody has launched it anew"
 
 

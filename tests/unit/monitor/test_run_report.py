@@ -21,8 +21,8 @@ from made_up_runs import (
 )
 from patience import GIVE_UP_S
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import evidence, ledger
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.history import evidence, run_state
+from torchmuster.launch.job import JobSpec
 from torchmuster.monitor.views import run_report
 from torchmuster.monitor.views.run_report import report
 from torchmuster.runfolder import RunFolder
@@ -39,7 +39,7 @@ SPEC = JobSpec(
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     run = a_run(tmp_path, phase="finished", headline="finished well")
-    ledger.write_job(run, SPEC)
+    run_state.write_job(run, SPEC)
     return run
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_says_nothing(tmp_path: Path, snapshot: SnapshotAssertion)
 
 def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    ledger.write_job(run, SPEC)
+    run_state.write_job(run, SPEC)
     job = json.loads(run.job.read_text())
     job["launcher"] |= {"pid": 2**22 + 1, "start_ticks": None}
     run.job.write_text(json.dumps(job))
@@ -154,7 +154,7 @@ def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: P
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     run = a_run(tmp_path, EVIL, "failed", EVIL)
     spec = JobSpec(name=EVIL, command=(EVIL,), typed=("run", EVIL), folder=EVIL)
-    ledger.write_job(run, spec)
+    run_state.write_job(run, spec)
     add_lines(run, verdict=EVIL)
     add_ranks(run, 1, host=EVIL)
     add_event(run, "started", NOW - 9, attempt=0, ranks=1, hosts=[EVIL], devices={EVIL: [EVIL]})

@@ -12,7 +12,7 @@ import pytest
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch.join import certificate
+from torchmuster.launch.transports.join import certificate
 from torchmuster.monitor import serving
 from torchmuster.monitor.serving import Access, Served
 

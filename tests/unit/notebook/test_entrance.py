@@ -12,7 +12,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch.join import certificate
+from torchmuster.launch.transports.join import certificate
 from torchmuster.notebook.connection import Connection
 from torchmuster.notebook.entrance import Entrance
 from torchmuster.notebook.messages import (

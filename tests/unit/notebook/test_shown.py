@@ -5,7 +5,7 @@ from pathlib import Path
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.pulse import Collective, Pulse
+from torchmuster.launch.hangs.heartbeat import Collective, Pulse
 from torchmuster.notebook.messages import Done
 from torchmuster.notebook.shown import CellShown, Lines, errors, standing, values
 from torchmuster.runfolder import RunFolder

@@ -10,11 +10,11 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost, MusterError
-from torchmuster.launch import wire
-from torchmuster.launch.node import Node
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import Node
 from torchmuster.verify.conversation import PROGRAM, Examiner
 
-RECORD = wire.NodeRecord(
+RECORD = protocol.NodeRecord(
     host="n1",
     user="ana",
     pid=1,
@@ -33,18 +33,18 @@ class Machine:
     """A channel to a keeper that starts what it is told to; its examiner is played by the test."""
 
     def __init__(self) -> None:
-        self.says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
         self.asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.engaged: list[wire.Engage] = []
+        self.engaged: list[protocol.Engage] = []
 
-    async def send(self, message: wire.ToKeeper) -> None:
-        if isinstance(message, wire.Engage):
+    async def send(self, message: protocol.ToKeeper) -> None:
+        if isinstance(message, protocol.Engage):
             self.engaged.append(message)
-            self.says.put_nowait(wire.Engaged(pid=1))
-        if isinstance(message, wire.Relay):
+            self.says.put_nowait(protocol.Engaged(pid=1))
+        if isinstance(message, protocol.Relay):
             self.asked.put_nowait(json.loads(message.text))
 
-    async def receive(self) -> wire.FromKeeper | None:
+    async def receive(self) -> protocol.FromKeeper | None:
         return await self.says.get()
 
     def why_closed(self) -> str:
@@ -54,7 +54,7 @@ class Machine:
         pass
 
     def answer(self, **told: Any) -> None:
-        self.says.put_nowait(wire.Relay(text=json.dumps(told)))
+        self.says.put_nowait(protocol.Relay(text=json.dumps(told)))
 
 
 def play(scene: Callable[[Examiner, Machine], Awaitable[None]]) -> Machine:
@@ -77,7 +77,7 @@ def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None
     async def scene(examiner: Examiner, machine: Machine) -> None:
         assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
 
-    assert play(scene).engaged == [wire.Engage(program=PROGRAM, token="token.0.0")]
+    assert play(scene).engaged == [protocol.Engage(program=PROGRAM, token="token.0.0")]
 
 
 def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
@@ -110,9 +110,9 @@ def test_what_is_not_an_answer_is_passed_over() -> None:
     async def scene(examiner: Examiner, machine: Machine) -> None:
         asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
         number = (await machine.asked.get())["id"]
-        machine.says.put_nowait(wire.Relay(text="Segmentation fault"))
-        machine.says.put_nowait(wire.Relay(text="[1]"))
-        machine.says.put_nowait(wire.Relay(text="[" * 100_000))
+        machine.says.put_nowait(protocol.Relay(text="Segmentation fault"))
+        machine.says.put_nowait(protocol.Relay(text="[1]"))
+        machine.says.put_nowait(protocol.Relay(text="[" * 100_000))
         machine.answer(id=999, answer="of nobody")
         machine.answer(id=number, answer=None)
         assert await asking is None
@@ -141,7 +141,7 @@ def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> 
     async def scene(examiner: Examiner, machine: Machine) -> None:
         asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
         await machine.asked.get()
-        machine.says.put_nowait(wire.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
+        machine.says.put_nowait(protocol.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
         for one in asking:
             with pytest.raises(MachineLost) as caught:
                 await one

@@ -12,10 +12,10 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import wire
-from torchmuster.launch.channel import Arrive
-from torchmuster.launch.spec import JobSpec, Limits
-from torchmuster.launch.supervisor import Outcome
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.transports.channel import Arrive
 from torchmuster.verify import collectives, group, probing
 from torchmuster.verify.group import GroupCheck
 from torchmuster.verify.links.model import End, Link
@@ -37,12 +37,12 @@ class Played:
         self.examiner_ends = False
         self.ranks_hang = False
         self.ranks_stay = False  # after they have told everything
-        self.failure: wire.Failure | None = None
-        self.asked: list[wire.ToKeeper] = []
-        self._says: asyncio.Queue[wire.FromKeeper | None] = asyncio.Queue()
+        self.failure: protocol.Failure | None = None
+        self.asked: list[protocol.ToKeeper] = []
+        self._says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
 
     def hello(self) -> None:
-        record = wire.NodeRecord(
+        record = protocol.NodeRecord(
             host=f"h{self.place}",
             user="ana",
             pid=1,
@@ -55,14 +55,14 @@ class Played:
             clock_unix_s=0.0,
             addresses=(),
         )
-        self._says.put_nowait(wire.Hello(protocol=wire.PROTOCOL, record=record))
+        self._says.put_nowait(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
 
-    async def send(self, message: wire.ToKeeper) -> None:
+    async def send(self, message: protocol.ToKeeper) -> None:
         self.asked.append(message)
         for answer in self._answers(message):
             self._says.put_nowait(answer)
 
-    async def receive(self) -> wire.FromKeeper | None:
+    async def receive(self) -> protocol.FromKeeper | None:
         return await self._says.get()
 
     def why_closed(self) -> str:
@@ -71,46 +71,46 @@ class Played:
     async def close(self) -> None:
         pass
 
-    def of(self, kind: type[wire.Message]) -> list[Any]:
+    def of(self, kind: type[protocol.Message]) -> list[Any]:
         return [one for one in self.asked if isinstance(one, kind)]
 
-    def _answers(self, message: wire.ToKeeper) -> Sequence[wire.FromKeeper]:
-        here = wire.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
+    def _answers(self, message: protocol.ToKeeper) -> Sequence[protocol.FromKeeper]:
+        here = protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
         match message:
-            case wire.Engage():
-                return [wire.Engaged(pid=1)]
-            case wire.Relay() if self.examiner_ends:
-                return [wire.Disengaged(exit_code=1, words="ImportError: psutil")]
-            case wire.Relay():
+            case protocol.Engage():
+                return [protocol.Engaged(pid=1)]
+            case protocol.Relay() if self.examiner_ends:
+                return [protocol.Disengaged(exit_code=1, words="ImportError: psutil")]
+            case protocol.Relay():
                 asked = json.loads(message.text)
                 told = [{"check": "c", "seconds": 0, "findings": [f.as_json() for f in self.finds]}]
-                return [wire.Relay(text=json.dumps({"id": asked["id"], "answer": told}))]
-            case wire.Prepare() if self.refuses:
+                return [protocol.Relay(text=json.dumps({"id": asked["id"], "answer": told}))]
+            case protocol.Prepare() if self.refuses:
                 error = self.refuses
-                trouble = wire.Trouble(name=error.name, what=error.what, fix=error.fix)
-                return [wire.Refused(trouble=trouble)]
-            case wire.Prepare():
-                code = wire.Fingerprint(
+                trouble = protocol.Trouble(name=error.name, what=error.what, fix=error.fix)
+                return [protocol.Refused(trouble=trouble)]
+            case protocol.Prepare():
+                code = protocol.Fingerprint(
                     script_sha256="1", code_sha256="1", code_files=1, packages_sha256="1"
                 )
-                return [wire.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=code)]
-            case wire.Listen():
-                return [wire.Listening(port=29400, addresses=(here,), reason="free")]
-            case wire.Reach():
+                return [protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=code)]
+            case protocol.Listen():
+                return [protocol.Listening(port=29400, addresses=(here,), reason="free")]
+            case protocol.Reach():
                 results = [
-                    wire.ReachResult(target=one, problem="", seconds=0.0, local=here)
+                    protocol.ReachResult(target=one, problem="", seconds=0.0, local=here)
                     for one in message.targets
                 ]
-                return [wire.Reached(results=tuple(results))]
-            case wire.Start():
+                return [protocol.Reached(results=tuple(results))]
+            case protocol.Start():
                 return self._ranks(message)
-            case wire.Stop():
-                attempts = [one.attempt for one in self.of(wire.Start)] or [-1]
-                return [wire.Ended(attempt=attempts[-1], good=True)]
+            case protocol.Stop():
+                attempts = [one.attempt for one in self.of(protocol.Start)] or [-1]
+                return [protocol.Ended(attempt=attempts[-1], good=True)]
         return []
 
-    def _ranks(self, start: wire.Start) -> Sequence[wire.FromKeeper]:
-        started = wire.Started(attempt=start.attempt, pid=2)
+    def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromKeeper]:
+        started = protocol.Started(attempt=start.attempt, pid=2)
         record = RankRecord(
             rank=start.first_rank,
             world_size=start.world_size,
@@ -122,17 +122,19 @@ class Played:
         if self.ranks_hang:
             return [started]
         if self.failure:
-            ended = wire.Ended(attempt=start.attempt, good=False, failures=(self.failure,))
+            ended = protocol.Ended(attempt=start.attempt, good=False, failures=(self.failure,))
             return [started, ended]
-        output = wire.Output(rank=start.first_rank, text=f"{line_of(record)}\nother words\n")
-        ended = wire.Ended(attempt=start.attempt, good=True)
+        output = protocol.Output(rank=start.first_rank, text=f"{line_of(record)}\nother words\n")
+        ended = protocol.Ended(attempt=start.attempt, good=True)
         return [started, output] if self.ranks_stay else [started, output, ended]
 
 
 class PlayedTransport:
     """A way to machines of which some may not come."""
 
-    def __init__(self, machines: Sequence[Played], absent: dict[int, wire.Trouble | None]) -> None:
+    def __init__(
+        self, machines: Sequence[Played], absent: dict[int, protocol.Trouble | None]
+    ) -> None:
         self._machines = machines
         self._absent = absent
 
@@ -152,7 +154,7 @@ class PlayedTransport:
     def waiting_for(self, place: int) -> str:
         return "ssh is connecting"
 
-    def gave_up(self, place: int) -> wire.Trouble | None:
+    def gave_up(self, place: int) -> protocol.Trouble | None:
         return self._absent.get(place)
 
     def rejoins(self, place: int) -> bool:
@@ -182,7 +184,7 @@ class Scene:
     def __init__(self, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.machines = [Played(place) for place in range(count)]
-        self.absent: dict[int, wire.Trouble | None] = {}
+        self.absent: dict[int, protocol.Trouble | None] = {}
         self.blocked: set[tuple[int, int]] = set()
         self.said: list[str] = []
         self.join_s = 10.0
@@ -256,11 +258,11 @@ def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None
         (2, "node3"),
     ]
     assert any(line.startswith("3 of 3 ") for line in scene.said)
-    assert all(one.of(wire.Leave) for one in scene.machines)
+    assert all(one.of(protocol.Leave) for one in scene.machines)
     # Ranks are swept away by their token, and the examiner is to stay.
     for one in scene.machines:
-        assert {prepare.token for prepare in one.of(wire.Prepare)} == {
-            f"{one.of(wire.Engage)[0].token}.ranks"
+        assert {prepare.token for prepare in one.of(protocol.Prepare)} == {
+            f"{one.of(protocol.Engage)[0].token}.ranks"
         }
 
 
@@ -274,7 +276,7 @@ def test_what_all_machines_have_in_common_is_told_once(scene: Scene) -> None:
 def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
     scene: Scene,
 ) -> None:
-    scene.absent[0] = trouble = wire.Trouble(
+    scene.absent[0] = trouble = protocol.Trouble(
         name="host-unreachable",
         what="host node1 cannot take part",
         why="no ssh server listens",
@@ -297,7 +299,7 @@ def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other
     (not_tried,) = result.not_tried
     assert "(node1 and node2; node3)" in not_tried
     assert not_tried == snapshot
-    starts = [[(s.nodes, s.first_rank) for s in one.of(wire.Start)] for one in scene.machines]
+    starts = [[(s.nodes, s.first_rank) for s in one.of(protocol.Start)] for one in scene.machines]
     assert starts == [[(2, 0)], [(2, 1)], [(1, 0)]]
     assert any("node1" in one.what and "node3" in one.what for one in result.findings)
 
@@ -318,7 +320,7 @@ def test_machines_with_another_torch_or_none_are_told_and_not_mixed(scene: Scene
     outcome, result = scene.play()
     assert not outcome.good
     assert {"torch-version", "torch-missing"} <= set(names(result))
-    assert [len(one.of(wire.Start)) for one in scene.machines] == [1, 1, 0]
+    assert [len(one.of(protocol.Start)) for one in scene.machines] == [1, 1, 0]
 
 
 def test_a_machine_without_free_devices_is_named_and_the_others_run(scene: Scene) -> None:
@@ -346,7 +348,7 @@ def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.M
     outcome, result = scene.play()
     assert not outcome.good
     assert any("rank 1" in one.what and "hang" in one.name for one in result.findings)
-    assert all(one.of(wire.Stop) for one in scene.machines if one.ranks_hang)
+    assert all(one.of(protocol.Stop) for one in scene.machines if one.ranks_hang)
 
 
 def test_ranks_that_have_told_everything_are_not_waited_for(scene: Scene) -> None:
@@ -354,11 +356,11 @@ def test_ranks_that_have_told_everything_are_not_waited_for(scene: Scene) -> Non
     outcome, result = scene.play()
     assert outcome.good
     assert len(result.ranks) == 3
-    assert [one.grace_s for one in scene.machines[2].of(wire.Stop)] == [0.0]
+    assert [one.grace_s for one in scene.machines[2].of(protocol.Stop)] == [0.0]
 
 
 def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene, snapshot: SnapshotAssertion) -> None:
-    scene.machines[1].failure = wire.Failure(
+    scene.machines[1].failure = protocol.Failure(
         rank=1, local_rank=0, exit_code=1, ago_s=0.0, error="ImportError: libnccl.so.2"
     )
     _, result = scene.play()
@@ -380,9 +382,9 @@ def test_wrong_values_are_looked_at_again_with_other_variables(
     monkeypatch.setattr(collectives, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
     monkeypatch.setattr(collectives, "judge", judge)
     scene.play()
-    environments = [one.environment for one in scene.machines[0].of(wire.Prepare)]
+    environments = [one.environment for one in scene.machines[0].of(protocol.Prepare)]
     assert [one.get("NCCL_P2P_DISABLE") for one in environments] == [None, None, "1"]
-    assert [one.attempt for one in scene.machines[0].of(wire.Start)] == [0, 1]
+    assert [one.attempt for one in scene.machines[0].of(protocol.Start)] == [0, 1]
     ((first, second),) = judged
     assert len(first) == len(second) == 3
     assert any("NCCL_P2P_DISABLE=1" in line for line in scene.said)
@@ -393,7 +395,7 @@ def test_quick_leaves_out_the_ranks_and_says_so(scene: Scene) -> None:
     assert outcome.good
     (not_tried,) = result.not_tried
     assert "--quick" in not_tried
-    assert [one.of(wire.Start) for one in scene.machines] == [[], [], []]
+    assert [one.of(protocol.Start) for one in scene.machines] == [[], [], []]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links.judge import judge
 from torchmuster.verify.links.messages import Call, Called, Result, Served, read, written
 from torchmuster.verify.links.model import Figures, Link
@@ -41,7 +41,9 @@ class Machine:
             return written(
                 Served(
                     port=40000,
-                    addresses=(wire.Address(address=f"10.0.0.{self.place + 1}", interface="eth0"),),
+                    addresses=(
+                        protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0"),
+                    ),
                     udp_ports={},
                     interfaces=(),
                     meeting_port=29400 if self.place == 0 else None,

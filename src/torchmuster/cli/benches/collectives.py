@@ -9,7 +9,7 @@ from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.job_flags import count
 from torchmuster.errors import ExitCode
-from torchmuster.launch.spec import Host, JobSpec, Limits, parse_hosts
+from torchmuster.launch.job import Host, JobSpec, Limits, parse_hosts
 from torchmuster.measure.bus_bandwidth import OPERATIONS
 from torchmuster.units import KiB, MiB, parse_bytes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
-from torchmuster.launch.console import rank_words
+from torchmuster.launch.launcher.console import rank_words
 
 # In these every rank must bring tensors of the same shape; in others they may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(

@@ -15,7 +15,7 @@ import psutil
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
@@ -66,7 +66,7 @@ def read() -> tuple[Interface, ...]:
     )
 
 
-def candidates(interfaces: Sequence[Interface] | None = None) -> list[wire.Address]:
+def candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
     """Return the addresses at which other machines may reach this one, the most likely first.
 
     Ordinary interfaces come before VPNs, these before the bridges of containers; fast ones before
@@ -80,7 +80,7 @@ def candidates(interfaces: Sequence[Interface] | None = None) -> list[wire.Addre
         if not _only_on_its_link(ipaddress.ip_address(address))
     ]
     found.sort(key=lambda item: item[0])
-    return [wire.Address(address=address, interface=name) for _, address, name in found]
+    return [protocol.Address(address=address, interface=name) for _, address, name in found]
 
 
 def _order(

@@ -23,11 +23,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
+from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network import ports
 from torchmuster.launch.network.interfaces import Interface
-from torchmuster.launch.spec import USUAL_PORT
 
 LAST_USUAL_PORT = USUAL_PORT + 99
 BACKLOG = 4096
@@ -38,7 +38,7 @@ PATIENCE_S = 5.0
 MOST_CALLERS = 512
 PATIENCE_IN_A_CROWD_S = 0.25
 _TRIES = 50
-_LOOPBACK = wire.Address(address="127.0.0.1", interface="lo")
+_LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
 
 # What is done with a connection whose caller knew the nonce; it is closed afterwards.
 Conversation = Callable[[socket.socket], Awaitable[None]]
@@ -52,7 +52,7 @@ def request_line(nonce: str) -> bytes:
 class OpenPort:
     """Sockets that listen on one port at several addresses, until one of them is kept."""
 
-    def __init__(self, sockets: dict[wire.Address, socket.socket]) -> None:
+    def __init__(self, sockets: dict[protocol.Address, socket.socket]) -> None:
         self._sockets = sockets
         self._answering: list[asyncio.Task[None]] = []
         self._callers: dict[asyncio.Task[None], float] = {}  # with the time of their coming
@@ -63,7 +63,7 @@ class OpenPort:
         return _port_of(next(iter(self._sockets.values())))
 
     @property
-    def addresses(self) -> tuple[wire.Address, ...]:
+    def addresses(self) -> tuple[protocol.Address, ...]:
         """Where it listens, best first."""
         return tuple(self._sockets)
 
@@ -180,7 +180,7 @@ def open_loopback(port: int | None) -> socket.socket:
         raise _not_allowed(port, error) from None
 
 
-def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[wire.Address], str]:
+def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protocol.Address], str]:
     if address is None:
         found = network_interfaces.candidates(known)
         if found:
@@ -191,7 +191,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[wire.A
     if not local:
         raise _not_here(address, named, known)
     chosen = [
-        wire.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
+        protocol.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
         for one in local
     ]
     return chosen, f"; only at {address}, which was asked for"
@@ -226,7 +226,9 @@ def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) ->
     )
 
 
-def _bind_usual(where: Sequence[wire.Address]) -> tuple[dict[wire.Address, socket.socket], str]:
+def _bind_usual(
+    where: Sequence[protocol.Address],
+) -> tuple[dict[protocol.Address, socket.socket], str]:
     for port in range(USUAL_PORT, LAST_USUAL_PORT + 1):
         sockets = _bind_all(where, port)
         if sockets is None:
@@ -240,7 +242,7 @@ def _bind_usual(where: Sequence[wire.Address]) -> tuple[dict[wire.Address, socke
     return sockets, f"port {port}: any, for {USUAL_PORT} to {LAST_USUAL_PORT} are all taken"
 
 
-def _bind_any(where: Sequence[wire.Address]) -> dict[wire.Address, socket.socket]:
+def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socket.socket]:
     for _ in range(_TRIES):
         # The first address gets a free port; it may be taken at one of the others.
         sockets = _bind_all(where, 0)
@@ -253,10 +255,12 @@ def _bind_any(where: Sequence[wire.Address]) -> dict[wire.Address, socket.socket
     )
 
 
-def _bind_all(where: Sequence[wire.Address], port: int) -> dict[wire.Address, socket.socket] | None:
+def _bind_all(
+    where: Sequence[protocol.Address], port: int
+) -> dict[protocol.Address, socket.socket] | None:
     """Return listening sockets on one port; None if it is taken at one of the addresses."""
     with contextlib.ExitStack() as undo:
-        sockets: dict[wire.Address, socket.socket] = {}
+        sockets: dict[protocol.Address, socket.socket] = {}
         trouble: OSError | None = None
         for one in where:
             try:

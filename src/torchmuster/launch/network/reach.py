@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
+from torchmuster.launch.job import Limits
 from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.launch.network.listening import request_line
-from torchmuster.launch.spec import Limits
 
 # Where very many call at once the listener hangs up on some of them; these call again.
 _CALLS = 4
@@ -23,7 +23,7 @@ _PAUSE_S = 0.2
 _NAMES_SHOWN = 3
 
 # What each of the other machines reached, with its name.
-Answers = Sequence[tuple[str, wire.Reached]]
+Answers = Sequence[tuple[str, protocol.Reached]]
 
 _PROBLEMS = {
     errno.ETIMEDOUT: "timeout",
@@ -36,17 +36,17 @@ _PROBLEMS = {
 
 
 async def try_all(
-    reach: wire.Reach, *, interfaces: Sequence[Interface] | None = None
-) -> wire.Reached:
+    reach: protocol.Reach, *, interfaces: Sequence[Interface] | None = None
+) -> protocol.Reached:
     """Try all targets at the same time; each try ends within the time that was given."""
     known = network_interfaces.read() if interfaces is None else interfaces
     tries = [_try(target, reach.nonce, reach.timeout_s, known) for target in reach.targets]
-    return wire.Reached(results=tuple(await asyncio.gather(*tries)))
+    return protocol.Reached(results=tuple(await asyncio.gather(*tries)))
 
 
 async def _try(
-    target: wire.Target, nonce: str, timeout_s: float, known: Sequence[Interface]
-) -> wire.ReachResult:
+    target: protocol.Target, nonce: str, timeout_s: float, known: Sequence[Interface]
+) -> protocol.ReachResult:
     result, connection = await connect(target, nonce, timeout_s=timeout_s, interfaces=known)
     if connection is not None:
         connection.close()
@@ -54,8 +54,8 @@ async def _try(
 
 
 async def connect(
-    target: wire.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
-) -> tuple[wire.ReachResult, socket.socket | None]:
+    target: protocol.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
+) -> tuple[protocol.ReachResult, socket.socket | None]:
     """Try one target; return how it went, and the open connection if it was reached."""
     begun = time.monotonic()
     local = connection = None
@@ -71,15 +71,15 @@ async def connect(
     if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
         # An address that each machine has for itself (docker0): we have called ourselves.
         problem = "impostor"
-    result = wire.ReachResult(
+    result = protocol.ReachResult(
         target=target, problem=problem, seconds=time.monotonic() - begun, local=local
     )
     return result, connection
 
 
 async def _call_until_answered(
-    target: wire.Target, nonce: str, known: Sequence[Interface]
-) -> tuple[str, wire.Address | None, socket.socket | None]:
+    target: protocol.Target, nonce: str, known: Sequence[Interface]
+) -> tuple[str, protocol.Address | None, socket.socket | None]:
     wanted = nonce.encode() + b"\n"
     local = None
     for call in range(_CALLS):
@@ -94,8 +94,8 @@ async def _call_until_answered(
 
 
 async def _call(
-    target: wire.Target, request: bytes, length: int, known: Sequence[Interface]
-) -> tuple[bytes, wire.Address, socket.socket]:
+    target: protocol.Target, request: bytes, length: int, known: Sequence[Interface]
+) -> tuple[bytes, protocol.Address, socket.socket]:
     """Return what was answered, at most ``length`` bytes, our own end, and the connection.
 
     The answer is b"" if the other side hung up.
@@ -107,7 +107,7 @@ async def _call(
         sock.setblocking(False)
         await loop.sock_connect(sock, (target.address, target.port))
         own = str(sock.getsockname()[0])
-        local = wire.Address(
+        local = protocol.Address(
             address=own, interface=network_interfaces.interface_of(own, known) or ""
         )
         answer = b""
@@ -126,7 +126,7 @@ async def _call(
     return answer, local, sock
 
 
-def local_end(reached: wire.Reached, address: str) -> wire.Address | None:
+def local_end(reached: protocol.Reached, address: str) -> protocol.Address | None:
     """Return the address and interface through which a machine reached the chosen address."""
     return next(
         (one.local for one in reached.results if one.target.address == address and not one.problem),
@@ -135,7 +135,7 @@ def local_end(reached: wire.Reached, address: str) -> wire.Address | None:
 
 
 def check_not_loopback(
-    head: str, listening: wire.Listening, asked: str | None, others: Sequence[wire.Address]
+    head: str, listening: protocol.Listening, asked: str | None, others: Sequence[protocol.Address]
 ) -> None:
     """Raise ``Impossible`` if the head machine listens only where nobody but itself can reach it.
 
@@ -162,7 +162,7 @@ def check_not_loopback(
 def choose_address(
     head: str,
     system: str,
-    listening: wire.Listening,
+    listening: protocol.Listening,
     answers: Answers,
     *,
     timeout_s: float = Limits.reach_s,
@@ -192,7 +192,7 @@ def choose_address(
 
 def check_service(
     name: str,
-    target: wire.Target,
+    target: protocol.Target,
     answers: Answers,
     *,
     timeout_s: float = Limits.reach_s,
@@ -212,14 +212,14 @@ def check_service(
         )
 
 
-def problem_at(reached: wire.Reached, target: wire.Target) -> str:
+def problem_at(reached: protocol.Reached, target: protocol.Target) -> str:
     """Return what kept a machine from a target; "" if it reached it."""
     return next((one.problem for one in reached.results if one.target == target), "not-tried")
 
 
 def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]:
     """Return the machines that do not reach an address, by what kept them from it."""
-    target = wire.Target(address=address, port=port)
+    target = protocol.Target(address=address, port=port)
     found: dict[str, list[str]] = {}
     for node, reached in answers:
         problem = problem_at(reached, target)
@@ -229,8 +229,8 @@ def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]
 
 
 def _none_reached(
-    listening: wire.Listening,
-    troubles: Mapping[wire.Address, Mapping[str, Sequence[str]]],
+    listening: protocol.Listening,
+    troubles: Mapping[protocol.Address, Mapping[str, Sequence[str]]],
     answers: Answers,
     head: str,
     system: str,

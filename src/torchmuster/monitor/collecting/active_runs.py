@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.runfolder import RunFolder, list_runs, name_of
 
@@ -59,7 +59,7 @@ class ActiveRuns:
             return True  # it was not written yet how it goes
         if self._over.get(run.id) == written:
             return True
-        state = ledger.read_state(run)
+        state = run_state.read_state(run)
         if state is None or (not state.active and now_unix_s - state.since_unix_s >= _TOLD_AFTER_S):
             self._over[run.id] = written
             return True

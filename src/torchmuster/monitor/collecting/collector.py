@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchmuster.devices.model import Node
-from torchmuster.launch import ledger, node_ranks
+from torchmuster.launch.history import node_ranks, run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting import device_metrics, rank_metrics
 from torchmuster.monitor.collecting.active_runs import ActiveRuns
@@ -81,7 +81,7 @@ def _speaks_for(machine: str, run: RunFolder) -> bool:
 
     Two may: where the one is gone, the other one still tells how the run ends.
     """
-    job = ledger.read_job(run)
+    job = run_state.read_job(run)
     if job is None or job.launcher.host == machine:
         return True
     return node_ranks.place(run, machine, 0).exists()

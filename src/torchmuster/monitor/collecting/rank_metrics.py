@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from torchmuster.launch.node_ranks import NodeRanks
+from torchmuster.launch.history.node_ranks import NodeRanks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Sample
 

@@ -1,6 +1,6 @@
 """What happened to a run: how often its ranks were started again, and for how long it has been at work."""
 
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.runfolder import RunFolder
 
@@ -13,7 +13,7 @@ class RunCourse:
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._events = GrowingFile(run.path / ledger.EVENTS)
+        self._events = GrowingFile(run.path / run_state.EVENTS)
         self._forget()
 
     def _forget(self) -> None:
@@ -28,7 +28,7 @@ class RunCourse:
         if anew:
             self._forget()
         for event in events:
-            self.restarts += event.get("event") == ledger.RESTART
+            self.restarts += event.get("event") == run_state.RESTART
             ranks = event.get("ranks")
             if event.get("event") == "started" and isinstance(ranks, int):
                 self.ranks_started = max(self.ranks_started, ranks)
@@ -42,7 +42,7 @@ class RunCourse:
                 self._ended.append((self._begun, at_unix_s))
                 self._begun = None
 
-    def lasts_s(self, state: ledger.State, until_unix_s: float) -> float:
+    def lasts_s(self, state: run_state.State, until_unix_s: float) -> float:
         """Return for how long it has been at work until a moment, all times together."""
         before_s = sum(end - begun for begun, end in self._ended if end <= state.started_unix_s)
         return before_s + until_unix_s - state.started_unix_s

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting.checkpoint_metrics import CheckpointMetrics
 from torchmuster.monitor.collecting.growing_file import GrowingFile
@@ -68,7 +68,7 @@ class RunMetrics:
     def samples(self, now_unix_s: float) -> Iterator[Sample]:
         """Yield what the run is like now; nothing of what it does not have yet."""
         self.catch_up()
-        state = ledger.read_state(self._run)
+        state = run_state.read_state(self._run)
         if state is None:
             return
         yield self._sample(catalogue.RUN_PHASE, 1.0, state.phase)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor.sinks import sent as how_far
 from torchmuster.monitor.sinks.feed import Feed
 from torchmuster.monitor.sinks.row import Row
@@ -141,7 +141,7 @@ class Sending:
             self.give_up(TimeoutError(f"no answer within {after_s:.0f} s of the training's end"))
 
     def _note(self, what: str) -> None:
-        ledger.note(self._run, "sink", sink=self._name, what=what)
+        run_state.note(self._run, "sink", sink=self._name, what=what)
 
     def _keep(self, sent: Sent, *, trouble: str | None = None, is_open: bool = True) -> None:
         if trouble is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
 
 _MOST_NAMED = 8
 # Ranks whose waiting differs by this share of the time wait for one among them.

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import ledger, story
+from torchmuster.launch.history import run_state, timeline
 from torchmuster.monitor.alerts.watching import News
 from torchmuster.monitor.views.key_figures import key_figures
 from torchmuster.monitor.views.run_picture import RunPicture
@@ -32,7 +32,7 @@ _CURVES = {  # title, unit of the axis, whether it begins at 0
 # In the order in which a step has them; their colours are the first of the charts'.
 _PARTS = ("compute", "communication", "data", "checkpoint", "evaluation")
 _STATUS = {"critical": Status.FAILURE, "warning": Status.WARNING, "info": Status.NOTE}
-_CHIPS = (*ledger.ACTIVE, ledger.RESTART, "finished", "failed", "stopped", "saved")
+_CHIPS = (*run_state.ACTIVE, run_state.RESTART, "finished", "failed", "stopped", "saved")
 _PHASES = {"failed": "failure", "died": "failure", "stopped": "warning", "saved": "note"}
 
 
@@ -148,7 +148,7 @@ def happened(picture: RunPicture) -> str:
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(words))
         for event in picture.events
-        if (words := story.words_of(event))
+        if (words := timeline.words_of(event))
     ]
     left_out = len(rows) - _MOST_EVENTS
     note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""
@@ -162,7 +162,7 @@ def _phases(picture: RunPicture) -> Iterator[str]:
     ends = [*(one.at_unix_s for one in shown[1:]), picture.until_unix_s]
     for one, end_s in list(zip(shown, ends, strict=False))[-_MOST_EVENTS:]:
         lasted = _lasted(max(0.0, end_s - one.at_unix_s))
-        yield f"{one.name} {lasted}" if one.name in ledger.ACTIVE else one.name
+        yield f"{one.name} {lasted}" if one.name in run_state.ACTIVE else one.name
     if picture.is_over and (not shown or shown[-1].name != picture.phase):
         yield picture.phase
 

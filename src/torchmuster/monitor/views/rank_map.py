@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
 from torchmuster.monitor.views.odd_ranks import odd_ranks
 from torchmuster.redaction import harmless
 from torchmuster.units import plural

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchmuster.launch import ledger, node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_ranks, run_state
 from torchmuster.monitor.alerts.watching import News, Watching
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import rank_metrics
@@ -43,14 +43,14 @@ class RunPicture:
     spent_s: Mapping[str, float]  # in steps that count, by part of the time, since the start
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Pulse]]  # with their hosts
-    events: Sequence[ledger.Event]  # the last of them
+    events: Sequence[run_state.Event]  # the last of them
     alerts: Sequence[News]
     news: Sequence[News]  # since the last look
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
-        return self.phase not in ledger.ACTIVE
+        return self.phase not in run_state.ACTIVE
 
 
 class RunWatch:
@@ -65,8 +65,8 @@ class RunWatch:
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
         self._on_line = on_line
         self._forget()
-        self._events_file = GrowingFile(run.path / ledger.EVENTS)
-        self._events: deque[ledger.Event] = deque(maxlen=_MOST_EVENTS)
+        self._events_file = GrowingFile(run.path / run_state.EVENTS)
+        self._events: deque[run_state.Event] = deque(maxlen=_MOST_EVENTS)
         self._watching = Watching()
 
     def _forget(self) -> None:
@@ -89,7 +89,7 @@ class RunWatch:
 
     def look(self, now_unix_s: float) -> RunPicture:
         """Return what the run is like now."""
-        state = ledger.read_state(self._run)
+        state = run_state.read_state(self._run)
         samples = list(self._metrics.samples(now_unix_s))
         nodes = node_ranks.read(self._run, now_unix_s)
         labels = (self._job, self._run.id)
@@ -146,7 +146,7 @@ class RunWatch:
         anew, lines = self._events_file.new_lines()
         if anew:
             self._events.clear()
-        self._events.extend(event for line in lines if (event := ledger.event_of(line)))
+        self._events.extend(event for line in lines if (event := run_state.event_of(line)))
 
     def _heard_unix_s(self, nodes: Sequence[node_ranks.NodeRanks]) -> float | None:
         """Return when the launcher, the first rank or a machine last wrote something."""

@@ -11,8 +11,8 @@ from html import escape
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, committed
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.account import Account, account_of
-from torchmuster.launch.spec import as_people_know_it
+from torchmuster.launch.history.failure_report import Account, account_of
+from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.replay import PastAlert, Replay
 from torchmuster.monitor.views import page_parts

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.devices.model import Device, DeviceProcess, Node
-from torchmuster.launch import ledger, node_devices, node_ranks
-from torchmuster.launch.hangs.pulse import Pulse
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.history import node_devices, node_ranks, run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.watching import News, Watching
 from torchmuster.monitor.collecting import device_metrics, rank_metrics
@@ -202,7 +202,7 @@ class TopWatch:
 
 
 def _figures(run: FollowedRun, samples: Sequence[Sample]) -> RunFigures:
-    state = ledger.read_state(run.folder)
+    state = run_state.read_state(run.folder)
     return RunFigures(
         id=run.folder.id,
         job=run.job,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from torchmuster.launch import ledger
+from torchmuster.launch.history import run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.views.bars import QUIET, VERY_WIDE, WRONG, bar
 from torchmuster.monitor.views.key_figures import key_figures
@@ -140,6 +140,6 @@ def _run(run: RunFigures, picture: TopPicture, width: int) -> Text:
 
 
 def _no_ranks(picture: TopPicture) -> str:
-    if any(one.phase in ledger.ACTIVE for one in picture.runs):
+    if any(one.phase in run_state.ACTIVE for one in picture.runs):
         return "ranks: not heard of yet"
     return "ranks: no run is going on in this folder of runs (--runs DIR looks in another)"

@@ -16,10 +16,10 @@ from typing import Literal
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding
-from torchmuster.launch.launcher import launch
-from torchmuster.launch.local import LocalTransport
-from torchmuster.launch.spec import JobSpec, Limits
-from torchmuster.launch.voice import TerminalVoice
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create, write_atomically
 
 # A rank that failed cannot be helped by the others, and a hang is no answer.

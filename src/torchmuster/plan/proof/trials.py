@@ -14,7 +14,7 @@ from torchmuster.devices.for_model import USABLE_SHARE
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch.memory_evidence import KERNEL_KILLED_IT
+from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.hardware.model import Hardware
 from torchmuster.plan.job import Candidate, Work

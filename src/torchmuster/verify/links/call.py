@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network import reach
 from torchmuster.launch.network.interfaces import Interface
@@ -73,7 +73,7 @@ async def _connect(
     target: Target, asked: Call, known: Sequence[Interface]
 ) -> tuple[Result, socket.socket | None]:
     found, connection = await reach.connect(
-        wire.Target(address=target.address, port=target.port),
+        protocol.Target(address=target.address, port=target.port),
         asked.nonce,
         timeout_s=asked.timeout_s,
         interfaces=known,

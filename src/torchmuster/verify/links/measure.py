@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links import datagrams, frames
 from torchmuster.verify.links.messages import Target
 from torchmuster.verify.links.model import Figures
@@ -34,7 +34,7 @@ async def measure(
     nonce: str,
     *,
     reconnect: Reconnect,
-    local: wire.Address,
+    local: protocol.Address,
     own_frame_bytes: int | None,
     datagram_count: int,
 ) -> tuple[Figures, Figures]:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchmuster.errors import MusterError
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links.datagrams import MOST_FRAME_BYTES
 from torchmuster.verify.links.model import USUAL_PORTS, Figures
 
@@ -42,13 +42,13 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """What is open now. ``udp_ports`` are by address; the meeting port is None if it is not open."""
 
     port: int
-    addresses: tuple[wire.Address, ...]
+    addresses: tuple[protocol.Address, ...]
     udp_ports: dict[str, int]
     interfaces: tuple[Interface, ...]
     given_out_ports: tuple[int, int] = USUAL_PORTS
     meeting_port: int | None = None
     meeting_reason: str = ""
-    meeting_trouble: wire.Trouble | None = None
+    meeting_trouble: protocol.Trouble | None = None
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: str
     seconds: float
-    local: wire.Address | None = None
+    local: protocol.Address | None = None
     there: Figures | None = None
     back: Figures | None = None
 

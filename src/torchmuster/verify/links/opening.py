@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, from_error
-from torchmuster.launch import wire
-from torchmuster.launch.spec import USUAL_PORT
+from torchmuster.launch import protocol
+from torchmuster.launch.job import USUAL_PORT
 from torchmuster.verify.links import measure
 from torchmuster.verify.links.messages import (
     Call,
@@ -35,7 +35,7 @@ class Examiner(Protocol):
 
     name: str
     place: int
-    record: wire.NodeRecord
+    record: protocol.NodeRecord
 
     async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
         """Return the machine's answer."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links.messages import Call, Interface, Result, Target
 from torchmuster.verify.links.model import NOT_TRIED, End, Link
 from torchmuster.verify.links.opening import Examiner, Found, ask_to_call
@@ -113,7 +113,7 @@ def ends_of(found: Sequence[Found], tried: dict[Pair, Tried]) -> list[End]:
 
 
 def _passed_over(
-    end: End, own: Sequence[wire.Address], calls: Sequence[Tried]
+    end: End, own: Sequence[protocol.Address], calls: Sequence[Tried]
 ) -> Iterable[Finding]:
     """Yield a note for each address that looked better than the chosen one, and nobody reaches."""
     for one in own:
@@ -143,7 +143,7 @@ def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
     return sum(map(bool, problems)), farness
 
 
-def _end(found: Found, chosen: wire.Address | None) -> End:
+def _end(found: Found, chosen: protocol.Address | None) -> End:
     examiner, served = found.examiner, found.served
     end = End(
         name=examiner.name,

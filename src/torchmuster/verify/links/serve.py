@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from torchmuster.errors import MusterError
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.launch.network import listening
 from torchmuster.verify.links import datagrams, frames
 from torchmuster.verify.links.messages import Interface, Serve, Served, read, written
@@ -47,7 +47,7 @@ class Service:
                 decision = self._listen(asked.port, asked.address)
                 meeting, reason = decision.value.port, decision.reason
             except MusterError as error:
-                trouble = wire.Trouble(
+                trouble = protocol.Trouble(
                     name=error.name, what=error.what, why=error.why, fix=error.fix
                 )
         udp_ports = {one.address: await self._open_datagrams(one) for one in port.addresses}
@@ -75,7 +75,7 @@ class Service:
         decision.value.answer(self._nonce, self._talk)
         return decision
 
-    async def _open_datagrams(self, at: wire.Address) -> int | None:
+    async def _open_datagrams(self, at: protocol.Address) -> int | None:
         try:
             sock = datagrams.open_socket(at.address)
         except OSError:

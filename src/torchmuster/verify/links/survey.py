@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from torchmuster.launch.spec import Limits
+from torchmuster.launch.job import Limits
 from torchmuster.verify.links import quality
 from torchmuster.verify.links.elsewhere import dead_elsewhere
 from torchmuster.verify.links.messages import Call, Result, Target

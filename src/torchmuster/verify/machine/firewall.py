@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import psutil
 
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.firewall import open_command
-from torchmuster.launch.spec import USUAL_PORT
 from torchmuster.verify.check import Check, Surroundings
 from torchmuster.verify.machine import packet_filter
 from torchmuster.verify.machine.packet_filter import Closed, Table

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import cgroup_folders
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.memory_evidence import Watch
+from torchmuster.launch.node.memory_evidence import Watch
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 from torchmuster.verify.check import Check, Surroundings
 

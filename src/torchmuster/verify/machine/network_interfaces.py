@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torchmuster.devices.readers import sysfs
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.interfaces import Interface
-from torchmuster.launch.spec import USUAL_PORT
 from torchmuster.verify.check import Check, Surroundings
 from torchmuster.verify.machine import infiniband
 

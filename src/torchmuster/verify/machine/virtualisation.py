@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.firewall import open_command
-from torchmuster.launch.spec import USUAL_PORT
 from torchmuster.verify.check import Check, Surroundings
 
 # The network that Docker puts containers into unless told otherwise.

@@ -6,10 +6,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs import hang_words
-from torchmuster.launch.hangs.judgement import HangWatch
-from torchmuster.launch.hangs.pulse import Collective, Pulse
-from torchmuster.launch.hangs.situation import Hang
+from torchmuster.launch.hangs import messages
+from torchmuster.launch.hangs.detector import HangWatch
+from torchmuster.launch.hangs.hang_types import Hang
+from torchmuster.launch.hangs.heartbeat import Collective, Pulse
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -67,7 +67,7 @@ def one_against_all(culprit: int, facts: dict[str, object]) -> Callable[[int], d
 
 def only(said: Iterable[tuple[float, Finding]]) -> tuple[float, Finding]:
     (told,) = said
-    assert told[1].name in {*hang_words.NAMES, "hang-over"}
+    assert told[1].name in {*messages.NAMES, "hang-over"}
     return told
 
 

@@ -10,12 +10,13 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding
-from torchmuster.launch import ledger, wire
-from torchmuster.launch.hangs import lookout as lookout_module
-from torchmuster.launch.hangs.judgement import HangWatch
-from torchmuster.launch.hangs.lookout import Lookout, devices_of
-from torchmuster.launch.hangs.pulse import Collective, Pulse
-from torchmuster.launch.node import Node
+from torchmuster.launch import protocol
+from torchmuster.launch.hangs import monitor as lookout_module
+from torchmuster.launch.hangs.detector import HangWatch
+from torchmuster.launch.hangs.heartbeat import Collective, Pulse
+from torchmuster.launch.hangs.monitor import Lookout, devices_of
+from torchmuster.launch.history import run_state
+from torchmuster.launch.launcher.node_handle import Node
 from torchmuster.runfolder import RunFolder, create
 
 
@@ -23,9 +24,9 @@ class FakeChannel:
     """A machine that takes in what it is told."""
 
     def __init__(self) -> None:
-        self.sent: list[wire.ToKeeper] = []
+        self.sent: list[protocol.ToKeeper] = []
 
-    async def send(self, message: wire.ToKeeper) -> None:
+    async def send(self, message: protocol.ToKeeper) -> None:
         self.sent.append(message)
 
 
@@ -40,7 +41,9 @@ class Scene:
             for place, (name, channel) in enumerate(zip("ab", self.channels, strict=True))
         ]
         for node in self.nodes:
-            node.prepared = wire.Prepared(ranks=1, devices=devices, reasons=(), fingerprint=None)
+            node.prepared = protocol.Prepared(
+                ranks=1, devices=devices, reasons=(), fingerprint=None
+            )
         self.said: list[str] = []
         self.shown: list[Finding] = []
         self.tasks: list[asyncio.Future[None]] = []
@@ -96,7 +99,7 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
                 state="S",
                 busy=0.0,
             )
-            node._on_sign(wire.Pulses(attempt=0, pulses=(pulse,)))
+            node._on_sign(protocol.Pulses(attempt=0, pulses=(pulse,)))
         it.lookout.look()
 
 
@@ -115,15 +118,15 @@ def test_a_hang_is_told_examined_and_kept(
         for rank, node in enumerate(it.nodes):
             secret = "token=hf_0123456789abcdefghij"
             say = node._on_sign
-            say(wire.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
-            say(wire.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
-            say(wire.Examined())
+            say(protocol.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
+            say(protocol.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
+            say(protocol.Examined())
         await it.settle()
         return it
 
     it = asyncio.run(scene())
     for channel in it.channels:
-        assert channel.sent == [wire.Examine(ranks=(1, 0))]
+        assert channel.sent == [protocol.Examine(ranks=(1, 0))]
     folder = it.run.hang / "1"
     assert sorted(one.name for one in folder.iterdir()) == [
         "hang.json",
@@ -136,7 +139,7 @@ def test_a_hang_is_told_examined_and_kept(
     assert told["what"].startswith("rank 1 on b ")
     (said,) = it.said
     assert said.replace(str(folder), "FOLDER") == snapshot
-    assert [one.name for one in ledger.events(it.run)] == ["hang"]
+    assert [one.name for one in run_state.events(it.run)] == ["hang"]
 
 
 def test_what_goes_on_is_told_again_in_short_and_the_end_too(
@@ -156,14 +159,14 @@ def test_what_goes_on_is_told_again_in_short_and_the_end_too(
         assert len(list(it.run.hang.iterdir())) == 1
         for rank, node in enumerate(it.nodes):
             moved = Pulse(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
-            node._on_sign(wire.Pulses(attempt=0, pulses=(moved,)))
+            node._on_sign(protocol.Pulses(attempt=0, pulses=(moved,)))
         it.lookout.look()
         return it
 
     it = asyncio.run(scene())
     assert it.shown[-1].name == "hang-over"
     assert it.lookout.finding is None
-    assert [one.name for one in ledger.events(it.run)] == ["hang", "hang-over"]
+    assert [one.name for one in run_state.events(it.run)] == ["hang", "hang-over"]
 
 
 @pytest.mark.parametrize(("there", "kept"), [(19, 20), (20, 20)])
@@ -228,7 +231,7 @@ def test_a_lookout_that_fails_does_not_end_the_run(
     it.begin()
     it.lookout._watch = Broken()
     for _ in range(2):
-        it.nodes[0]._on_sign(wire.Pulses(attempt=0, pulses=()))
+        it.nodes[0]._on_sign(protocol.Pulses(attempt=0, pulses=()))
     it.lookout.look()
     (said,) = it.said  # once
     assert "ZeroDivisionError('oh')" in said

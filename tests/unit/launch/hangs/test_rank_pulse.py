@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch.hangs import rank_pulse, rank_stack
-from torchmuster.launch.hangs.pulse import Pulse
-from torchmuster.launch.hangs.rank_pulse import STACKS_SIGNAL, PulseWriter
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.rank import heartbeat, stack
+from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, PulseWriter
 
 _BEGIN = """\
 import os, signal, sys, threading, time
@@ -81,7 +81,7 @@ def test_what_a_call_had_in_hand_is_given_back_while_a_pulse_is_written(
         assert writes.wait(GIVE_UP_S)
         return weakref.ref(activation)
 
-    monkeypatch.setattr(rank_pulse, "_write", write)
+    monkeypatch.setattr(heartbeat, "_write", write)
     beats = threading.Thread(target=PulseWriter(5, tmp_path).beat)
     seen = forward()
     lives_on = seen() is not None
@@ -208,13 +208,13 @@ def test_a_signal_that_the_script_uses_is_left_to_it(tmp_path: Path) -> None:
 
 def read(
     source: str, tmp_path: Path, *, library: str = "", library_source: str = ""
-) -> rank_stack.Reading:
+) -> stack.Reading:
     """Read the stack at the moment at which a script, or a library that it knows, calls ``look``."""
     found = []
 
     def look(*_: object) -> None:
         # As if a function in C had been called, which has no frame.
-        found.append(rank_stack.read(sys._getframe(1)))
+        found.append(stack.read(sys._getframe(1)))
 
     space: dict[str, object] = {"look": look}
     for name, text in ((f"site-packages/{library}", library_source), ("train.py", source)):
@@ -296,6 +296,6 @@ def test_a_script_asleep_in_its_dataset_is_loading_data(tmp_path: Path) -> None:
         library="torch/utils/data/dataloader.py",
         library_source="def __next__(get): get()",
     )
-    assert reading == rank_stack.Reading(
+    assert reading == stack.Reading(
         place="train.py:2 in __getitem__", doing="look", phase="loading data"
     )

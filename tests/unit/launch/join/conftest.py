@@ -1,15 +1,15 @@
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.join import attempts, client, reception, service
+from torchmuster.launch.transports.join import attempts, client, connection_handler, service
 
 
 @pytest.fixture
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is sent away for being slow on a busy machine, but where a test asks for it."""
     for place, name in (
-        (reception, "HANDSHAKE_S"),
-        (reception, "JOIN_S"),
+        (connection_handler, "HANDSHAKE_S"),
+        (connection_handler, "JOIN_S"),
         (attempts, "CONNECT_S"),
         (attempts, "HANDSHAKE_S"),
         (client, "ANSWER_S"),

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from patience import GIVE_UP_S
-from torchmuster.launch.channel import Channel
-from torchmuster.launch.join import client
-from torchmuster.launch.join.client import HostChannel
-from torchmuster.launch.join.code import Code
-from torchmuster.launch.join.service import JoinService
+from torchmuster.launch.transports.channel import Channel
+from torchmuster.launch.transports.join import client
+from torchmuster.launch.transports.join.client import HostChannel
+from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.service import JoinService
 
 LOOPBACK = "127.0.0.1"
 

@@ -15,11 +15,17 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch import wire
-from torchmuster.launch.join import admission, certificate, handshake, reception, stream
-from torchmuster.launch.join.code import Code
-from torchmuster.launch.join.handshake import Join
-from torchmuster.launch.join.stream import HEADER_BYTES
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.join import (
+    admission,
+    certificate,
+    connection_handler,
+    handshake,
+    stream,
+)
+from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.handshake import Join
+from torchmuster.launch.transports.join.stream import HEADER_BYTES
 from unit.launch.join.open_host import LOOPBACK, Host, join, open_host, proves_open
 
 pytestmark = pytest.mark.usefixtures("time_enough")
@@ -90,8 +96,8 @@ def test_a_token_works_once_and_who_used_it_is_named(
             assert " gpu-b (127.0.0.1) " in caught.value.why
             assert re.sub(r"\d+:\d+:\d+", "TIME", str(caught.value)) == snapshot
             _, channel = await host.arrivals.get()
-            await channel.send(wire.Alive())  # whoever was first is unharmed
-            assert await machine.receive() == wire.Alive()
+            await channel.send(protocol.Alive())  # whoever was first is unharmed
+            assert await machine.receive() == protocol.Alive()
             await proves_open(host)
             await machine.close()
 
@@ -172,7 +178,7 @@ def test_garbage_closes_the_connection(
     garbage: bytes, tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not tls:  # what is no handshake is waited for that long
-        monkeypatch.setattr(reception, "HANDSHAKE_S", 1)
+        monkeypatch.setattr(connection_handler, "HANDSHAKE_S", 1)
 
     async def story() -> None:
         async with open_host() as host:
@@ -277,7 +283,7 @@ def test_those_who_wait_are_let_go_when_the_host_closes() -> None:
 def test_who_is_slow_is_cut_off_and_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    monkeypatch.setattr(reception, "JOIN_S", 1.5)
+    monkeypatch.setattr(connection_handler, "JOIN_S", 1.5)
 
     async def story() -> None:
         async with open_host() as host:
@@ -300,7 +306,7 @@ def test_who_is_slow_is_cut_off_and_holds_nobody_up(
 def test_who_stops_in_the_middle_of_the_tls_handshake_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "HANDSHAKE_S", 1)
+    monkeypatch.setattr(connection_handler, "HANDSHAKE_S", 1)
 
     async def story() -> None:
         async with open_host() as host:
@@ -322,8 +328,8 @@ def test_too_long_a_message_of_a_joined_machine_ends_its_connection_alone() -> N
             async with raw_connection(host, tls=True) as (reader, writer):
                 writer.write(join_message(host.service.codes()[1]))
                 _, channel = await host.arrivals.get()
-                writer.write((wire.MESSAGE_LIMIT + 1).to_bytes(4, "big") + b"x" * 100)
-                with pytest.raises(wire.Garbled, match="at most 4194304 are taken"):
+                writer.write((protocol.MESSAGE_LIMIT + 1).to_bytes(4, "big") + b"x" * 100)
+                with pytest.raises(protocol.Garbled, match="at most 4194304 are taken"):
                     await channel.receive()
                 await asyncio.wait_for(reader.read(), GIVE_UP_S)
             assert await channel.receive() is None
@@ -349,14 +355,14 @@ def test_a_joined_machine_that_takes_nothing_holds_up_nobody_and_is_let_go(
                 _, channel = await host.arrivals.get()
 
                 async def send_much() -> None:
-                    much = wire.Signal(name="x" * 2**20)
+                    much = protocol.Signal(name="x" * 2**20)
                     for _ in range(100):
                         await deaf.send(much)
 
                 sending = asyncio.create_task(send_much())
                 for _ in range(100):
-                    await channel.send(wire.Alive())
-                    assert await machine.receive() == wire.Alive()
+                    await channel.send(protocol.Alive())
+                    assert await machine.receive() == protocol.Alive()
                 await asyncio.wait_for(sending, GIVE_UP_S)
             assert await deaf.receive() is None
             assert "0.5 s" in deaf.why_closed()

@@ -10,7 +10,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.join import certificate
+from torchmuster.launch.transports.join import certificate
 
 
 def test_each_run_has_a_certificate_of_its_own() -> None:

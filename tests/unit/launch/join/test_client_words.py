@@ -14,9 +14,9 @@ from syrupy.assertion import SnapshotAssertion
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.join import attempts, certificate, client, discovery, handshake
-from torchmuster.launch.join.code import Code
-from torchmuster.launch.join.handshake import Sorry, sorry
+from torchmuster.launch.transports.join import attempts, certificate, client, discovery, handshake
+from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.handshake import Sorry, sorry
 from unit.launch.join.open_host import LOOPBACK, join, open_host
 
 pytestmark = pytest.mark.usefixtures("time_enough")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.join import code as codes
-from torchmuster.launch.join.code import Code
+from torchmuster.launch.transports.join import code as codes
+from torchmuster.launch.transports.join.code import Code
 
 EXAMPLE = Code(
     place=3, port=29400, addresses=("192.168.1.20",), token=bytes(range(16)), fingerprint=b"f" * 16

@@ -10,8 +10,8 @@ import pytest
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch.join import discovery
-from torchmuster.launch.join.service import JoinService
+from torchmuster.launch.transports.join import discovery
+from torchmuster.launch.transports.join.service import JoinService
 from unit.launch.join.open_host import LOOPBACK, join
 
 pytestmark = pytest.mark.usefixtures("time_enough")

@@ -7,10 +7,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch import wire
-from torchmuster.launch.join import handshake, service
-from torchmuster.launch.join.handshake import JOIN_LIMIT
-from torchmuster.launch.node import Node
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.transports.join import handshake, service
+from torchmuster.launch.transports.join.handshake import JOIN_LIMIT
 from unit.launch.join.open_host import Host, join, open_host, proves_open
 from unit.launch.join.test_attacks import framed, is_closed_on, join_message, raw_connection
 
@@ -170,8 +170,8 @@ def test_hostile_frame_of_a_joined_machine_loses_that_machine_alone(frame: bytes
                 await node.close()
             assert (await asyncio.wait_for(host.new_codes.get(), GIVE_UP_S))[0] == 1
             await files_are_back_to(before)
-            await other.send(wire.Alive())
-            assert await good.receive() == wire.Alive()
+            await other.send(protocol.Alive())
+            assert await good.receive() == protocol.Alive()
             await proves_open(host)
             await good.close()
 
@@ -185,7 +185,7 @@ def test_hostile_frame_of_the_host_ends_the_connection(frame: bytes) -> None:
             machine = await join(host.service.codes()[1])
             _, channel = await host.arrivals.get()
             await channel._stream.send(frame)  # type: ignore[attr-defined]
-            with pytest.raises(wire.Garbled):
+            with pytest.raises(protocol.Garbled):
                 await machine.receive()
             assert await machine.receive() is None
             assert await asyncio.wait_for(channel.receive(), GIVE_UP_S) is None
@@ -198,5 +198,5 @@ def test_hostile_frame_of_the_host_ends_the_connection(frame: bytes) -> None:
     "frame", [DEEP, NESTED, b'{"kind":"welcome","protocol":%b}' % (b"9" * 800)]
 )
 def test_hostile_answer_of_a_host_is_no_answer(frame: bytes) -> None:
-    with pytest.raises(wire.Garbled):
+    with pytest.raises(protocol.Garbled):
         handshake.decode_answer(frame)

@@ -8,15 +8,15 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible, NotNow
-from torchmuster.launch import wire
-from torchmuster.launch.join import client, entrance, handshake
-from torchmuster.launch.join import code as codes
-from torchmuster.launch.join.service import JoinService
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.join import client, handshake, listener
+from torchmuster.launch.transports.join import code as codes
+from torchmuster.launch.transports.join.service import JoinService
 from unit.launch.join.open_host import join, open_host, proves_open
 
 pytestmark = pytest.mark.usefixtures("time_enough")
 
-START = wire.Start(
+START = protocol.Start(
     attempt=0,
     node_rank=1,
     nodes=2,
@@ -44,7 +44,7 @@ def test_messages_go_both_ways_once_a_machine_has_joined() -> None:
             assert host.service.places[0] == "machine 2"
             assert host.service.places[1] != "machine 3"
             assert list(host.service.codes()) == [1]
-            long = wire.Output(rank=1, text="ü" * 200_000)
+            long = protocol.Output(rank=1, text="ü" * 200_000)
             await machine.send(long)
             assert await channel.receive() == long
             await channel.send(START)
@@ -52,7 +52,7 @@ def test_messages_go_both_ways_once_a_machine_has_joined() -> None:
             await channel.close()
             assert await machine.receive() is None
             assert "closed the connection" in machine.why_closed()
-            await machine.send(wire.Alive())  # nothing happens
+            await machine.send(protocol.Alive())  # nothing happens
             await machine.close()
 
     asyncio.run(story())
@@ -65,7 +65,7 @@ def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
             machine = await join(code)
             _, channel = await host.arrivals.get()
             writer = machine._stream.writer
-            message = wire.encode(wire.Waiting(words="for GPUs"))
+            message = protocol.encode(protocol.Waiting(words="for GPUs"))
             writer.write(len(message).to_bytes(4, "big") + message[:5])
             receiving = asyncio.create_task(channel.receive())
             while channel._stream._next_size is None:  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             writer.write(message[5:])
-            assert await channel.receive() == wire.Waiting(words="for GPUs")
+            assert await channel.receive() == protocol.Waiting(words="for GPUs")
             await machine.close()
 
     asyncio.run(story())
@@ -105,8 +105,8 @@ def test_machine_that_was_sent_away_gets_no_new_code() -> None:
         async with open_host() as host:
             machine = await join(host.service.codes()[1])
             _, channel = await host.arrivals.get()
-            await channel.send(wire.Leave(exit_code=1, words="the run has ended"))
-            assert isinstance(await machine.receive(), wire.Leave)
+            await channel.send(protocol.Leave(exit_code=1, words="the run has ended"))
+            assert isinstance(await machine.receive(), protocol.Leave)
             await machine.close()
             assert await channel.receive() is None
             assert host.service.codes() == {}
@@ -228,20 +228,20 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_an_address_that_is_not_of_this_machine_is_named(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match=r"192\.0\.2\.77"):
-        entrance.listen(["127.0.0.1", "192.0.2.77"], None)
+        listener.listen(["127.0.0.1", "192.0.2.77"], None)
     with pytest.raises(Impossible, match="'gpu-a'") as refused:
-        entrance.listen(["gpu-a"], None)
+        listener.listen(["gpu-a"], None)
     assert refused.value == snapshot
 
 
 def test_link_local_addresses_are_listened_on_but_not_written_into_codes() -> None:
     addresses = ("fe80::1%eth0", "10.0.0.1", "fd00::1", "10.0.1.1", "10.0.2.1")
-    assert entrance.in_codes(addresses, 3) == ("10.0.0.1", "fd00::1", "10.0.1.1")
+    assert listener.in_codes(addresses, 3) == ("10.0.0.1", "fd00::1", "10.0.1.1")
 
 
 def test_loopback_is_left_out_of_codes_where_others_could_not_use_it() -> None:
-    assert entrance.in_codes(("127.0.0.1", "10.0.0.1", "::1"), 3) == ("10.0.0.1",)
-    assert entrance.in_codes(("127.0.0.1",), 3) == ("127.0.0.1",)
+    assert listener.in_codes(("127.0.0.1", "10.0.0.1", "::1"), 3) == ("10.0.0.1",)
+    assert listener.in_codes(("127.0.0.1",), 3) == ("127.0.0.1",)
 
 
 def test_more_machines_than_codes_can_name_are_refused() -> None:

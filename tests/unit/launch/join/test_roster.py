@@ -1,6 +1,6 @@
 """Places and tokens: one machine per place, one use per token."""
 
-from torchmuster.launch.join.roster import Refusal, Roster
+from torchmuster.launch.transports.join.token_registry import Refusal, Roster
 
 
 def test_a_token_opens_its_own_place_and_no_other() -> None:

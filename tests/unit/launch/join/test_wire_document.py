@@ -1,7 +1,14 @@
 """The page about the wire protocol says what the code does."""
 
-from torchmuster.launch import wire
-from torchmuster.launch.join import admission, code, handshake, reception, service, stream
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.join import (
+    admission,
+    code,
+    connection_handler,
+    handshake,
+    service,
+    stream,
+)
 from unit.launch.join import wire_tables
 
 
@@ -13,19 +20,21 @@ def test_every_message_is_in_the_page_as_it_is_in_the_code() -> None:
 
 def test_every_kind_of_message_is_in_a_table() -> None:
     listed = {message for messages in wire_tables.SECTIONS.values() for message in messages}
-    kinds = {one for one in vars(wire).values() if isinstance(one, type)}
-    assert {one for one in kinds if issubclass(one, wire.Message)} - {wire.Message} <= listed
+    kinds = {one for one in vars(protocol).values() if isinstance(one, type)}
+    assert {one for one in kinds if issubclass(one, protocol.Message)} - {
+        protocol.Message
+    } <= listed
 
 
 def test_the_numbers_in_the_page_are_those_of_the_code() -> None:
     page = " ".join(wire_tables.PAGE.read_text(encoding="utf-8").split())
     for sentence in (
-        f"protocol {wire.PROTOCOL}",
-        f"at most {wire.LINE_LIMIT} bytes",
-        f"at most {wire.MESSAGE_LIMIT // 2**20} MiB",
+        f"protocol {protocol.PROTOCOL}",
+        f"at most {protocol.LINE_LIMIT} bytes",
+        f"at most {protocol.MESSAGE_LIMIT // 2**20} MiB",
         f"at most {handshake.JOIN_LIMIT} bytes",
-        f"within {reception.HANDSHAKE_S} s",
-        f"within {reception.JOIN_S:g} s",
+        f"within {connection_handler.HANDSHAKE_S} s",
+        f"within {connection_handler.JOIN_S:g} s",
         f"{admission.LISTENED_TO} connections",
         f"{admission.CHANCE_S:g} s if others wait",
         f"{code.FINGERPRINT_BYTES} bytes of its SHA-256",

@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.launch import wire
-from torchmuster.launch.join import handshake
-from torchmuster.launch.keeper import join_policy
+from torchmuster.launch import protocol
+from torchmuster.launch.node import join_policy
+from torchmuster.launch.transports.join import handshake
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "handshake": (handshake.Join, handshake.Welcome, handshake.Sorry),
-    "to a keeper": typing.get_args(typing.get_args(wire.ToKeeper)[0]),
-    "from a keeper": typing.get_args(typing.get_args(wire.FromKeeper)[0]),
+    "to a keeper": typing.get_args(typing.get_args(protocol.ToKeeper)[0]),
+    "from a keeper": typing.get_args(typing.get_args(protocol.FromKeeper)[0]),
 }
 NAMES = {str: "text", int: "integer", float: "number", bool: "boolean", bytes: "base64"}
 

@@ -15,9 +15,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from text_snapshots import TextFile
 from torchmuster.errors import Impossible
-from torchmuster.launch.kubernetes.manifests import first_address, render, to_yaml
-from torchmuster.launch.kubernetes.request import GpuResource, Kind, KubernetesRequest
-from torchmuster.launch.spec import Host, JobSpec
+from torchmuster.launch.job import Host, JobSpec
+from torchmuster.launch.schedulers.kubernetes.manifests import first_address, render, to_yaml
+from torchmuster.launch.schedulers.kubernetes.request import GpuResource, Kind, KubernetesRequest
 from torchmuster.units import GiB
 from unit.launch.kubernetes.unknown_keys import unknown_keys
 

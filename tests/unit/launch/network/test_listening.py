@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces, listening
 from torchmuster.launch.network.interfaces import Interface
 
@@ -24,7 +24,7 @@ MACHINE = [
     Interface(name="eth3", up=True, addresses=("127.0.0.3",)),
 ]
 # Addresses of loopback, which stand for those of several interfaces.
-PLACES = [wire.Address(address=f"127.0.0.{last}", interface=f"eth{last}") for last in (2, 3, 4)]
+PLACES = [protocol.Address(address=f"127.0.0.{last}", interface=f"eth{last}") for last in (2, 3, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +338,7 @@ def test_only_the_given_address(snapshot: SnapshotAssertion) -> None:
     decision = listening.open_port(0, "127.0.0.9", interfaces=MACHINE)
     addresses, number = decision.value.addresses, decision.value.port
     close(decision.value)
-    assert addresses == (wire.Address(address="127.0.0.9", interface="lo"),)
+    assert addresses == (protocol.Address(address="127.0.0.9", interface="lo"),)
     assert decision.reason.replace(str(number), "PORT") == snapshot
 
 
@@ -355,7 +355,7 @@ def test_an_interface_may_be_given() -> None:
     decision = listening.open_port(0, "eth3", interfaces=MACHINE)
     addresses = decision.value.addresses
     close(decision.value)
-    assert addresses == (wire.Address(address="127.0.0.3", interface="eth3"),)
+    assert addresses == (protocol.Address(address="127.0.0.3", interface="eth3"),)
 
 
 @pytest.mark.parametrize("address", ["lo", "10.0.0.77", "head", "nobody"])
@@ -374,7 +374,7 @@ def test_an_address_that_is_not_here_is_refused(
 def test_an_address_that_has_gone_meanwhile_is_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gone = wire.Address(address="203.0.113.7", interface="eth9")
+    gone = protocol.Address(address="203.0.113.7", interface="eth9")
     monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone, *PLACES])
     decision = listening.open_port(0, interfaces=MACHINE)
     addresses = decision.value.addresses
@@ -383,7 +383,7 @@ def test_an_address_that_has_gone_meanwhile_is_done_without(
 
 
 def test_no_address_at_all_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = wire.Address(address="203.0.113.7", interface="eth9")
+    gone = protocol.Address(address="203.0.113.7", interface="eth9")
     monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone])
     with pytest.raises(Impossible) as refusal:
         listening.open_port(29400, interfaces=MACHINE)
@@ -405,7 +405,7 @@ def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAsse
 def test_a_machine_without_any_network_listens_on_loopback(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    none: Sequence[wire.Address] = []
+    none: Sequence[protocol.Address] = []
     monkeypatch.setattr(interfaces, "candidates", lambda known=None: none)
     decision = listening.open_port(0, interfaces=MACHINE)
     addresses = decision.value.addresses

@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.launch.network import firewall, listening, reach
 from torchmuster.launch.network.interfaces import Interface
 
@@ -23,30 +23,30 @@ HERE = [Interface(name="lo", up=True, addresses=("127.0.0.1",))]
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
-def tried(*targets: tuple[str, int], timeout_s: float = GIVE_UP_S) -> list[wire.ReachResult]:
-    message = wire.Reach(
+def tried(*targets: tuple[str, int], timeout_s: float = GIVE_UP_S) -> list[protocol.ReachResult]:
+    message = protocol.Reach(
         nonce=NONCE,
-        targets=tuple(wire.Target(address=address, port=port) for address, port in targets),
+        targets=tuple(protocol.Target(address=address, port=port) for address, port in targets),
         timeout_s=timeout_s,
     )
     return list(asyncio.run(reach.try_all(message, interfaces=HERE)).results)
 
 
-async def answered_by(serve: Serve) -> wire.ReachResult:
+async def answered_by(serve: Serve) -> protocol.ReachResult:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        target = wire.Target(address="127.0.0.1", port=server.sockets[0].getsockname()[1])
-        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
+        target = protocol.Target(address="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        message = protocol.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         (result,) = (await reach.try_all(message, interfaces=HERE)).results
         return result
 
 
 def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
-    async def run() -> tuple[wire.ReachResult, ...]:
+    async def run() -> tuple[protocol.ReachResult, ...]:
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
         port.answer(NONCE)
-        target = wire.Target(address="127.0.0.1", port=port.port)
-        message = wire.Reach(nonce=NONCE, targets=(target, target), timeout_s=60.0)
+        target = protocol.Target(address="127.0.0.1", port=port.port)
+        message = protocol.Reach(nonce=NONCE, targets=(target, target), timeout_s=60.0)
         try:
             return (await reach.try_all(message, interfaces=HERE)).results
         finally:
@@ -54,18 +54,18 @@ def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
 
     for result in asyncio.run(run()):
         assert result.problem == ""
-        assert result.local == wire.Address(address="127.0.0.1", interface="lo")
+        assert result.local == protocol.Address(address="127.0.0.1", interface="lo")
         assert 0 < result.seconds < 60
 
 
 def test_the_port_of_another_run_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "_PAUSE_S", 0.0)
 
-    async def run() -> wire.ReachResult:
+    async def run() -> protocol.ReachResult:
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
         port.answer("the nonce of another run")
-        target = wire.Target(address="127.0.0.1", port=port.port)
-        message = wire.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
+        target = protocol.Target(address="127.0.0.1", port=port.port)
+        message = protocol.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         try:
             return (await reach.try_all(message, interfaces=HERE)).results[0]
         finally:
@@ -175,25 +175,25 @@ def test_an_address_that_this_machine_has_too_leads_to_itself() -> None:
 # ---- the choice
 
 
-ETH0 = wire.Address(address="10.0.0.5", interface="eth0")
-ETH1 = wire.Address(address="192.168.7.5", interface="eth1")
-DOCKER = wire.Address(address="172.17.0.1", interface="docker0")
+ETH0 = protocol.Address(address="10.0.0.5", interface="eth0")
+ETH1 = protocol.Address(address="192.168.7.5", interface="eth1")
+DOCKER = protocol.Address(address="172.17.0.1", interface="docker0")
 
 
-def heard(*addresses: wire.Address) -> wire.Listening:
-    return wire.Listening(port=29400, addresses=addresses, reason="")
+def heard(*addresses: protocol.Address) -> protocol.Listening:
+    return protocol.Listening(port=29400, addresses=addresses, reason="")
 
 
-def reached(**problems: str) -> wire.Reached:
+def reached(**problems: str) -> protocol.Reached:
     """``reached(eth0="", eth1="timeout")``"""
     known = {one.interface: one.address for one in (ETH0, ETH1, DOCKER)}
-    return wire.Reached(
+    return protocol.Reached(
         results=tuple(
-            wire.ReachResult(
-                target=wire.Target(address=known[interface], port=29400),
+            protocol.ReachResult(
+                target=protocol.Target(address=known[interface], port=29400),
                 problem=problem,
                 seconds=0.1,
-                local=None if problem else wire.Address(address="10.0.0.6", interface="ens3"),
+                local=None if problem else protocol.Address(address="10.0.0.6", interface="ens3"),
             )
             for interface, problem in problems.items()
         )
@@ -201,7 +201,9 @@ def reached(**problems: str) -> wire.Reached:
 
 
 def refusal(
-    addresses: Sequence[wire.Address], by_node: dict[str, wire.Reached], system: str = "linux"
+    addresses: Sequence[protocol.Address],
+    by_node: dict[str, protocol.Reached],
+    system: str = "linux",
 ) -> Impossible:
     with pytest.raises(Impossible) as caught:
         reach.choose_address("a", system, heard(*addresses), list(by_node.items()))
@@ -283,7 +285,7 @@ def test_ten_thousand_machines_are_told_briefly_and_quickly(snapshot: SnapshotAs
 
 def test_the_local_end_of_the_chosen_address() -> None:
     result = reached(eth0="timeout", eth1="")
-    assert reach.local_end(result, "192.168.7.5") == wire.Address(
+    assert reach.local_end(result, "192.168.7.5") == protocol.Address(
         address="10.0.0.6", interface="ens3"
     )
     assert reach.local_end(result, "10.0.0.5") is None
@@ -305,7 +307,7 @@ def test_several(names: list[str], text: str) -> None:
 # ---- loopback, and services that are not ours
 
 
-LOOPBACK = wire.Address(address="127.0.1.1", interface="lo")
+LOOPBACK = protocol.Address(address="127.0.1.1", interface="lo")
 
 
 def test_a_machine_that_listens_where_others_can_reach_it() -> None:
@@ -314,7 +316,7 @@ def test_a_machine_that_listens_where_others_can_reach_it() -> None:
 
 @pytest.mark.parametrize(("asked", "others"), [("127.0.1.1", [ETH0]), ("myself", []), (None, [])])
 def test_a_machine_that_listens_only_for_itself(
-    asked: str | None, others: list[wire.Address], snapshot: SnapshotAssertion
+    asked: str | None, others: list[protocol.Address], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
         reach.check_not_loopback("a", heard(LOOPBACK), asked, others)
@@ -322,12 +324,12 @@ def test_a_machine_that_listens_only_for_itself(
 
 
 def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
-    target = wire.Target(address=ETH0.address, port=29400)
+    target = protocol.Target(address=ETH0.address, port=29400)
     reach.check_service("etcd", target, [("b", reached(eth0="impostor")), ("c", reached(eth0=""))])
 
 
 def test_a_service_that_does_not_answer(snapshot: SnapshotAssertion) -> None:
-    target = wire.Target(address=ETH0.address, port=29400)
+    target = protocol.Target(address=ETH0.address, port=29400)
     by_node = [("b", reached(eth0="impostor")), ("c", reached(eth0="no-name"))]
     with pytest.raises(Impossible) as caught:
         reach.check_service("etcd", target, by_node)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from torchmuster.launch import ledger
-from torchmuster.launch.slurm.again import earlier_run
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers.slurm.again import earlier_run
 from torchmuster.runfolder import RunFolder, create
 
 AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -16,7 +16,7 @@ def job(*words: str) -> JobSpec:
 
 def ran(root: Path, spec: JobSpec, slurm_job: str | None) -> RunFolder:
     run = create(root, spec.name)
-    ledger.write_job(run, spec, slurm_job=slurm_job)
+    run_state.write_job(run, spec, slurm_job=slurm_job)
     return run
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch.slurm.allocation import (
+from torchmuster.launch.job import Host, JobSpec
+from torchmuster.launch.schedulers.slurm.allocation import (
     Allocation,
     check_counts,
     expand,
@@ -18,8 +19,7 @@ from torchmuster.launch.slurm.allocation import (
     gpus_by_node,
     here,
 )
-from torchmuster.launch.slurm.clients import Answer
-from torchmuster.launch.spec import Host, JobSpec
+from torchmuster.launch.schedulers.slurm.clients import Answer
 
 JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-2]"}
 

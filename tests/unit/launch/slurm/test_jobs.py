@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.slurm import jobs
-from torchmuster.launch.slurm.clients import Answer
+from torchmuster.launch.schedulers.slurm import jobs
+from torchmuster.launch.schedulers.slurm.clients import Answer
 
 
 def text(

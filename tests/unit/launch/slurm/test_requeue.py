@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch import saved
-from torchmuster.launch.slurm.clients import Answer
-from torchmuster.launch.slurm.requeue import may_go_back, requeue, would_not_get_on
-from torchmuster.launch.spec import JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import saved
+from torchmuster.launch.schedulers.slurm.clients import Answer
+from torchmuster.launch.schedulers.slurm.requeue import may_go_back, requeue, would_not_get_on
 
 
 class Slurm:

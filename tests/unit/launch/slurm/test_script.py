@@ -13,8 +13,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from text_snapshots import TextFile
 from torchmuster.errors import Impossible
-from torchmuster.launch.slurm.script import SlurmRequest, render
-from torchmuster.launch.spec import Host, JobSpec
+from torchmuster.launch.job import Host, JobSpec
+from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
 
 
 class SbatchFile(TextFile):

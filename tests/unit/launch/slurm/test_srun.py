@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch import wire
-from torchmuster.launch.channel import Channel, Transport
-from torchmuster.launch.slurm.allocation import Allocation
-from torchmuster.launch.slurm.srun import SrunTransport, command, environment_for_srun
-from torchmuster.launch.slurm.step import addressed
+from torchmuster.launch import protocol
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports.channel import Channel, Transport
+from torchmuster.launch.transports.srun import SrunTransport, command, environment_for_srun
+from torchmuster.launch.transports.srun_step import addressed
 
 ALLOCATION = Allocation(
     job="41",
@@ -71,13 +71,17 @@ def test_what_some_get_does_not_reach_the_others() -> None:
 def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = ["0: ==== Welcome ====", "0: +-----+", f"0: {wire.to_lines(wire.Alive()).decode()}"]
+    says = [
+        "0: ==== Welcome ====",
+        "0: +-----+",
+        f"0: {protocol.to_lines(protocol.Alive()).decode()}",
+    ]
     (tmp_path / "words").write_text("\n".join(says))
     (tmp_path / "srun").write_text(f"#!/bin/sh\ncat {tmp_path / 'words'}\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    async def scene() -> wire.FromKeeper | None:
+    async def scene() -> protocol.FromKeeper | None:
         arrivals: asyncio.Queue[Channel] = asyncio.Queue()
         transport = SrunTransport(ALLOCATION)
         await transport.open(lambda place, channel: arrivals.put_nowait(channel))
@@ -85,11 +89,11 @@ def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
         await transport.close()
         return first
 
-    assert asyncio.run(scene()) == wire.Alive()
+    assert asyncio.run(scene()) == protocol.Alive()
 
 
 def test_the_keepers_are_started_with_this_python() -> None:
-    words = [sys.executable, "-m", "torchmuster.launch.keeper", "--place", "0"]
+    words = [sys.executable, "-m", "torchmuster.launch.node", "--place", "0"]
     assert command(ALLOCATION, place=0)[-5:] == words
 
 
@@ -98,7 +102,7 @@ def test_without_srun_every_place_is_given_up(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    async def scene() -> wire.Trouble | None:
+    async def scene() -> protocol.Trouble | None:
         transport: Transport = SrunTransport(ALLOCATION)
         assert transport.gave_up(1) is None
         await transport.open(lambda place, channel: None)

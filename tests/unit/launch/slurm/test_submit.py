@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible, NotNow
-from torchmuster.launch.slurm.submit import cancel, submit
+from torchmuster.launch.schedulers.slurm.submit import cancel, submit
 
 
 def client(folder: Path, name: str, script: str) -> None:

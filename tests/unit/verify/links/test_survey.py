@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Status
-from torchmuster.launch import wire
+from torchmuster.launch import protocol
 from torchmuster.verify.links.judge import judge
 from torchmuster.verify.links.messages import Call, Called, Interface, Result, Served, Target
 from torchmuster.verify.links.model import Figures, Link
@@ -32,7 +32,7 @@ class MadeUp:
 
     def __init__(self, place: int, answer: Answer = well, *, addresses: Sequence[str] = ()) -> None:
         self.name, self.place = f"node{place + 1}", place
-        self.record = wire.NodeRecord(
+        self.record = protocol.NodeRecord(
             host=self.name,
             user="ana",
             pid=1,
@@ -70,7 +70,7 @@ class MadeUp:
             Served(
                 port=40000 + self.place,
                 addresses=tuple(
-                    wire.Address(address=one, interface=f"eth{number}")
+                    protocol.Address(address=one, interface=f"eth{number}")
                     for number, one in enumerate(self.addresses)
                 ),
                 udp_ports=dict.fromkeys(self.addresses, 50000),

@@ -1,0 +1,265 @@
+"""From the ranks' pulses over time: nothing is wrong, or who keeps whom waiting, and how.
+
+A hang is judged on evidence only: some rank waits in a collective, and another one does not come to it.
+How long that must last depends on what the other one does: a process that was stopped will not go on by
+itself, one that sleeps seldom does, one that works (a compilation, an evaluation) is given long. So a
+slow first step is no hang.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torchmuster.finding import Finding
+from torchmuster.launch.hangs import messages
+from torchmuster.launch.hangs.flight_recorder import EVERYBODY, SAME_SHAPES
+from torchmuster.launch.hangs.hang_types import SILENT_S, Hang, Kind, Sample, Seen
+from torchmuster.launch.hangs.heartbeat import Collective, Pulse
+
+_STOPPED_AFTER_S = 3.0
+_DIFFERENT_AFTER_S = 5.0
+_ENDED_AFTER_S = 5.0
+_ASLEEP_AFTER_S = 12.0
+# So long also where hardly anything has been done together yet: connections and caches are new.
+_ASLEEP_AT_FIRST_AFTER_S = 20.0
+_AT_FIRST = 8  # collectives
+_AT_WORK_AFTER_S = 60.0
+# Where those that wait compute all the same, they may have something to do meanwhile.
+_AT_WORK_BOTH_AFTER_S = 300.0
+_UNHEARD_S = 6.0  # of a machine that is not heard nothing is known
+_SAMPLES_FOR_S = 10.0
+_NOT_AGAIN_BEFORE_S = 30.0
+_MOVES_SEEN = 3
+# What a rank is expected to do alone, and for a while, although it hardly computes.
+_LONG_PHASES = ("saving", "evaluating", "compiling", "planning")
+
+
+_PATIENCE_S: Mapping[Kind, float] = {
+    Kind.DIFFERENT: _DIFFERENT_AFTER_S,
+    Kind.STOPPED: _STOPPED_AFTER_S,
+    Kind.ENDED: _ENDED_AFTER_S,
+    Kind.NATIVE: _ASLEEP_AFTER_S,
+    Kind.DISK: _ASLEEP_AFTER_S,
+    Kind.ASLEEP: _ASLEEP_AFTER_S,
+    Kind.UNEQUAL: _ASLEEP_AFTER_S,
+    Kind.AT_WORK: _AT_WORK_AFTER_S,
+    Kind.TOGETHER: _AT_WORK_AFTER_S,
+}
+
+
+class HangWatch:
+    """Listens to the pulses of one attempt; asked every second or so what there is to say."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        devices: Mapping[int, str] | None = None,
+    ) -> None:
+        """Judge by ``clock``; ``devices`` says which device each rank has, for people."""
+        self._clock = clock
+        self._devices = devices or {}
+        self._ranks: dict[int, Seen] = {}
+        self._hosts: dict[str, float] = {}
+        self._told: Hang | None = None
+        self._tell_after_s = 0.0
+
+    @property
+    def told(self) -> Hang | None:
+        """The hang that was told last and is not over."""
+        return self._told
+
+    def heard(self, host: str, pulses: Iterable[Pulse]) -> None:
+        """Take in what a machine says of its ranks; also that it has nothing new to say."""
+        now = self._clock()
+        self._hosts[host] = now
+        for pulse in pulses:
+            known = self._ranks.get(pulse.rank)
+            if known is None or known.pulse.pid != pulse.pid:
+                known = Seen(host=host, pulse=pulse, since_s=now, still_s=now, state_since_s=now)
+                self._ranks[pulse.rank] = known
+            _go_on(known, pulse, now)
+
+    def look(self) -> Finding | None:
+        """Return what there is to say now: a hang, that it lasts, or that it is over."""
+        now = self._clock()
+        hang = self._judge(now)
+        before = self._told
+        if hang is not None:
+            again = before is not None and before.key == hang.key
+            if again and hang.waited_s < self._tell_after_s:
+                self._told = hang
+                return None
+            self._told = hang
+            self._tell_after_s = max(2 * hang.waited_s, _NOT_AGAIN_BEFORE_S)
+            return messages.of_hang(hang, self._devices)
+        if before is None or not self._is_over(before):
+            return None
+        self._told = None
+        ended = [one.rank for one in self._ranks.values() if one.ended]
+        return messages.of_end(before, now, ended=ended)
+
+    def _is_over(self, hang: Hang) -> bool:
+        """Say whether a hang that was told is over; not while too little is heard to know."""
+        heard = {one.rank: one for one in self._heard_of(self._clock())}
+        return any(
+            one.rank in heard and _progress(heard[one.rank].pulse) != _progress(one.pulse)
+            for one in hang.waiting
+        ) or (hang.kind is Kind.STOPPED and not any(one.stopped for one in heard.values()))
+
+    # ---- judging
+
+    def _heard_of(self, now: float) -> list[Seen]:
+        return [one for one in self._ranks.values() if now - self._hosts[one.host] < _UNHEARD_S]
+
+    def _judge(self, now: float) -> Hang | None:
+        ranks = sorted(self._heard_of(now), key=lambda one: one.rank)
+        # A rank waits for a GPU's results with a processor kept busy; so it also waits if somebody is known
+        # to be missing where it is.
+        least_begun = _least_begun(ranks)
+        waiting = [one for one in ranks if one.waits or one.is_ahead(least_begun)]
+        if different := _different([one for one in ranks if one.may_wait]):
+            return self._hang(Kind.DIFFERENT, different, different, now)
+        if stopped := [one for one in ranks if one.stopped]:
+            stopped_s = min(now - one.state_since_s for one in stopped)
+            if stopped_s >= _STOPPED_AFTER_S:
+                return self._hang(Kind.STOPPED, stopped, waiting, now, waited_s=stopped_s)
+        here = {one.rank for one in waiting}
+        absent = [one for one in ranks if one.rank not in here and not one.stopped]
+        if not waiting:
+            return None
+        if not absent:
+            everybody = len(ranks) == len(self._ranks) > 1 and not stopped
+            return self._all_wait(ranks, now) if everybody else None
+        members = _members(absent, waiting)
+        at_least_s = 0.0 if members else _AT_WORK_AFTER_S
+        by_kind: dict[Kind, list[Seen]] = {}
+        for one in members or absent:
+            by_kind.setdefault(_what_keeps(one, now), []).append(one)
+        for kind in Kind:  # the most certain first: the others may only be slow
+            some = by_kind.get(kind)
+            if some and (hang := self._hang(kind, some, waiting, now, at_least_s=at_least_s)):
+                return hang
+        return None
+
+    def _all_wait(self, ranks: Sequence[Seen], now: float) -> Hang | None:
+        numbers = [{(one.group, one.number) for one in rank.pulse.waits} for rank in ranks]
+        if not all(numbers):  # a look now and then may find healthy ranks in collectives each time
+            return None
+        together = bool(set.intersection(*numbers))
+        return self._hang(Kind.TOGETHER if together else Kind.UNEQUAL, ranks, ranks, now)
+
+    def _hang(
+        self,
+        kind: Kind,
+        culprits: Sequence[Seen],
+        waiting: Sequence[Seen],
+        now: float,
+        *,
+        waited_s: float | None = None,
+        at_least_s: float = 0.0,
+    ) -> Hang | None:
+        """Return the hang if it has lasted long enough to be one."""
+        if waited_s is None:
+            # The longest wait counts; where all of them must stand still, the shortest.
+            waits = [now - one.since_s for one in waiting]
+            everybody = kind in (Kind.DIFFERENT, Kind.UNEQUAL, Kind.TOGETHER)
+            waited_s = min(waits) if everybody else max(waits)
+        patience_s = max(at_least_s, _PATIENCE_S[kind])
+        if kind is Kind.AT_WORK and not any(one.waits for one in waiting):
+            patience_s = _AT_WORK_BOTH_AFTER_S
+        if kind in (Kind.ASLEEP, Kind.DISK, Kind.NATIVE):
+            if self._at_first():
+                patience_s = max(patience_s, _ASLEEP_AT_FIRST_AFTER_S)
+            # Who has only just come to where it is may be on the way; but not for ever.
+            long = [one for one in culprits if now - one.still_s >= patience_s]
+            culprits = long or (culprits if waited_s >= _AT_WORK_AFTER_S else [])
+        if waited_s < patience_s or not culprits:
+            return None
+        # As they are now: what is heard later must not change what was told.
+        return Hang(
+            kind=kind,
+            culprits=tuple(dataclasses.replace(one) for one in culprits),
+            waiting=tuple(dataclasses.replace(one) for one in waiting),
+            waited_s=waited_s,
+            now_s=now,
+        )
+
+    def _at_first(self) -> bool:
+        """Say whether hardly anything has been done together yet."""
+        pulses = [one.pulse for one in self._ranks.values()]
+        numbers = [number for pulse in pulses for number in pulse.begun.values()]
+        return max(numbers or [pulse.moves for pulse in pulses]) <= _AT_FIRST
+
+
+def _go_on(known: Seen, pulse: Pulse, now: float) -> None:
+    """Take in a pulse of the same process."""
+    before = known.pulse
+    known.pulse = pulse
+    known.groups.update(pulse.groups, pulse.begun)
+    if pulse.state != before.state:
+        known.state_since_s = now
+    if _progress(pulse) != _progress(before):
+        known.since_s = now
+    place = (pulse.place, pulse.doing)
+    # One that looks again and again whether something has come is between the same few lines. Where
+    # it cannot be seen whether anything moves, every change counts.
+    if pulse.moves != before.moves or pulse.moves < _MOVES_SEEN:
+        known.places.clear()
+    if place not in known.places and place != (before.place, before.doing):
+        known.still_s = now
+    if pulse.moves != before.moves:
+        known.still_s = now
+    known.places.add(place)
+    if pulse.busy is not None:
+        known.samples.append(Sample(at_s=now, load=pulse.busy, ready=pulse.state == "R"))
+        while known.samples[0].at_s < now - _SAMPLES_FOR_S:
+            known.samples.popleft()
+
+
+def _progress(pulse: Pulse) -> tuple[object, ...]:
+    """Return what changes when a rank gets anywhere."""
+    return pulse.pid, pulse.moves, pulse.step, pulse.phase, pulse.place, pulse.doing
+
+
+def _least_begun(ranks: Sequence[Seen]) -> dict[str, int]:
+    """Return how far the last rank of each group has come, of those that stand still."""
+    least: dict[str, int] = {}
+    for one in ranks:
+        for group, number in one.pulse.begun.items():
+            least[group] = min(number, least.get(group, number))
+    return least
+
+
+def _members(absent: Sequence[Seen], waiting: Sequence[Seen]) -> list[Seen]:
+    """Return those who can be meant: who are in a group that is waited in, or of whom that is not known."""
+    groups = {called.group for one in waiting for called in one.pulse.waits}
+    if EVERYBODY in groups or not all(one.pulse.waits for one in waiting):
+        return list(absent)
+    return [one for one in absent if not one.groups or one.groups & groups]
+
+
+def _different(waiting: Sequence[Seen]) -> list[Seen]:
+    """Return the ranks that wait in one group's collective of the same number, but called different things."""
+    by_number: dict[tuple[str, int], list[tuple[Seen, Collective]]] = {}
+    for one in waiting:
+        for called in one.pulse.waits:
+            by_number.setdefault((called.group, called.number), []).append((one, called))
+    for ranks in by_number.values():
+        if len({called.operation for _, called in ranks}) > 1:
+            return [one for one, _ in ranks]
+        brought = {(called.shapes, called.dtype) for _, called in ranks if called.shapes}
+        if ranks[0][1].operation in SAME_SHAPES and len(brought) > 1:
+            return [one for one, _ in ranks]
+    return []
+
+
+def _what_keeps(one: Seen, now: float) -> Kind:
+    """Say what keeps a rank from coming to the others."""
+    if one.ended:
+        return Kind.ENDED
+    if one.pulse.state == "D" and now - one.state_since_s >= SILENT_S:
+        return Kind.DISK
+    if one.busy or one.pulse.phase in _LONG_PHASES:
+        return Kind.AT_WORK
+    return Kind.NATIVE if one.silent else Kind.ASLEEP

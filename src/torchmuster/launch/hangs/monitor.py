@@ -1,0 +1,191 @@
+"""The launcher's lookout for hangs: tells who keeps whom waiting, has the ranks examined, keeps what they show."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchmuster.finding import Finding
+from torchmuster.launch import protocol
+from torchmuster.launch.hangs import messages
+from torchmuster.launch.hangs.detector import HangWatch
+from torchmuster.launch.hangs.hang_types import Hang
+from torchmuster.launch.history import evidence, node_ranks, run_state
+from torchmuster.launch.launcher.node_handle import Node, Sign
+from torchmuster.redaction import redact_text
+from torchmuster.runfolder import RunFolder
+
+# Of many ranks that wait for one, some show what all of them do.
+_RANKS_EXAMINED = 64
+_EXAMINED_WITHIN_S = 10.0
+# One that comes again and again is told each time, but the first ones are enough to look at.
+_HANGS_KEPT = 20
+# A hang that cannot end well by itself is ended, so that the run can be started again. Not at once: whoever
+# watches may want to look into the processes.
+_HOPELESS_AFTER_S = 60.0
+
+
+@dataclass(kw_only=True)
+class _Examination:
+    """A hang whose ranks are being asked what they do: where it is kept, and who has not answered yet."""
+
+    finding: Finding
+    folder: Path
+    missing: set[int]
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Lookout:
+    """Watches the ranks of one attempt."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        run: RunFolder,
+        *,
+        say: Callable[[str], None],
+        show: Callable[[Sequence[Finding]], None],
+        later: Callable[[Awaitable[None]], None],
+        end_after_s: float | None = None,
+    ) -> None:
+        """Watch from now on; ``later`` does something without anybody waiting for it.
+
+        With ``end_after_s`` every hang is taken for one that must be ended, after that long.
+        """
+        self._nodes = nodes
+        self._run = run
+        self._say = say
+        self._show = show
+        self._later = later
+        self._end_after_s = end_after_s
+        self._watch = HangWatch(devices=devices_of(nodes))
+        self._finding: Finding | None = None
+        self._examined: set[object] = set()
+        self._kept = len(evidence.hang_folders(run))  # also of earlier attempts
+        self._examination: _Examination | None = None
+        self._failed = False
+        for node in nodes:
+            node.watch(functools.partial(self._hear, node))
+
+    @property
+    def finding(self) -> Finding | None:
+        """What was told of a hang that is not over."""
+        return self._finding
+
+    @property
+    def must_end(self) -> bool:
+        """Whether it has gone on for so long that the run is to be ended."""
+        hang = self._watch.told
+        if hang is None or self._finding is None:
+            return False
+        if self._end_after_s is not None:
+            return hang.waited_s >= self._end_after_s
+        return hang.hopeless and hang.waited_s >= _HOPELESS_AFTER_S
+
+    def look(self) -> None:
+        """Say what is new; asked every second or so."""
+        with self._whatever_happens():
+            told = self._watch.look()
+            if told is None:
+                return
+            hang = self._watch.told
+            self._finding = None if hang is None else told
+            if hang is not None and hang.key in self._examined:
+                self._show([messages.again(told)])
+                return
+            self._show([told])
+            run_state.note(self._run, "hang-over" if hang is None else "hang", what=told.what)
+            if hang is None:  # should it come again, it is another one
+                self._examined.clear()
+            else:
+                self._examined.add(hang.key)
+                self._later(self._examine(hang, told))
+
+    def _hear(self, node: Node, sign: Sign) -> None:
+        with self._whatever_happens():
+            match sign:
+                case protocol.Pulses():
+                    self._watch.heard(node.name, sign.pulses)
+                    if sign.pulses and not sign.kept:
+                        self._later(self._write_down(node, sign))
+                case protocol.Evidence() if self._examination is not None:
+                    self._keep(self._examination, sign)
+                case protocol.Examined() if self._examination is not None:
+                    self._examination.missing.discard(node.place)
+                    if not self._examination.missing:
+                        self._examination.answered.set()
+
+    async def _write_down(self, node: Node, sign: protocol.Pulses) -> None:
+        """Write for a machine that does not see the run's folder what its ranks are doing."""
+        await asyncio.to_thread(
+            node_ranks.write,
+            self._run,
+            host=node.name,
+            attempt=sign.attempt,
+            pulses=sign.pulses,
+        )
+
+    @contextlib.contextmanager
+    def _whatever_happens(self) -> Iterator[None]:
+        """Go on without a lookout should it fail: it must not end the run that it watches."""
+        try:
+            yield
+        except Exception as error:
+            self._finding = None
+            self._watch = HangWatch()
+            if not self._failed:
+                self._failed = True
+                self._say(f"hangs may go unnoticed, the lookout for them failed: {error!r}")
+
+    async def _examine(self, hang: Hang, finding: Finding) -> None:
+        """Have the ranks show what they are doing, and keep it beside what was told."""
+        if self._kept >= _HANGS_KEPT:
+            return
+        self._kept += 1
+        concerned = [one.rank for one in (*hang.culprits, *hang.waiting)]
+        world_size = sum(node.prepared.ranks for node in self._nodes if node.prepared)
+        chosen = tuple(dict.fromkeys([*concerned, *range(world_size)]))[:_RANKS_EXAMINED]
+        try:
+            folder = await asyncio.to_thread(evidence.new_hang, self._run)
+            await asyncio.to_thread(evidence.keep_hang, folder, finding)
+        except OSError as error:
+            self._say(f"what the ranks show cannot be kept: {error}")
+            return
+        here = {node.place for node in self._nodes if not node.lost and not node.ended}
+        self._examination = _Examination(finding=finding, folder=folder, missing=here)
+        for node in self._nodes:
+            if node.place in here:
+                self._later(node.channel.send(protocol.Examine(ranks=chosen)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
+        kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
+        if kept.files:
+            self._say(
+                f"what the ranks were doing is in {folder}: their stacks, and their collectives"
+            )
+        if finding.name == "collective-does-not-end":  # else it says again what was told
+            self._show([one for one in kept.analysis if one.name != finding.name])
+
+    def _keep(self, examination: _Examination, sign: protocol.Evidence) -> None:
+        # The name comes from another machine: only those that we know become files.
+        endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
+        if ending := endings.get(sign.name):
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                text = redact_text(sign.text) if ending == evidence.STACKS else sign.text
+                path = examination.folder / f"rank-{sign.rank}{ending}"
+                path.write_text(text, encoding="utf-8")
+
+
+def devices_of(nodes: Sequence[Node]) -> Mapping[int, str]:
+    """Return the device of each rank, where it has one of its own."""
+    found, first = {}, 0
+    for node in nodes:
+        prepared = node.prepared
+        if prepared is None:
+            continue
+        if node.has_gpus and len(prepared.devices) == prepared.ranks:
+            found.update({first + place: name for place, name in enumerate(prepared.devices)})
+        first += prepared.ranks
+    return found

@@ -1,0 +1,385 @@
+"""From everything that went wrong on all machines to the one thing that went wrong first.
+
+When a rank dies, the others notice that it is gone and die of that, often before the first one's
+death is reported; then those that are left are ended. So it is not enough to take the first report:
+what only says that a peer is gone, and what was ended on purpose, stands behind every real cause.
+"""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchmuster.finding import Finding, Status
+from torchmuster.known_errors.explain import Explanation, explain
+from torchmuster.known_errors.rule import Role
+from torchmuster.launch import protocol
+from torchmuster.launch.history import known_failures, traceback_text
+from torchmuster.launch.launcher.console import harmless, rank_words
+from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
+from torchmuster.redaction import redact_text
+from torchmuster.units import format_bytes
+
+_LINES_SHOWN = 25
+_LONGEST_HEADLINE = 240
+_KILLED, _ABORTED = -9, -6
+_ASKED_TO_END = (-15, -2)
+# Whoever was killed so long after the others were told to end was killed by us.
+_WITH_THE_FIRST_S = 2.0
+_SCRIPT_ENDED_ITSELF = "the script ended itself: "
+_ENDED_BY_REQUEST = re.compile(
+    r"^KeyboardInterrupt|SignalException|got signal: (?:15|2)\b|by SIG(?:TERM|INT)"
+)
+_SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at )/\S+/")
+# What ranks say that only waited for another one (train/first.py, train/data/stream.py); it quotes the other's error, so the
+# words of that error must not be looked at.
+_ONLY_WAITED = re.compile(
+    r"(?:[\w.]+: )?(?:what rank \d+ waited for failed on rank \d+: "
+    r"|rank \d+ could not read its data: "
+    r"|the ranks' store is gone while waiting for the first rank)"
+)
+# Gloo prints its ports in the wrong byte order; an address that is wrong is worse than none.
+_GLOO_ADDRESS = re.compile(r" \[[0-9a-fA-F.:]+\]:\d+")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEnd:
+    """How one machine's part ended; times are of the launcher's monotonic clock.
+
+    ``ended`` is what its keeper reported, at ``ended_s``; ``lost`` is why it is not heard any more.
+    """
+
+    host: str
+    ended: protocol.Ended | None = None
+    ended_s: float = 0.0
+    lost: str = ""
+    lost_s: float = 0.0
+
+
+class _Blame(enum.IntEnum):
+    """What a report is, the guiltiest first."""
+
+    CAUSE = 0
+    PEER = 1  # it says that another one is gone, or late
+    ENDED = 2  # it was ended on purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """One thing that went wrong: a rank, or a machine as a whole where there is no ``failure``."""
+
+    host: str
+    at_s: float
+    text: str  # the whole error, "" where there is only an exit code
+    failure: protocol.Failure | None = None
+    log: str = ""  # of the agent
+    lost: bool = False
+
+
+def of_attempt(
+    ends: Sequence[NodeEnd],
+    *,
+    noticed_s: float,
+    logs: str,
+    world_size: int | None = None,
+    grace_s: float = 5.0,
+    hang: Finding | None = None,
+) -> Finding:
+    """Return the one finding that says why an attempt failed.
+
+    ``noticed_s`` is when the launcher noticed and told the others to end, ``grace_s`` what it gave
+    them for that; ``logs`` is the folder of the ranks' logs. ``hang`` is what was told of ranks that kept
+    others waiting and was not over.
+    """
+    blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
+    if hang is not None and _Blame.CAUSE not in blames.values():
+        return _after_hang(hang, blames)
+    if not blames:
+        return Finding(
+            name="run-failed",
+            status=Status.FAILURE,
+            what="the run failed, and no machine said why",
+            fix=f"read the logs: {logs}",
+        )
+    first = min(blames, key=lambda report: (blames[report], report.at_s))
+    alike = [report for report in blames if report is not first and _alike(first, report)]
+    who = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    if world_size is not None and 1 < world_size == len(_ranks([first, *alike])):
+        who = f"all {world_size} ranks"
+        alike_words = []
+    else:
+        alike_words = [f"{rank_words(_ranks(alike))} failed in the same way"] if alike else []
+    rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
+    aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
+    early = [rank for end in ends if end.ended for rank in end.ended.finished]
+    if blames[first] is _Blame.PEER and first.failure is not None and early:
+        return _of_early_end(first, early, aftermath, logs)
+    finding = _finding(first, who, aftermath, logs)
+    if first.failure and first.failure.rank in early and _code(first.failure) == _ABORTED:
+        return _of_abort_at_exit(finding, first, aftermath)
+    return finding
+
+
+def _of_abort_at_exit(finding: Finding, first: _Report, aftermath: Sequence[str]) -> Finding:
+    """Return the verdict on a rank whose script had ended well when its process was aborted."""
+    left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    said = [f"it said: {_headline(first.text)}"] if first.text else []
+    why = "a thread of a library still ran: mostly of a process group that the script left open"
+    return dataclasses.replace(
+        finding,
+        name="rank-aborted-at-exit",
+        what=f"{left} ended well, then aborted (SIGABRT) while Python was shutting down",
+        why=_clean("\n".join([why, *said, *aftermath])),
+        fix="call torch.distributed.destroy_process_group() at the end of the script, on every rank",
+    )
+
+
+def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
+    """Return the verdict where nothing failed by itself: some gave up waiting for what was told."""
+    gave_up = [report for report, blame in blames.items() if blame is _Blame.PEER]
+    lines = []
+    if gave_up:
+        first = min(gave_up, key=lambda report: report.at_s)
+        lines = (
+            [f"{rank_words(_ranks(gave_up))} then gave up: {_cause(first)}"]
+            if first.failure
+            else []
+        )
+    return dataclasses.replace(
+        hang,
+        status=Status.FAILURE,
+        what=_clean(hang.what),
+        why=_clean("\n".join([hang.why, *lines])),
+        evidence=_clean(hang.evidence),
+    )
+
+
+def _of_early_end(
+    first: _Report, early: Sequence[int], aftermath: Sequence[str], logs: str
+) -> Finding:
+    who = rank_words(early)
+    left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
+    lines = [f"{left} then failed: {_cause(first)}", *aftermath]
+    finding = _finding(first, left, (), logs)
+    return dataclasses.replace(
+        finding,
+        name="rank-ended-early",
+        what=f"{who} ended well while {left} still needed {'it' if len(early) == 1 else 'them'}",
+        why=_clean("\n".join(["the ranks did not do the same number of steps", *lines])),
+        fix="give every rank the same number of batches: a DistributedSampler, drop_last=True, or "
+        "torch.distributed.algorithms.Join; no collective inside `if rank == 0`",
+    )
+
+
+def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
+    reports = []
+    for end in ends:
+        if end.ended is None:
+            if end.lost:
+                reports.append(_Report(host=end.host, at_s=end.lost_s, text=end.lost, lost=True))
+            continue
+        for failure in end.ended.failures:
+            at_s = end.ended_s - failure.ago_s
+            text = _said(failure)
+            reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
+        if not end.ended.good and not end.ended.failures:
+            words = end.ended.words or "torchrun's agent ended without a word"
+            error = traceback_text.last_error(words)
+            text = words.splitlines()[0] + (f": {error}" if error else "")
+            reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=words))
+    return reports
+
+
+def _said(failure: protocol.Failure) -> str:
+    """Return the error's whole text: the exception, or what the log ends with."""
+    if failure.what:
+        return failure.what
+    error = traceback_text.exception_text(failure.traceback) or failure.error
+    own = error.removeprefix(_SCRIPT_ENDED_ITSELF)
+    if error and own == error:
+        return error
+    if failure.exit_code < 0:
+        # Whatever else it printed has nothing to do with its end.
+        aborted = failure.exit_code == _ABORTED
+        return traceback_text.last_cxx_error(failure.last_lines) if aborted else ""
+    # sys.exit("no data") is an error's text, sys.exit(3) is not
+    is_code = own.lstrip("-").isdecimal()
+    return traceback_text.last_error(failure.last_lines) or ("" if is_code else own)
+
+
+def _code(failure: protocol.Failure) -> int:
+    """Return how it ended by itself: a rank that is on its way out is still sent a signal."""
+    own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
+    if failure.what or failure.traceback or (own and own == failure.error):
+        return 1
+    itself = own != failure.error and own.isdecimal()
+    return known_failures.by_signal(int(own) if itself else failure.exit_code)
+
+
+def _blamed(reports: Sequence[_Report], ours_from_s: float) -> dict[_Report, _Blame]:
+    """Say what each report is; a kill after ``ours_from_s`` is our own."""
+    late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
+    # Whoever kept others waiting until they gave up was killed for that, not before.
+    ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
+    return {report: _blame(report, ours_from_s) for report in reports}
+
+
+def _blame(report: _Report, ours_from_s: float) -> _Blame:
+    failure = report.failure
+    killed = "by SIGKILL" in report.text
+    if failure is not None:
+        code = _code(failure)
+        killed = code == _KILLED and not _was_out_of_memory(failure)
+        if code in _ASKED_TO_END:
+            return _Blame.ENDED
+    if report.lost:
+        return _Blame.CAUSE
+    if _ENDED_BY_REQUEST.search(report.text) or (killed and report.at_s > ours_from_s):
+        return _Blame.ENDED
+    if _only_waited(report):
+        return _Blame.PEER
+    return _Blame.PEER if _role(report) in (Role.PEER_LATE, Role.PEER_GONE) else _Blame.CAUSE
+
+
+def _only_waited(report: _Report) -> bool:
+    return not report.lost and _ONLY_WAITED.match(report.text) is not None
+
+
+def _role(report: _Report) -> Role | None:
+    found = None if report.lost else _known(report)
+    return found.role if found else None
+
+
+def _known(report: _Report) -> Explanation | None:
+    """Return what is known of a report's text, without what the text says only in passing."""
+    found = explain(report.text, host=report.host)
+    return found[0] if found and found[0].role is not Role.ASIDE else None
+
+
+def _was_out_of_memory(failure: protocol.Failure) -> bool:
+    return failure.evidence.startswith(KERNEL_KILLED_IT)
+
+
+def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> Finding:
+    why, fix = _explanation(first)
+    if failure := first.failure:
+        name, what = _exit(failure).name, f"{who} failed: {_cause(first)}"
+        if failure.what.startswith(f"{who} "):  # it says itself who it is
+            what = _cause(first)
+        shown = "" if failure.what else failure.traceback or failure.last_lines
+        shown = traceback_text.from_own_code(traceback_text.without_torch_prefix(shown))
+        log = f"log: {logs}/rank-{failure.rank}.log"
+    else:
+        name, verb = ("host-lost", "was lost") if first.lost else ("agent-failed", "failed")
+        what = f"{who} {verb}: {_headline(first.text)}"
+        shown, log = first.log, ""
+    evidence = [traceback_text.tail(shown, _LINES_SHOWN), log]
+    return Finding(
+        name=name,
+        status=Status.FAILURE,
+        what=_clean(what),
+        why=_clean("\n".join([*why, *aftermath])),
+        fix=_clean(fix),
+        evidence=_clean("\n".join(part for part in evidence if part)),
+    )
+
+
+def _clean(text: str) -> str:
+    """Return a text that programs wrote without secrets and without what steers a terminal."""
+    lines = redact_text(text).split("\n")
+    return "\n".join(harmless(line.replace("\t", "    "), colour=False) for line in lines)
+
+
+def _cause(report: _Report) -> str:
+    """Return the cause in a few words, for the headline."""
+    if report.failure is None:
+        return _headline(report.text)
+    exit_ = _exit(report.failure)
+    if exit_ is known_failures.OUT_OF_MEMORY or not report.text:
+        return exit_.words
+    by_signal = _code(report.failure) < 0
+    return f"{exit_.words}: {_headline(report.text)}" if by_signal else _headline(report.text)
+
+
+def _exit(failure: protocol.Failure) -> known_failures.Exit:
+    """Return what is known of how a rank ended."""
+    code = _code(failure)
+    if code == _KILLED and _was_out_of_memory(failure):
+        return known_failures.OUT_OF_MEMORY
+    return known_failures.exit_of(code)
+
+
+def _headline(text: str) -> str:
+    lines = text.strip().splitlines() or [""]
+    line = _GLOO_ADVICE.sub("", _GLOO_ADDRESS.sub("", _SOURCE_PLACE.sub("", lines[0])))
+    if line.endswith(":") and len(lines) > 1:  # "Error(s) in loading state_dict for Net:"
+        line = f"{line} {lines[1].strip()}"
+    return line if len(line) <= _LONGEST_HEADLINE else f"{line[:_LONGEST_HEADLINE]}…"
+
+
+def _explanation(report: _Report) -> tuple[list[str], str]:
+    """Return why it happened, a sentence each, and what to do."""
+    failure = report.failure
+    why = fix = ""
+    if failure is not None and failure.what:
+        why, fix = failure.why, failure.fix
+    elif report.lost:
+        why = "the launcher and {host} no longer hear each other"
+        fix = "see whether {host} is up and on the network, and whether somebody ended it there"
+    elif found := _known(report):
+        why, fix = "; ".join(part for part in (found.what, found.why) if part), found.fix
+    elif failure is not None and (_code(failure) != 1 or not report.text):
+        exit_ = _exit(failure)
+        why, fix = exit_.why, exit_.fix
+        if place := traceback_text.crashed_at(failure.last_lines):
+            why = f"{why}\nit happened at {place}"
+    elif failure is not None and (place := traceback_text.raised_at(failure.traceback)):
+        why = f"raised at {place}"
+    sentences = [why, _of_memory(failure) if failure else ""]
+    words = [text.replace("{host}", report.host) for text in sentences if text]
+    return words, fix.replace("{host}", report.host)
+
+
+def _of_memory(failure: protocol.Failure) -> str:
+    if "its peak" in failure.evidence or failure.peak_rss_bytes is None:
+        return failure.evidence
+    if _code(failure) != _KILLED:
+        return failure.evidence
+    peak = f"its peak was {format_bytes(failure.peak_rss_bytes)}"
+    return f"{failure.evidence}; {peak}" if failure.evidence else peak
+
+
+def _alike(first: _Report, other: _Report) -> bool:
+    """Say whether two ranks failed of the same thing: equal but for numbers."""
+    if first.failure is None or other.failure is None:
+        return False
+    texts = {re.sub(r"\d+", "#", _cause(report)) for report in (first, other)}
+    return len(texts) == 1
+
+
+def _ranks(reports: Sequence[_Report]) -> list[int]:
+    return [report.failure.rank for report in reports if report.failure is not None]
+
+
+def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]:
+    """Say in a line each what became of the others."""
+    lines = []
+    for report in [one for one, blame in rest.items() if blame is _Blame.CAUSE][:3]:
+        who = f"rank {report.failure.rank} on {report.host}" if report.failure else report.host
+        lines.append(f"{who} {'was lost' if report.lost else 'failed'} too: {_cause(report)}")
+    gone = [report for report, blame in rest.items() if blame is _Blame.PEER]
+    peers = _ranks([report for report in gone if not _only_waited(report)])
+    ended = _ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
+    if peers:
+        lines.append(f"{rank_words(peers)} then lost {_its(peers)} connection to it")
+    if ended and nobody_failed:
+        lines.append(f"{rank_words(ended)} had not failed but had to be ended: look there first")
+    elif ended:
+        lines.append(f"{rank_words(ended)} {'was' if len(ended) == 1 else 'were'} then ended")
+    return lines
+
+
+def _its(ranks: Sequence[int]) -> str:
+    return "its" if len(ranks) == 1 else "their"

@@ -1,0 +1,300 @@
+"""What is written down about a run in its folder: what was launched, by whom, and how it goes.
+
+``muster runs``, ``attach`` and ``stop`` know a run only by this, so it also has to be true when the
+launcher was killed: whether it is alive is asked of the system, or of its signs of life, not of the file.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torchmuster.errors import Impossible
+from torchmuster.launch.history.json_lines import append_line, read_lines, unix_s
+from torchmuster.launch.history.launcher_heartbeat import SILENT_AFTER_S, silent_for_s
+from torchmuster.launch.job import JobSpec, is_ours
+from torchmuster.redaction import redact_command, redact_mapping, redact_text
+from torchmuster.runfolder import RunFolder, write_atomically
+from torchmuster.units import format_seconds
+
+# The phases of a run that is not over.
+ACTIVE = ("submitted", "roll-call", "starting", "running")
+EVENTS = "events.jsonl"
+RESTART = "restart"  # the event that all ranks, or their launcher, start again after a failure
+# A run whose folder is there but nothing else yet: its launcher is given so long to write it down.
+_WRITTEN_WITHIN_S = 5.0
+_CLOCK_TOLERANCE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The process that launched a run; its start tells it from a later one with the same number.
+
+    ``start_ticks`` (Linux) are counted from the machine's start, so that setting the clock does not
+    make another process of it.
+    """
+
+    host: str
+    pid: int
+    created_unix_s: float
+    start_ticks: int | None = None
+
+    @classmethod
+    def this(cls) -> "Launcher":
+        """Return this process."""
+        process = psutil.Process()
+        return cls(
+            host=socket.gethostname(),
+            pid=process.pid,
+            created_unix_s=process.create_time(),
+            start_ticks=_start_ticks(process.pid),
+        )
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether its process would be one of this machine's."""
+        return self.host == socket.gethostname()
+
+    def process(self) -> psutil.Process | None:
+        """Return the process if it is alive on this machine."""
+        if not self.is_of_this_machine:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            if self.start_ticks is not None:
+                same = _start_ticks(self.pid) == self.start_ticks
+            else:
+                same = abs(process.create_time() - self.created_unix_s) < _CLOCK_TOLERANCE_S
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What was launched."""
+
+    command: list[str]
+    folder: str
+    hosts: list[str] = field(default_factory=list)
+    launcher: Launcher
+    token: str = ""
+    grace_s: float = 5.0
+    slurm_job: str | None = None
+    typed: list[str] = field(default_factory=lambda: ["run"])
+
+    @property
+    def shown(self) -> list[str]:
+        """The command for people: their script, or what they typed where it is ours."""
+        return self.typed if is_ours(self.command) else self.command
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a run goes: a phase while it is active; finished, failed or stopped after."""
+
+    phase: str
+    since_unix_s: float
+    started_unix_s: float
+    exit_code: int | None = None
+    headline: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it is not over, as far as was written down."""
+        return self.phase in ACTIVE
+
+
+def write_job(
+    run: RunFolder, spec: JobSpec, *, token: str = "", slurm_job: str | None = None
+) -> None:
+    """Write down what is being launched, secrets redacted."""
+    job = Job(
+        command=redact_command(spec.command),
+        folder=spec.folder,
+        hosts=[str(host) for host in spec.hosts],
+        launcher=Launcher.this(),
+        token=token,
+        grace_s=spec.limits.grace_s,
+        slurm_job=slurm_job,
+        typed=redact_command(spec.typed),
+    )
+    content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
+    try:
+        write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise Impossible(
+            f"cannot write in the run's folder {run.path}",
+            why=error.strerror or str(error),
+            fix="make room on that disk, or put run folders elsewhere: --runs DIR",
+        ) from error
+
+
+def read_job(run: RunFolder) -> Job | None:
+    """Return what was launched, or None if that was not written (yet)."""
+    content = _read(run.job)
+    try:
+        return Job(
+            command=list(content["command"]),
+            folder=str(content["folder"]),
+            hosts=list(content["hosts"]),
+            launcher=Launcher(**_known(Launcher, content["launcher"])),
+            token=str(content["token"]),
+            grace_s=float(content["grace_s"]),
+            slurm_job=content["slurm_job"],
+            typed=list(content.get("typed") or content["command"][:1]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def await_job(run: RunFolder) -> Job | None:
+    """Return what was launched; where the run has only just been made, wait for that to be written."""
+    try:
+        made = run.marker.stat().st_mtime
+    except OSError:
+        return read_job(run)
+    while (job := read_job(run)) is None and 0 <= time.time() - made < _WRITTEN_WITHIN_S:
+        time.sleep(0.05)
+    return job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run: a phase begun, ranks started, a hang told, its end."""
+
+    at_unix_s: float
+    name: str
+    facts: dict[str, Any]
+
+
+def note(run: RunFolder, event: str, **facts: object) -> None:
+    """Write down that something happened to a run."""
+    content = redact_mapping(facts) | {"at_unix_s": time.time(), "event": event}
+    append_line(run.path / EVENTS, content)
+
+
+def events(run: RunFolder) -> list[Event]:
+    """Return what happened to a run, in its order; a line that is not understood is passed over."""
+    return [event for line in read_lines(run.path / EVENTS) if (event := event_of(line))]
+
+
+def event_of(line: dict[str, Any]) -> Event | None:
+    """Return the event that was written as this line; None if it was not one."""
+    try:
+        at_unix_s, name = unix_s(line["at_unix_s"]), str(line["event"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    facts = {key: value for key, value in line.items() if key not in ("at_unix_s", "event")}
+    return Event(at_unix_s=at_unix_s, name=name, facts=facts)
+
+
+class Diary:
+    """Writes a run's state as it changes."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        before = _state(_read(run.state))
+        # One whose launcher was killed and started again goes on.
+        goes_on = before is not None and before.active
+        self._started = before.started_unix_s if before and goes_on else time.time()
+
+    def phase(self, name: str) -> None:
+        """The run has entered another phase."""
+        note(self._run, name)
+        self._write(State(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
+
+    def ended(self, phase: str, exit_code: int, headline: str) -> None:
+        """The run is over."""
+        headline = redact_text(headline)
+        note(self._run, phase, exit_code=exit_code, headline=headline)
+        self._write(
+            State(
+                phase=phase,
+                since_unix_s=time.time(),
+                started_unix_s=self._started,
+                exit_code=exit_code,
+                headline=headline,
+            )
+        )
+
+    def _write(self, state: State) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
+
+
+def read_state(run: RunFolder) -> State | None:
+    """Return how a run goes; one whose launcher was killed, or is not heard of any more, is ``died``."""
+    content = _read(run.state)
+    state = _state(content)
+    if state is None:
+        return None
+    job = read_job(run)
+    if not state.active or job is None or job.launcher.process() is not None:
+        return state
+    since_unix_s, headline = _heard_unix_s(run, state), "the launcher was killed"
+    if not job.launcher.is_of_this_machine:
+        silent_s = silent_for_s(run.state)
+        if silent_s < SILENT_AFTER_S:
+            return state
+        since_unix_s = time.time() - silent_s
+        headline = f"nothing was heard of the launcher for {format_seconds(silent_s)}"
+    fresh = _read(run.state)  # it may have ended between the two looks
+    if fresh != content:
+        return _state(fresh)
+    return State(
+        phase="died",
+        since_unix_s=since_unix_s,
+        started_unix_s=state.started_unix_s,
+        headline=headline,
+    )
+
+
+def _heard_unix_s(run: RunFolder, state: State) -> float:
+    """Return when a launcher that is gone gave its last sign of life."""
+    try:
+        return max(state.since_unix_s, run.state.stat().st_mtime)
+    except OSError:
+        return state.since_unix_s
+
+
+def _state(content: dict[str, Any]) -> State | None:
+    """Return the state that was written as this; None if it was not one."""
+    exit_code = content.get("exit_code")
+    try:
+        return State(
+            phase=str(content["phase"]),
+            since_unix_s=unix_s(content["since_unix_s"]),
+            started_unix_s=unix_s(content["started_unix_s"]),
+            exit_code=exit_code if isinstance(exit_code, int) else None,
+            headline=str(content.get("headline", "")),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a newer version may have written beside what is known here."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in content.items() if name in names}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

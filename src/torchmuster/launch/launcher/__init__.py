@@ -1,0 +1,1 @@
+"""The process that the user started: connects nodes, starts ranks, watches, restarts."""

@@ -1,0 +1,366 @@
+"""What differs between the machines of a run, found before anything starts.
+
+The first machine is the one that the others are measured by. There is one finding for each kind of
+difference, however many machines have it.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+
+from torchmuster import __version__
+from torchmuster.errors import ExitCode
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import protocol
+from torchmuster.launch.fingerprint import code_folder
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.network.reach import several
+from torchmuster.launch.node_facts import LEAST_TORCH, torch_too_old
+from torchmuster.units import format_seconds
+
+CLOCKS_APART_S = 5.0
+_VALUES_SHOWN = 4
+_PACKAGES_SHOWN = 5
+_LINES_SHOWN = 3
+_SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
+# These have findings of their own.
+_TOLD_APART = {"torch", "torchmuster"}
+_SAME_KIND = {"amd64": "x86_64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A machine of the run: its name as people know it, and what it has told.
+
+    ``clock_offset_s`` is its clock less the launcher's, measured when its record came.
+    """
+
+    name: str
+    record: protocol.NodeRecord
+    clock_offset_s: float | None = None
+    fingerprint: protocol.Fingerprint | None = None
+
+
+def all_nodes(
+    nodes: Sequence[Described],
+    spec: JobSpec,
+    *,
+    packages: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[Finding]:
+    """Return what differs between the machines and between what they would run.
+
+    ``packages`` are the lists of the machines that ``ask_for_packages`` returns, by place; without
+    them it is only said that packages differ.
+    """
+    return [
+        *_systems(nodes),
+        *_torchmuster(nodes),
+        *_torch(nodes),
+        *_machine_kinds(nodes),
+        *_pythons(nodes),
+        *_code([one for one in nodes if one.fingerprint is not None], spec),
+        *_packages(nodes, packages or {}),
+        *_clocks(nodes),
+    ]
+
+
+def ask_for_packages(nodes: Sequence[Described]) -> list[int]:
+    """Return the places that should tell their packages: the first and one of each other kind.
+
+    None where all are alike; a few where thousands differ.
+    """
+    first_with: dict[str, int] = {}
+    for place, one in enumerate(nodes):
+        if one.fingerprint is not None:
+            first_with.setdefault(one.fingerprint.packages_sha256, place)
+    return list(first_with.values())[:_VALUES_SHOWN] if len(first_with) > 1 else []
+
+
+def other_protocol(name: str, hello: protocol.Hello) -> protocol.Trouble:
+    """Say that a machine's torchmuster and this one do not understand each other."""
+    return protocol.Trouble(
+        name="other-protocol",
+        what=f"torchmuster on {name} speaks protocol {hello.protocol}, here it is {protocol.PROTOCOL}",
+        why=f"{name} has version {hello.record.torchmuster}, this machine {__version__}",
+        fix=_install(__version__, "torchmuster", [name]),
+        exit_code=ExitCode.IMPOSSIBLE,
+    )
+
+
+# ---- the machines themselves
+
+
+def _systems(nodes: Sequence[Described]) -> Iterator[Finding]:
+    groups = _groups(nodes, lambda one: _SYSTEMS.get(one.record.system, one.record.system))
+    if len(groups) > 1:
+        yield Finding(
+            name="mixed-operating-systems",
+            status=Status.FAILURE,
+            what=f"the machines have different operating systems: {_shares(groups)}",
+            why="gloo cannot connect ranks on different systems, and NCCL exists on Linux only",
+            fix="run all of them on Linux (on Windows inside WSL2)\n"
+            f"or use only the machines of one kind: {several(max(groups.values(), key=len))}",
+        )
+
+
+def _torchmuster(nodes: Sequence[Described]) -> Iterator[Finding]:
+    groups = _groups(nodes, lambda one: one.record.torchmuster)
+    if len(groups) > 1:
+        yield Finding(
+            name="torchmuster-version",
+            status=Status.WARNING,
+            what=f"torchmuster differs: {_shares(groups)}",
+            why="they understand each other, but may do things differently",
+            fix=_install(next(iter(groups)), "torchmuster", _others(groups)),
+        )
+
+
+def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
+    missing = [one.name for one in nodes if one.record.torch is None]
+    having = [one for one in nodes if one.record.torch is not None]
+    releases = _groups(having, lambda one: _release(one.record.torch))
+    builds = _groups(having, lambda one: one.record.torch or "")
+    if missing:
+        yield Finding(
+            name="torch-missing",
+            status=Status.FAILURE,
+            what=f"torch is not installed on {several(missing)}",
+            why="it was looked for with the Python that runs torchmuster there",
+            fix=_install(next(iter(releases), ""), "torch", missing),
+        )
+    old = [one.name for one in having if torch_too_old(one.record.torch or "")]
+    if old:
+        yield Finding(
+            name="torch-too-old",
+            status=Status.FAILURE,
+            what=f"torch on {several(old)} is older than {LEAST_TORCH}",
+            why=f"torchmuster uses parts of torch that older versions do not have: {_shares(releases)}",
+            fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {several(old)}",
+        )
+    elif len(releases) > 1:
+        yield Finding(
+            name="torch-version",
+            status=Status.FAILURE,
+            what=f"torch differs: {_shares(releases)}",
+            why="different versions may connect and then hang, or calculate different things",
+            fix=_install(next(iter(releases)), "torch", _others(releases)),
+        )
+    elif len(builds) > 1:
+        why = "the same release, built for different hardware"
+        if any(version.endswith("+cpu") for version in builds):
+            why += "; a +cpu build does not use GPUs"
+        yield Finding(
+            name="torch-build",
+            status=Status.WARNING,
+            what=f"the builds of torch differ: {_shares(builds)}",
+            why=why,
+        )
+
+
+def _machine_kinds(nodes: Sequence[Described]) -> Iterator[Finding]:
+    groups = _groups(nodes, lambda one: _kind(one.record.machine.lower()))
+    if len(groups) > 1:
+        yield Finding(
+            name="machine-kind",
+            status=Status.WARNING,
+            what=f"the processors are of different kinds: {_shares(groups)}",
+            why="it works, but results may differ in the last digits and the slowest sets the pace",
+        )
+
+
+def _kind(machine: str) -> str:
+    return _SAME_KIND.get(machine, machine)
+
+
+def _pythons(nodes: Sequence[Described]) -> Iterator[Finding]:
+    groups = _groups(nodes, lambda one: ".".join(one.record.python.split(".")[:2]))
+    if len(groups) > 1:
+        yield Finding(
+            name="python-version",
+            status=Status.WARNING,
+            what=f"Python differs: {_shares(groups)}",
+            why="objects that ranks send to each other may not be readable on the other side",
+        )
+
+
+def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
+    reference = nodes[0].clock_offset_s if nodes else None
+    if reference is None:
+        return
+    apart = [
+        f"{one.name} is {format_seconds(abs(offset))} {'ahead' if offset > 0 else 'behind'}"
+        for one in nodes
+        if one.clock_offset_s is not None
+        and abs(offset := one.clock_offset_s - reference) > CLOCKS_APART_S
+    ]
+    if apart:
+        yield Finding(
+            name="clocks",
+            status=Status.NOTE,
+            what=f"clocks differ from that of {nodes[0].name}: {several(apart)}",
+            why="this does not harm a run of muster, but the times in logs differ by as much, and a bare "
+            "torchrun may train alone from 16 s on",
+            fix="sudo timedatectl set-ntp true  # on these machines",
+        )
+
+
+# ---- the code
+
+
+def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
+    script = f"module {spec.command[0]}" if spec.module else spec.command[0]
+    kind = PureWindowsPath if "\\" in spec.folder else PurePosixPath
+    folder = str(code_folder(kind(spec.folder, spec.command[0]), spec.module, spec.folder))
+    missing = [one.name for one in known if not _script_of(one)]
+    present = [one for one in known if _script_of(one)]
+    # Where no machine has a module, Python itself says so best.
+    if missing and (present or not spec.module):
+        at_first = not _script_of(known[0])
+        yield Finding(
+            name="script-missing",
+            status=Status.FAILURE,
+            what=f"{script} is not on {several(missing)}",
+            why=f"every machine runs its own copy, in {folder}",
+            fix="check the path, or start it from the folder that has it"
+            if at_first
+            else _copy(known[0], missing, folder),
+        )
+    if present:
+        yield from _different_code(present, script, folder)
+
+
+def _different_code(present: Sequence[Described], script: str, folder: str) -> Iterator[Finding]:
+    first = present[0]
+    other_script = [one.name for one in present if _script_of(one) != _script_of(first)]
+    other_code = [
+        one for one in present if _script_of(one) == _script_of(first) and _code_differs(first, one)
+    ]
+    if other_script:
+        yield Finding(
+            name="script-differs",
+            status=Status.FAILURE,
+            what=f"{script} is not the same on {several(other_script)} as on {first.name}",
+            why="ranks that run different code wait for each other in different places",
+            fix=_copy(first, other_script, folder),
+        )
+    if other_code:
+        names = [one.name for one in other_code]
+        yield Finding(
+            name="code-differs",
+            status=Status.FAILURE,
+            what=f"the code beside {script} is not the same on {several(names)} as on {first.name}",
+            why=f"Python files in {folder} differ: {_files(first)}, {_files(other_code[0])}",
+            fix=_copy(first, names, folder),
+        )
+
+
+def _files(one: Described) -> str:
+    count = one.fingerprint.code_files if one.fingerprint is not None else 0
+    return f"{count:,} files on {one.name}"
+
+
+def _code_differs(first: Described, other: Described) -> bool:
+    mine, theirs = first.fingerprint, other.fingerprint
+    if mine is None or theirs is None or not mine.code_sha256 or not theirs.code_sha256:
+        return False  # too large to compare
+    return mine.code_sha256 != theirs.code_sha256
+
+
+def _script_of(one: Described) -> str:
+    return one.fingerprint.script_sha256 if one.fingerprint is not None else ""
+
+
+def _packages_of(one: Described) -> str:
+    return one.fingerprint.packages_sha256 if one.fingerprint is not None else ""
+
+
+def _packages(
+    nodes: Sequence[Described], packages: Mapping[int, Mapping[str, str]]
+) -> Iterator[Finding]:
+    known = {place: one for place, one in enumerate(nodes) if one.fingerprint is not None}
+    if not known:
+        return
+    first_place, first = next(iter(known.items()))
+    others = {p: one for p, one in known.items() if _packages_of(one) != _packages_of(first)}
+    told = {
+        _packages_of(one): _package_differences(
+            f"{first.name} / {one.name}", packages[first_place], packages[place]
+        )
+        for place, one in others.items()
+        if place in packages and first_place in packages
+    }
+    # Those that differ only in what has findings of its own need no other.
+    different = [one.name for one in others.values() if told.get(_packages_of(one)) != ""]
+    if different:
+        yield Finding(
+            name="packages-differ",
+            status=Status.WARNING,
+            what=f"the installed packages on {several(different)} are not those on {first.name}",
+            why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
+            fix=f"pip freeze > requirements.txt  # on {first.name}, and then on the others:\n"
+            "pip install -r requirements.txt",
+        )
+
+
+def _package_differences(who: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    names = [
+        name
+        for name in sorted({*mine, *theirs} - _TOLD_APART)
+        if mine.get(name) != theirs.get(name)
+    ]
+    shown = [
+        f"{name} {mine.get(name, 'none')} / {theirs.get(name, 'none')}"
+        for name in names[:_PACKAGES_SHOWN]
+    ]
+    if len(names) > len(shown):
+        shown.append(f"and {len(names) - len(shown)} more")
+    return f"{who}: {', '.join(shown)}" if names else ""
+
+
+# ---- how they are told
+
+
+def _groups(nodes: Sequence[Described], value: Callable[[Described], str]) -> dict[str, list[str]]:
+    """Return the names of the machines by a value, in the order in which the values appear."""
+    found: dict[str, list[str]] = {}
+    for one in nodes:
+        found.setdefault(value(one), []).append(one.name)
+    return found
+
+
+def _others(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    _, *rest = groups.values()
+    return [name for names in rest for name in names]
+
+
+def _shares(groups: Mapping[str, Sequence[str]]) -> str:
+    shown = [f"{value} on {several(names)}" for value, names in groups.items()]
+    if len(shown) <= _VALUES_SHOWN:
+        return "; ".join(shown)
+    rest = sum(len(names) for names in list(groups.values())[_VALUES_SHOWN:])
+    return f"{'; '.join(shown[:_VALUES_SHOWN])}; others on {rest:,} more"
+
+
+def _release(version: str | None) -> str:
+    return (version or "").partition("+")[0]
+
+
+def _install(version: str, package: str, names: Sequence[str]) -> str:
+    wanted = f"{package}=={version}" if version else package
+    return f"python -m pip install {shlex.quote(wanted)}  # on {several(names)}"
+
+
+def _copy(first: Described, names: Sequence[str], folder: str) -> str:
+    if first.record.system == "win32":
+        return f"copy {folder} from {first.name} to {several(names)}"
+    path = folder.rstrip("/") + "/"
+    # By content (-c): copies of the same length and time would be passed over.
+    lines = [
+        f"rsync -ac {shlex.quote(path)} {shlex.quote(f'{name}:{path}')}"
+        for name in names[:_LINES_SHOWN]
+    ]
+    lines[0] += f"  # on {first.name}"
+    if len(names) > _LINES_SHOWN:
+        lines.append(f"# and so for {len(names) - _LINES_SHOWN:,} others")
+    return "\n".join(lines)

@@ -1,0 +1,325 @@
+"""Launching a job from beginning to end: the run folder, the signals, the supervisor, the last word."""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torchmuster.errors import ExitCode, MusterError
+from torchmuster.finding import from_error
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.network.reach import several
+from torchmuster.launch.transports.channel import Arrive, Channel, Transport
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
+
+if TYPE_CHECKING:
+    from torchmuster.launch.history import run_state
+    from torchmuster.launch.launcher.job_runner import Outcome
+    from torchmuster.launch.launcher.output import TerminalVoice
+
+
+# Schedulers signal every process of a job, so that one request may arrive by several ways.
+_SAME_REQUEST_S = 0.5
+_REMIND_AFTER_S = 2.0
+
+
+class Course(Protocol):
+    """What is done with the machines: a run (``Supervisor``), or a check of the group."""
+
+    token: str
+
+    @property
+    def stop(self) -> Callable[[str], None]:
+        """Ask for the end, and say why; asked a second time, without any grace."""
+
+    @property
+    def pass_on(self) -> Callable[[str], None]:
+        """Pass a signal on to every rank."""
+
+    async def run(self) -> "Outcome":
+        """Do the whole of it."""
+
+
+class MakeCourse(Protocol):
+    """What makes a course, once the machines have been called."""
+
+    def __call__(
+        self,
+        spec: JobSpec,
+        transport: Transport,
+        voice: "TerminalVoice",
+        *,
+        run_id: str,
+        logs: str,
+        on_phase: Callable[[str], None],
+    ) -> Course:
+        """Return the course."""
+
+
+def launch(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    make_voice: Callable[[RunFolder], "TerminalVoice"],
+    make_course: MakeCourse | None = None,
+) -> int:
+    """Launch a job and stay with it until it is over; return the exit code of the command.
+
+    With ``make_course``, something else than a run is done with the machines.
+    """
+
+    async def work() -> int:
+        # The machines are called first: keepers start while this process imports what it needs.
+        called = _Called(transport)
+        await called.call()
+        return await _launch(spec, called, run, make_voice(run), make_course)
+
+    return asyncio.run(work())
+
+
+class _Called:
+    """A transport whose machines were called before anybody was there to take them in."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._early: list[tuple[int, Channel]] = []
+        self._arrive: Arrive = lambda place, channel: self._early.append((place, channel))
+        self._failed: MusterError | None = None
+
+    async def call(self) -> None:
+        """Call the machines; what goes wrong is told when somebody takes them in."""
+        try:
+            await self._transport.open(lambda place, channel: self._arrive(place, channel))
+        except MusterError as error:
+            self._failed = error
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The machines that are expected."""
+        return self._transport.places
+
+    async def open(self, arrive: Arrive) -> None:
+        """Take in those that came already, and then all others."""
+        if self._failed is not None:
+            raise self._failed
+        self._arrive = arrive
+        for place, channel in self._early:
+            arrive(place, channel)
+
+    async def reopen(self, place: int) -> None:
+        """Call a machine again that was lost."""
+        await self._transport.reopen(place)
+
+    def waiting_for(self, place: int) -> str:
+        """Say in a few words why a machine is not here yet."""
+        return self._transport.waiting_for(place)
+
+    def gave_up(self, place: int) -> protocol.Trouble | None:
+        """Return why a machine will not come."""
+        return self._transport.gave_up(place)
+
+    def rejoins(self, place: int) -> bool:
+        """Say whether a machine that was lost may come again by itself."""
+        return self._transport.rejoins(place)
+
+    async def close(self) -> None:
+        """End everything that was opened."""
+        await self._transport.close()
+
+
+async def _launch(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    voice: "TerminalVoice",
+    make_course: MakeCourse | None,
+) -> int:
+    from torchmuster.launch.history import run_state
+    from torchmuster.launch.history.evidence import failures, keep_failure
+    from torchmuster.launch.history.launcher_heartbeat import heard_of
+    from torchmuster.launch.launcher.job_runner import Supervisor
+    from torchmuster.launch.schedulers.slurm.requeue import would_not_get_on
+
+    began = time.monotonic()
+    diary = run_state.Diary(run)
+    logs = str(run.logs.resolve())
+    make_course = make_course or Supervisor
+    course = make_course(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
+    slurm_job = os.environ.get("SLURM_JOB_ID")
+    run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
+    with voice.speaking():
+        asked: list[str] = []
+        warned: list[str] = []
+        newest = None if slurm_job is None else await _newest_checkpoint(spec)
+        try:
+            with (
+                heard_of(run.state),
+                _signals(course, voice, asked, warned, can_save=spec.checkpoints is not None),
+            ):
+                voice.say(f"run {run.id}")  # whoever reads it may ask for the end
+                outcome = await course.run()
+        except MusterError as error:
+            voice.show(findings := from_error(error))
+            keep_failure(run, len(failures(run)), findings[0], ())
+            diary.ended("failed", error.exit_code, error.what)
+            return error.exit_code
+        except (
+            asyncio.CancelledError
+        ):  # Ctrl-C before anybody was there to ask for the end politely
+            diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+            raise
+        except BaseException as error:
+            diary.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
+            raise
+        voice.finish()
+        took_s = time.monotonic() - began
+        code = _conclude(outcome, spec, diary, voice, run, took_s)
+        if code == ExitCode.SAVED and slurm_job is not None and not asked:
+            is_newer = await _newest_checkpoint(spec) != newest
+            why_not = would_not_get_on(
+                spec, outcome.saved, is_newer=is_newer, warned=bool(warned), took_s=took_s
+            )
+            await asyncio.to_thread(_go_back_into_the_queue, slurm_job, voice, why_not)
+        return code
+
+
+async def _newest_checkpoint(spec: JobSpec) -> str | None:
+    from torchmuster.launch.launcher import training_progress
+
+    metrics = Path()  # what was not saved does not count
+    seen = await asyncio.to_thread(training_progress.look, spec, metrics, since_unix_s=math.inf)
+    return seen.checkpoint
+
+
+def _go_back_into_the_queue(job: str, voice: "TerminalVoice", why_not: str) -> None:
+    from torchmuster.launch.schedulers.slurm.requeue import may_go_back, requeue
+
+    decided = may_go_back(job, why_not=why_not)
+    voice.say(decided.reason)
+    if decided.value and (trouble := requeue(job)):
+        voice.say(trouble)
+
+
+def _conclude(
+    outcome: "Outcome",
+    spec: JobSpec,
+    diary: "run_state.Diary",
+    voice: "TerminalVoice",
+    run: RunFolder,
+    took_s: float,
+) -> int:
+    took = format_seconds(took_s)
+    if outcome.good and outcome.words:
+        diary.ended("finished", ExitCode.GOOD, outcome.words)
+        return ExitCode.GOOD
+    if outcome.good:
+        voice.say(f"finished well in {took}; logs in {_shown(run.logs)}")
+        diary.ended("finished", ExitCode.GOOD, "finished well")
+        return ExitCode.GOOD
+    if outcome.saved:
+        voice.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
+        diary.ended("saved", ExitCode.SAVED, outcome.saved)
+        return ExitCode.SAVED
+    if outcome.stopped:
+        not_saved = ", without saving once more" if spec.checkpoints else ""
+        voice.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
+        diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+        return ExitCode.INTERRUPTED
+    if outcome.words:
+        diary.ended("failed", ExitCode.FAILED, outcome.words)
+        return ExitCode.FAILED
+    assert outcome.finding is not None
+    voice.show([outcome.finding])
+    diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
+    return ExitCode.FAILED
+
+
+def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
+    if spec.checkpoints is None:  # a script of the user's own, which knows how
+        return "start it again to go on"
+    return f"go on with: muster train --resume {_shown(run.path)}"
+
+
+def _left(machines: Sequence[str]) -> str:
+    if not machines:
+        return "nothing of it is running any more"
+    return f"given up: {several(machines)}, where its keeper ends it as soon as it can"
+
+
+def _shown(path: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
+@contextlib.contextmanager
+def _signals(
+    course: Course, voice: "TerminalVoice", asked: list[str], warned: list[str], *, can_save: bool
+) -> Iterator[None]:
+    """Turn signals into requests for as long as the run lasts.
+
+    ``asked`` is who asked for the end, ``warned`` are the warnings of it that were passed on.
+    """
+    loop = asyncio.get_running_loop()
+    reminder: asyncio.TimerHandle | None = None
+    last_s = -math.inf
+
+    def stop(why: str) -> None:
+        asked.append(why)
+        voice.say(f"{why}: ending all ranks (once more to end them at once)")
+        course.stop(why)
+
+    def stop_as_a_scheduler_asks(why: str) -> None:
+        nonlocal last_s
+        again_s, last_s = loop.time() - last_s, loop.time()
+        if again_s > _SAME_REQUEST_S:
+            stop(why)
+
+    def warn(name: str) -> None:
+        nonlocal reminder
+        warned.append(name)
+        course.pass_on(name)
+        if (
+            can_save
+        ):  # once more for ranks that are only now being started: they would not know of it
+            reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
+
+    def suspend() -> None:
+        voice.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
+
+    actions = {
+        "SIGINT": (stop, "Ctrl-C"),
+        "SIGTERM": (stop_as_a_scheduler_asks, "asked to end (SIGTERM)"),
+        "SIGUSR1": (warn, "SIGUSR1"),
+        "SIGUSR2": (course.pass_on, "SIGUSR2"),
+    }
+    known: list[signal.Signals] = []
+    # Who guards the launcher lets warnings do nothing before and after.
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    for name, (action, argument) in actions.items():
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            number = getattr(signal, name)
+            loop.add_signal_handler(number, action, argument)
+            known.append(number)
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        loop.add_signal_handler(signal.SIGTSTP, suspend)
+        known.append(signal.SIGTSTP)
+        # Whoever started it with nohup, or --detach, has said that a hangup should do nothing.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, stop, "the terminal has gone")
+            known.append(signal.SIGHUP)
+    try:
+        yield
+    finally:
+        if reminder is not None:
+            reminder.cancel()
+        for number in known:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])

@@ -1,0 +1,221 @@
+"""One machine of a run as the launcher sees it: its channel, what it said, how it is doing."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow, NotTrusted
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.channel import Channel
+
+Reply = TypeVar("Reply", bound=protocol.Message)
+# What an engaged program says, and at last how it ended.
+Word = protocol.Relay | protocol.Disengaged
+# What a machine says of what its ranks are doing, unasked and asked.
+Sign = protocol.Pulses | protocol.Evidence | protocol.Examined
+
+
+class Node:
+    """A machine that answered the roll-call."""
+
+    def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
+        self.place = place
+        self.name = name
+        self.channel = channel
+        self.part = part  # the token of what this keeper starts
+        self.record: protocol.NodeRecord | None = None
+        self.prepared: protocol.Prepared | None = None
+        self.clock_offset_s = 0.0
+        self.ended: protocol.Ended | None = None
+        self.ended_s = 0.0
+        self.lost = ""  # why it cannot be heard any more
+        self.lost_s = 0.0
+        self.heard_s = time.monotonic()
+        self._attempt = -1
+        self._asked_to_start = self._asked_to_stop = False
+        self._replies: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self._on_change: Callable[[], None] = lambda: None
+        self._on_word: Callable[[Word], None] = lambda _: None
+        self._on_sign: Callable[[Sign], None] = lambda _: None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sign: asyncio.Task[None] | None = None
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its ranks are to use GPUs, as far as it has said."""
+        return self.prepared is not None and self.prepared.devices != ("CPU",)
+
+    def listen(
+        self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
+    ) -> None:
+        """Begin to take in what the machine says."""
+        self._on_change = on_change
+        self._tasks = [asyncio.create_task(self._take_in(on_output))]
+
+    def say_alive(self) -> None:
+        """Give the machine a sign of life, unless it has not taken the last one yet."""
+        if not self.lost and (self._sign is None or self._sign.done()):
+            self._sign = asyncio.create_task(self.channel.send(protocol.Alive()))
+
+    def notice_silence(self, lost_after_s: float) -> None:
+        """Take the machine for lost if it was not heard for too long."""
+        silent_s = time.monotonic() - self.heard_s
+        if silent_s > lost_after_s:
+            self.lose(f"not heard for {silent_s:.0f} s: the link is cut, or the machine is gone")
+
+    async def ask(
+        self,
+        message: protocol.ToKeeper,
+        kind: type[Reply],
+        *,
+        within_s: float | None,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> Reply:
+        """Send a message and return the answer of this kind; raises what the machine refuses with."""
+        await self.channel.send(message)
+        return await self.hear(kind, within_s=within_s, on_waiting=on_waiting)
+
+    async def hear(
+        self,
+        kind: type[Reply],
+        *,
+        within_s: float | None,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> Reply:
+        """Return the next answer of this kind; a machine that gives none in time is lost."""
+        replies = self._replies
+        deadline = None if within_s is None else time.monotonic() + within_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                reply = await asyncio.wait_for(replies.get(), left)
+            except TimeoutError:
+                why = f"no answer within {within_s:.0f} s"
+                if replies is self._replies:
+                    self.lose(why)
+                raise MachineLost(f"{self.name} does not answer", why=why) from None
+            match reply:
+                case None:
+                    replies.put_nowait(None)  # for whoever asks next
+                    raise MachineLost(f"{self.name} is lost", why=self.lost)
+                case protocol.Refused():
+                    raise error_from(reply.trouble)
+                case protocol.Waiting():
+                    on_waiting(reply.words)
+                case _ if isinstance(reply, kind):
+                    return reply
+
+    def expect(self, attempt: int) -> None:
+        """Forget how the last attempt went; nothing that still comes of it counts."""
+        self._attempt = attempt
+        self._asked_to_start = self._asked_to_stop = False
+        self.ended = None
+        self._replies = asyncio.Queue()
+        if self.lost:
+            self._replies.put_nowait(None)
+
+    async def start(self, message: protocol.Start, *, within_s: float) -> protocol.Started:
+        """Have the machine's ranks started."""
+        self._asked_to_start = True
+        return await self.ask(message, protocol.Started, within_s=within_s)
+
+    async def stop(self, grace_s: float, why: str) -> None:
+        """Ask for the end of the machine's ranks; ``ended`` tells of it."""
+        self._asked_to_stop = True
+        await self.channel.send(protocol.Stop(grace_s=grace_s, why=why))
+
+    def watch(self, on_sign: Callable[[Sign], None]) -> None:
+        """Have what is said of the ranks' doings brought to whoever watches them."""
+        self._on_sign = on_sign
+
+    async def engage(
+        self, program: str, on_word: Callable[[Word], None], *, within_s: float
+    ) -> None:
+        """Have a program started beside the keeper; ``on_word`` gets its lines, and its end."""
+        self._on_word = on_word
+        message = protocol.Engage(program=program, token=self.part)
+        await self.ask(message, protocol.Engaged, within_s=within_s)
+
+    def lose(self, why: str) -> None:
+        """Take the machine for lost."""
+        if not self.lost:
+            self.lost = why
+            self.lost_s = time.monotonic()
+            self._replies.put_nowait(None)
+            self._on_word(protocol.Disengaged(exit_code=None, words=why))
+            self._on_change()
+
+    async def close(self) -> None:
+        """Let go of the machine; its keeper ends what is left there."""
+        tasks = [*self._tasks, *filter(None, [self._sign])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A process whose output nobody reads does not end.
+        draining = asyncio.create_task(self._drain())
+        try:
+            await self.channel.close()
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        while True:
+            with contextlib.suppress(protocol.Garbled):
+                if await self.channel.receive() is None:
+                    return
+
+    async def _take_in(self, on_output: Callable[[int, str], None]) -> None:
+        """Take in what the machine says; one whose message cannot be handled is lost."""
+        try:
+            await self._take_in_all(on_output)
+        except protocol.Garbled as error:
+            self.lose(f"it cannot be understood: {error}")
+        except Exception as error:
+            self.lose(f"what it sent could not be handled: {type(error).__name__}: {error}")
+            await self.channel.close()
+
+    async def _take_in_all(self, on_output: Callable[[int, str], None]) -> None:
+        while True:
+            message = await self.channel.receive()
+            self.heard_s = time.monotonic()
+            match message:
+                case None:
+                    words = self.channel.why_closed().rstrip(".")
+                    self.lose(words or "its keeper was killed, or ended without a word")
+                    return
+                case protocol.Alive():
+                    pass
+                case protocol.Output():
+                    on_output(message.rank, message.text)
+                case protocol.Relay() | protocol.Disengaged():
+                    self._on_word(message)
+                case protocol.Pulses() if message.attempt != self._attempt:
+                    pass  # still of the attempt before
+                case protocol.Pulses() | protocol.Evidence() | protocol.Examined():
+                    self._on_sign(message)
+                case protocol.Ended():
+                    self._take_end(message)
+                case _:
+                    self._replies.put_nowait(message)
+
+    def _take_end(self, message: protocol.Ended) -> None:
+        """Take in how the attempt ended here; what is said of an earlier one does not count."""
+        nothing_ran = self._asked_to_stop and not self._asked_to_start
+        if self.ended is None and (message.attempt == self._attempt or nothing_ran):
+            self.ended = message
+            self.ended_s = time.monotonic()
+            self._on_change()
+
+
+def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
+    """Turn what a machine refused with into the error it was there."""
+    kinds: dict[int, type[MusterError]] = {2: Impossible, 3: NotNow}
+    kind = kinds.get(trouble.exit_code, MusterError)
+    if trouble.name == "not-trusted":
+        kind = NotTrusted
+    what = f"{host}: {trouble.what}" if host else trouble.what
+    why = "\n".join(part for part in (trouble.why, trouble.evidence) if part)
+    return kind(what, why=why, fix=trouble.fix)

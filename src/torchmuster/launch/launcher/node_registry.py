@@ -1,0 +1,335 @@
+"""The roll-call: who is here, who is missing and why. What it costs grows with the machines, not faster."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+from torchmuster.errors import MachineLost, MusterError, NotNow
+from torchmuster.finding import Finding, Status, from_error
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher import compare_nodes
+from torchmuster.launch.launcher.node_handle import Node, error_from
+from torchmuster.launch.launcher.waiting import Waiting
+from torchmuster.launch.network.reach import several
+from torchmuster.launch.transports.channel import Channel, Transport
+
+_SHOWN_HERE, _SHOWN_MISSING = 12, 8
+# A machine that was lost may come back: it is called again this often, and once the others go on
+# without it, less and less often.
+_CALL_AGAIN_AFTER_S = 1.0
+_CALL_LEFT_OUT_AFTER_S, _CALL_LEFT_OUT_AT_LEAST_S = 5.0, 30.0
+# Many machines that come at once are looked at together.
+_LOOK_EVERY_S = 0.05
+_ALIVE_EVERY_S, _TURNS = 2.0, 8
+# A lost machine hears nothing of being let go of, so that nothing is gained by waiting for it.
+_LET_GO_WITHIN_S = 3.0
+_LEAVE_WITHIN_S = 3.0
+
+
+class RollCall:
+    """The machines of a run, as they come, go and come back.
+
+    Where ``enough`` is given, so many of them do: whoever is missing is left out, and may still come.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        waiting: Waiting,
+        *,
+        token: str,
+        join_s: float,
+        lost_after_s: float | None,
+        on_output: Callable[[int, str], None],
+        enough: int | None = None,
+        return_s: float = 5.0,
+    ) -> None:
+        self._transport = transport
+        self._waiting = waiting
+        self._enough = enough
+        self._return_s = return_s
+        self._token = token
+        self._join_s = join_s
+        self._lost_after_s = lost_after_s
+        self._on_output = on_output
+        self._nodes: dict[int, Node] = {}
+        self._arrivals = 0
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._refusals: dict[int, MusterError] = {}
+        self._care: asyncio.Task[None] | None = None
+        self._left_out: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines that take part, in the order of their ranks."""
+        return [self._nodes[one] for one in sorted(self._nodes) if one not in self._left_out]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The machines without which the others go on."""
+        names = self._transport.places
+        return [names[place] for place in sorted(self._left_out)]
+
+    @property
+    def newcomers(self) -> list[Node]:
+        """Those of them that have come since."""
+        self._name_all()
+        return [self._nodes[place] for place in sorted(self._left_out) if self._is_here(place)]
+
+    def arrive(self, place: int, channel: Channel) -> None:
+        """Take in a machine that has come."""
+        # A keeper that was lost and still ends its ranks must not end those of the one after it.
+        part = f"{self._token}.{place}.{self._arrivals}"
+        self._arrivals += 1
+        node = Node(place, f"machine {place + 1}", channel, part)
+        node.listen(on_output=self._on_output, on_change=self._waiting.change)
+        self._nodes[place] = node
+        if self._care is None:
+            self._care = asyncio.create_task(self._look_after_them())
+        task = asyncio.create_task(self._greet(node))
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    async def call(self, places: Iterable[int], *, again: bool = False) -> None:
+        """Wait until these machines are here; ``again``, one that cannot come yet is called again."""
+        within_s = self._return_s if again else self._join_s
+        began = time.monotonic()
+        missing = set(places)
+        async with self._waiting.telling(self.words):
+            while missing := {place for place in missing if not self._is_here(place)}:
+                waited_s = time.monotonic() - began
+                no_use = not again and all(self._will_not_come(place) for place in missing)
+                if self._are_enough() and (waited_s > within_s or no_use):
+                    self._leave_out(missing)
+                    break
+                self._raise_refusal()
+                until_s = began + self._join_s
+                await self._deal_with_refused(missing, again=again, until_s=until_s)
+                if waited_s > self._join_s:
+                    who = "everybody" if self._enough is None else "enough machines"
+                    raise NotNow(
+                        self.words(),
+                        why=f"not {who} answered within {self._join_s:.0f} s",
+                        fix="start the missing machines, or wait longer: --join-timeout 10m",
+                    )
+                await self._waiting.something_new(0.2)
+                await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
+        self._name_all()
+
+    def _are_enough(self) -> bool:
+        here = sum(self._is_here(place) for place in self._nodes if place not in self._left_out)
+        return self._enough is not None and here >= self._enough
+
+    def _can_be_enough(self) -> bool:
+        """Say whether enough machines can still come, where not all are needed."""
+        places = range(len(self._transport.places))
+        hopeless = sum(self._will_not_come(place) for place in places)
+        return self._enough is not None and len(places) - hopeless >= self._enough
+
+    def _will_not_come(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        lost = node is not None and bool(node.lost)
+        return lost or place in self._left_out or self._transport.gave_up(place) is not None
+
+    def _raise_refusal(self) -> None:
+        """Raise what a machine was refused for; one that was only lost may be done without."""
+        for place in list(self._refusals):
+            error = self._refusals.pop(place)
+            if not (isinstance(error, MachineLost) and self._can_be_enough()):
+                raise error
+
+    def _leave_out(self, places: Iterable[int]) -> None:
+        """Go on without these machines; they are still called now and then."""
+        for place in places:
+            self._left_out[place] = asyncio.create_task(self._call_now_and_then(place))
+
+    async def _call_now_and_then(self, place: int) -> None:
+        pause_s = _CALL_LEFT_OUT_AFTER_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _CALL_LEFT_OUT_AT_LEAST_S)
+            node = self._nodes.get(place)
+            if node is not None and node.lost:
+                await self._call_anew(node)
+            elif node is None and self._transport.gave_up(place) is not None:
+                await self._transport.reopen(place)
+
+    async def _take_in(self, places: Iterable[int]) -> None:
+        """Take machines in again that were left out."""
+        tasks = [self._left_out.pop(place) for place in places if place in self._left_out]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def send_away(self, newcomer: Node) -> None:
+        """Let go of a machine that came and cannot take part; it is called again later."""
+        newcomer.lose("it cannot take part")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(newcomer.close(), _LET_GO_WITHIN_S)
+
+    async def gather(self) -> dict[int, Finding]:
+        """Wait until every machine is here or will not come; return why not, by place."""
+        deadline = time.monotonic() + self._join_s
+        places = range(len(self._transport.places))
+        absent = self._absent()
+        async with self._waiting.telling(self.words):
+            while missing := [
+                place for place in places if place not in absent and not self._is_here(place)
+            ]:
+                if time.monotonic() > deadline:
+                    break
+                await self._waiting.something_new(0.2)
+                absent = self._absent()
+        self._name_all()
+        for place in missing:
+            absent[place] = Finding(
+                name="host-missing",
+                status=Status.FAILURE,
+                what=f"{self._transport.places[place]} did not come within {self._join_s:.0f} s",
+                why=self._transport.waiting_for(place),
+                fix="start it, or wait longer: --join-timeout 10m",
+            )
+        return absent
+
+    def _absent(self) -> dict[int, Finding]:
+        """Return the machines that will not come, as far as that is certain."""
+        found = {place: from_error(error)[0] for place, error in self._refusals.items()}
+        for place in range(len(self._transport.places)):
+            trouble = self._transport.gave_up(place)
+            if trouble is not None and not self._is_here(place):
+                found[place] = Finding(
+                    name=trouble.name,
+                    status=Status.FAILURE,
+                    what=trouble.what,
+                    why=trouble.why,
+                    fix=trouble.fix,
+                    evidence=trouble.evidence,
+                )
+        return found
+
+    async def call_back_the_lost(self) -> list[Node]:
+        """Call every machine again that was lost or is not prepared; return those to be prepared."""
+        self._refusals.clear()  # those of the last call
+        new = [newcomer.place for newcomer in self.newcomers]
+        await self._take_in(new)
+        whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
+        places = set(range(len(self._transport.places)))
+        lost = sorted(places.difference(whole, new, self._left_out))
+        known = [self._nodes[place] for place in lost if place in self._nodes]
+
+        def words() -> str:
+            return f"letting go of {several([node.name for node in known])}, to call them again"
+
+        async with self._waiting.telling(words):
+            leaving = asyncio.gather(*(self._call_anew(node) for node in known))
+            await self._waiting.unless_stopped(leaving)
+        if lost:
+            await self.call(lost, again=True)
+        called = sorted({*lost, *new}.difference(whole, self._left_out))
+        return [self._nodes[place] for place in called]
+
+    async def _call_anew(self, node: Node) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LET_GO_WITHIN_S if node.lost else None):
+                await node.close()
+        if self._nodes.get(node.place) is node:  # else it has come again by itself
+            del self._nodes[node.place]
+            await self._transport.reopen(node.place)
+
+    async def leave(self, exit_code: int, words: str) -> None:
+        """Tell every keeper that it is over, and let go of all."""
+        message = protocol.Leave(exit_code=exit_code, words=words)
+
+        async def leave(node: Node) -> None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
+            await node.close()
+
+        await self.close()
+        # One that cannot be let go of must not keep the others.
+        everybody = list(self._nodes.values())
+        await asyncio.gather(*(leave(node) for node in everybody), return_exceptions=True)
+        await self._transport.close()
+
+    async def close(self) -> None:
+        """Stop looking after the machines."""
+        tasks = [*self._greetings, *self._left_out.values(), *filter(None, [self._care])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def words(self) -> str:
+        """Say who is here and who is not: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
+        names = self._transport.places
+        here = [place for place in range(len(names)) if self._is_here(place)]
+        away = sorted(set(range(len(names))).difference(here))
+        words = [f"{names[place]} ok" for place in here[:_SHOWN_HERE]]
+        if len(here) > _SHOWN_HERE:
+            words.append(f"… {len(here) - _SHOWN_HERE:,} more ok")
+        for place in away[:_SHOWN_MISSING]:
+            trouble = self._transport.gave_up(place)
+            why = trouble.why if trouble else self._transport.waiting_for(place)
+            words.append(f"{names[place]} missing ({why})")
+        if len(away) > _SHOWN_MISSING:
+            words.append(f"… {len(away) - _SHOWN_MISSING:,} more missing")
+        return f"{len(here):,} of {len(names):,} joined: {', '.join(words)}"
+
+    def _is_here(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        return node is not None and node.record is not None and not node.lost
+
+    async def _look_after_them(self) -> None:
+        """Give every machine a sign of life regularly, and notice those that give none."""
+        pause_s = _ALIVE_EVERY_S / _TURNS
+        for turn in itertools.count():
+            began = time.monotonic()
+            await asyncio.sleep(pause_s)
+            # While we ourselves were held up, nobody could be heard.
+            deaf_s = time.monotonic() - began - pause_s
+            for node in list(self._nodes.values()):
+                node.heard_s += deaf_s
+                # Not all at once: there may be thousands.
+                if (node.place + turn) % _TURNS == 0:
+                    node.say_alive()
+                if self._lost_after_s is not None:
+                    node.notice_silence(self._lost_after_s)
+
+    async def _greet(self, node: Node) -> None:
+        try:
+            hello = await node.hear(protocol.Hello, within_s=self._join_s)
+        except MachineLost as error:
+            if self._nodes.get(node.place) is node and not self._transport.rejoins(node.place):
+                self._name_all()
+                error.what = f"{node.name} is lost"
+                self._refusals[node.place] = error
+        except MusterError as error:
+            self._refusals[node.place] = error
+        else:
+            if hello.protocol != protocol.PROTOCOL:
+                self._name_all()
+                trouble = compare_nodes.other_protocol(node.name, hello)
+                self._refusals[node.place] = error_from(trouble)
+            else:
+                node.clock_offset_s = hello.record.clock_unix_s - time.time()
+                node.record = hello.record
+        self._waiting.change()
+
+    async def _deal_with_refused(
+        self, missing: Iterable[int], *, again: bool, until_s: float
+    ) -> None:
+        for place in missing:
+            trouble = self._transport.gave_up(place)
+            if trouble is None or (not again and self._can_be_enough()):
+                continue
+            if not again or time.monotonic() > until_s:
+                raise error_from(trouble)
+            await self._waiting.unless_stopped(asyncio.sleep(_CALL_AGAIN_AFTER_S))
+            await self._transport.reopen(place)
+
+    def _name_all(self) -> None:
+        """Give the machines the names people know; a list of many names takes time to make."""
+        names = self._transport.places
+        for place, node in self._nodes.items():
+            node.name = names[place]

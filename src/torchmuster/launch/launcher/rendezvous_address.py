@@ -1,0 +1,176 @@
+"""Where the ranks meet: an address of the first machine that all others really reach."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from torchmuster.errors import Impossible
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.network import mesh, reach
+
+_ANSWER_WITHIN_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The settled place, and each machine's own address and interface towards it."""
+
+    address: str
+    port: int
+    endpoint: str
+    local: tuple[protocol.Address, ...]
+
+
+async def meet(
+    spec: JobSpec, nodes: Sequence[Node], *, attempt: int, say: Callable[[str], None]
+) -> Meeting:
+    """Settle the place and open its port, and let all machines try whether they reach each other."""
+    head, *others = nodes
+    nonce = os.urandom(16).hex()
+    if not others:
+        listening = await _listen(head, nonce, spec.port, spec.address)
+        only = listening.addresses[0]
+        return _meeting(spec, only.address, listening.port, (only,))
+    assert head.record is not None
+    limit_s, system = spec.limits.reach_s, head.record.system
+    # First any port, for that is where ranks talk; the meeting port last, for it is held from then on.
+    talking = await _listen(head, nonce, 0, spec.address)
+    reach.check_not_loopback(head.name, talking, spec.address, head.record.addresses)
+    if spec.endpoint is not None:
+        await _try_service(spec, nodes, _target(spec.endpoint))
+    talked = await _reach_all(others, nonce, talking, limit_s)
+    listening = await _listen(head, nonce, spec.port, spec.address)
+    try:
+        best = reach.choose_address(head.name, system, talking, talked, timeout_s=limit_s)
+        narrowed = msgspec.structs.replace(
+            listening, addresses=tuple(_with(listening.addresses, best.value))
+        )
+    except (
+        Impossible
+    ):  # perhaps they get through to the meeting port only; that is told apart below
+        best, narrowed = None, listening
+    reached = await _reach_all(others, nonce, narrowed, limit_s)
+    chosen = reach.choose_address(head.name, system, narrowed, reached, timeout_s=limit_s)
+    ends = [reach.local_end(answer, chosen.value) for _, answer in reached]
+    local = (*_with(listening.addresses, chosen.value), *filter(None, ends))
+    places = [_place(node, end) for node, end in zip(nodes, local, strict=True)]
+    target = protocol.Target(address=chosen.value, port=talking.port)
+    calls = [
+        mesh.Call(
+            caller=place,
+            called=places[0],
+            port=talking.port,
+            problem=reach.problem_at(answer, target),
+        )
+        for (_, answer), place in zip(talked, places[1:], strict=True)
+    ]
+    calls += await _call_each_other(nodes, places, nonce, limit_s)
+    both_ways = spec.backend != "muster" or any(node.has_gpus for node in nodes)
+    note = mesh.check(calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s)
+    if attempt == 0:
+        say(f"meeting at {(best or chosen).reason}; {listening.reason}")
+        if note:
+            say(note)
+    return _meeting(spec, chosen.value, listening.port, local)
+
+
+async def _listen(
+    node: Node, nonce: str, port: int | None, address: str | None
+) -> protocol.Listening:
+    message = protocol.Listen(nonce=nonce, port=port, address=address)
+    return await node.ask(message, protocol.Listening, within_s=_ANSWER_WITHIN_S)
+
+
+async def _reach(
+    node: Node, nonce: str, targets: Sequence[protocol.Target], limit_s: float
+) -> protocol.Reached:
+    message = protocol.Reach(nonce=nonce, targets=tuple(targets), timeout_s=limit_s)
+    return await node.ask(message, protocol.Reached, within_s=limit_s + _ANSWER_WITHIN_S)
+
+
+async def _reach_all(
+    nodes: Sequence[Node], nonce: str, listening: protocol.Listening, limit_s: float
+) -> reach.Answers:
+    """Let machines try all addresses of the first one."""
+    targets = [
+        protocol.Target(address=one.address, port=listening.port) for one in listening.addresses
+    ]
+    return await _answers(nodes, nonce, targets, limit_s)
+
+
+async def _answers(
+    nodes: Sequence[Node], nonce: str, targets: Sequence[protocol.Target], limit_s: float
+) -> reach.Answers:
+    found = await asyncio.gather(*(_reach(node, nonce, targets, limit_s) for node in nodes))
+    return [(node.name, one) for node, one in zip(nodes, found, strict=True)]
+
+
+async def _call_each_other(
+    nodes: Sequence[Node], places: Sequence[mesh.Place], nonce: str, limit_s: float
+) -> list[mesh.Call]:
+    """Let every machine but the first open any port, and some of the others try it."""
+    opened = await asyncio.gather(
+        *(
+            _listen(node, nonce, 0, place.address)
+            for node, place in zip(nodes[1:], places[1:], strict=True)
+        )
+    )
+    targets = [
+        protocol.Target(address=place.address, port=one.port)
+        for place, one in zip(places[1:], opened, strict=True)
+    ]
+
+    async def call(caller: int) -> list[mesh.Call]:
+        called = mesh.called_by(caller, len(nodes))
+        wanted = [targets[one - 1] for one in called]
+        reached = await _reach(nodes[caller], nonce, wanted, limit_s)
+        return [
+            mesh.Call(
+                caller=places[caller],
+                called=places[one],
+                port=target.port,
+                problem=reach.problem_at(reached, target),
+            )
+            for one, target in zip(called, wanted, strict=True)
+        ]
+
+    found = await asyncio.gather(*(call(caller) for caller in range(len(nodes))))
+    return [one for calls in found for one in calls]
+
+
+def _with(addresses: Sequence[protocol.Address], wanted: str) -> list[protocol.Address]:
+    return [one for one in addresses if one.address == wanted]
+
+
+def _place(node: Node, end: protocol.Address) -> mesh.Place:
+    assert node.record is not None
+    return mesh.Place(name=node.name, system=node.record.system, address=end.address)
+
+
+async def _try_service(spec: JobSpec, nodes: Sequence[Node], target: protocol.Target) -> None:
+    """Let every machine try the etcd server; torch's agents would only say that it failed."""
+    limit_s = spec.limits.reach_s
+    answers = await _answers(nodes, "etcd", [target], limit_s)
+    reach.check_service("etcd", target, answers, timeout_s=limit_s)
+
+
+def _target(endpoint: str) -> protocol.Target:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise Impossible(
+            f"{endpoint!r} is not where a server can be", fix="--rdzv-endpoint HOST:2379"
+        )
+    return protocol.Target(address=host.removeprefix("[").removesuffix("]"), port=int(port))
+
+
+def _meeting(
+    spec: JobSpec, address: str, port: int, local: tuple[protocol.Address, ...]
+) -> Meeting:
+    host = f"[{address}]" if ":" in address else address
+    endpoint = spec.endpoint or f"{host}:{port}"
+    return Meeting(address=address, port=port, endpoint=endpoint, local=local)

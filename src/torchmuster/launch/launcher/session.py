@@ -1,0 +1,391 @@
+"""A session with the machines of a run: called, prepared, met, started, watched, ended, let go of.
+
+It does not know how machines are reached (that is the transport's) nor how a machine starts its ranks
+(the keeper's), nor what the ranks are for: a run (``supervisor.py``) and a check of the group use it
+alike. Every wait has a limit, and whoever waits says for whom.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torchmuster.errors import MachineLost, MusterError
+from torchmuster.finding import Finding
+from torchmuster.launch import protocol
+from torchmuster.launch.hangs.monitor import Lookout
+from torchmuster.launch.history import evidence, root_cause, run_state
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import compare_nodes, saved
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_registry import RollCall
+from torchmuster.launch.launcher.rank_logs import RankLogs
+from torchmuster.launch.launcher.rendezvous_address import Meeting, meet
+from torchmuster.launch.launcher.silence import Silence
+from torchmuster.launch.launcher.waiting import Waiting
+from torchmuster.launch.network.reach import several
+from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.transports.channel import Transport
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import plural
+
+_PREPARED_WITHIN_S = 60.0
+# What an ending machine may take beyond its grace, before it is given up.
+_END_WITHIN_S = 8.0
+_MACHINES_SHOWN = 16
+_DEVICES_NOTED = 16  # of each of them
+
+
+class Voice(Protocol):
+    """How the launcher speaks."""
+
+    def say(self, text: str) -> None:
+        """Say something of the launcher's own."""
+
+    def world(self, size: int) -> None:
+        """Learn how many ranks there are."""
+
+    def output(self, rank: int, text: str) -> None:
+        """Show what a rank wrote."""
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Show findings."""
+
+
+def environment_of(spec: JobSpec) -> dict[str, str]:
+    """Return the variables that the ranks of a job get on every machine."""
+    return {GRACE_VARIABLE: f"{max(1.0, spec.limits.grace_s):.0f}"} | spec.environment
+
+
+class Session:
+    """The machines of one run, from the roll-call until they are let go of."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        transport: Transport,
+        voice: Voice,
+        *,
+        run_id: str,
+        logs: str,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._spec = spec
+        self._voice = voice
+        self._run_id = run_id
+        self._logs = logs
+        self._run = RunFolder(Path(logs).parent)
+        self._rank_logs = RankLogs(Path(logs), voice.say)
+        self.token = os.urandom(16).hex()
+        self._on_phase = on_phase
+        self._stop_why = ""
+        self._stop_grace_s = spec.limits.grace_s
+        self._silence = Silence()
+        self._attempt = 0
+        self._lookout: Lookout | None = None
+        self._many = len(transport.places) > 1
+        self.waiting = Waiting(voice.say)
+        self.roll = RollCall(
+            transport,
+            self.waiting,
+            token=self.token,
+            join_s=spec.limits.join_s,
+            # A pipe to this machine ends by itself; only a network can fall silent.
+            lost_after_s=spec.limits.lost_after_s if self._many else None,
+            on_output=self._output,
+            enough=spec.min_nodes,
+            return_s=spec.limits.return_s,
+        )
+
+    def stop(self, why: str) -> None:
+        """Ask for the end of the run; asked a second time, without any grace."""
+        again = self.waiting.stopped
+        self._stop_why = self._stop_why or why
+        self._stop_grace_s = 0.0 if again else self._spec.limits.grace_s
+        self.waiting.stop()
+        if again:
+            for node in self.roll.nodes:
+                self._later(node.stop(0.0, why))
+
+    def pass_on(self, name: str) -> None:
+        """Pass a signal on to every rank."""
+        for node in self.roll.nodes:
+            self._later(node.channel.send(protocol.Signal(name=name)))
+
+    # ---- before the start
+
+    async def prepare(self, nodes: Sequence[Node], *, again: bool = False) -> None:
+        """Have the machines take devices and look at the code; the first that refuses decides."""
+        waiting: dict[str, str] = {}
+
+        async def prepare(node: Node) -> None:
+            await self.prepare_one(
+                node,
+                again=again,
+                on_waiting=lambda words: waiting.__setitem__(node.name, words),
+            )
+            waiting.pop(node.name, None)
+
+        def words() -> str:
+            pending = [node.name for node in nodes if node.prepared is None]
+            blocked = "; ".join(f"{name}: {text}" for name, text in waiting.items())
+            return f"waiting for devices on {', '.join(pending[:8])}" + (
+                f" ({blocked})" if blocked else ""
+            )
+
+        async with self.waiting.telling(words):
+            await self._each(nodes, prepare)
+
+    async def prepare_one(
+        self,
+        node: Node,
+        *,
+        spec: JobSpec | None = None,
+        again: bool = False,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Have one machine prepared for the job, or for another one on the same devices."""
+        node.prepared = await node.ask(
+            self._preparation(node, spec or self._spec, again=again),
+            protocol.Prepared,
+            within_s=None if self._spec.wait_s else _PREPARED_WITHIN_S,
+            on_waiting=on_waiting,
+        )
+
+    def say_reasons(self, nodes: Sequence[Node]) -> None:
+        """Say why each machine gives what it gives, machines with the same reason together."""
+        machines: dict[str, list[str]] = {}
+        for node in nodes:
+            for reason in node.prepared.reasons if node.prepared else ():
+                machines.setdefault(reason, []).append(node.name)
+        for reason, names in machines.items():
+            self._voice.say(f"{several(names)}: {reason}" if self._many else reason)
+
+    def _preparation(self, node: Node, spec: JobSpec, *, again: bool) -> protocol.Prepare:
+        host_ranks = spec.hosts[node.place].ranks if spec.hosts else None
+        alone = not self._many
+        return protocol.Prepare(
+            run_id=self._run_id,
+            # Below the part's own: what else runs there is not swept away with the ranks.
+            token=f"{node.part}.ranks",
+            command=spec.command,
+            module=spec.module,
+            folder=spec.folder,
+            device=spec.device,
+            ranks=host_ranks or spec.ranks,
+            gpu_ids=spec.gpu_ids,
+            share=spec.share,
+            # A machine that was lost still holds its devices until it notices.
+            wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
+            environment=environment_of(spec),
+            logs=self._logs if alone else None,
+            alone=alone,
+            lost_after_s=None if alone else spec.limits.lost_after_s,
+            typed=spec.typed,
+            run=str(self._run.path.resolve()),
+        )
+
+    async def differences(self, nodes: Sequence[Node]) -> list[Finding]:
+        """Return what differs between machines that are prepared."""
+        described = [_described(node) for node in nodes]
+        packages = {}
+        for place in compare_nodes.ask_for_packages(described):
+            told = await nodes[place].ask(protocol.TellPackages(), protocol.Packages, within_s=30.0)
+            packages[place] = told.packages
+        return compare_nodes.all_nodes(described, self._spec, packages=packages)
+
+    def differing_records(self, nodes: Sequence[Node]) -> list[Finding]:
+        """Return what differs between machines that only answered the roll-call."""
+        return compare_nodes.all_nodes([_described(node) for node in nodes], self._spec)
+
+    # ---- the ranks
+
+    async def attempt(self, nodes: Sequence[Node], attempt: int) -> Finding | None:
+        """Have the machines meet and run the job once; return None if it went well, else why not."""
+        self._silence = Silence()
+        self._attempt = attempt
+        for node in nodes:
+            node.expect(attempt)
+        try:
+            async with self.waiting.telling(lambda: "the machines are trying to reach each other"):
+                meeting = await self.waiting.unless_stopped(
+                    meet(self._spec, nodes, attempt=attempt, say=self._voice.say)
+                )
+            await self._start(nodes, meeting, attempt)
+        except MachineLost:
+            return await self.fail(nodes)
+        self._on_phase("running")
+        self._lookout = lookout = self._look_out(nodes)
+        async with self.waiting.telling(self._words):
+            while True:
+                await self.waiting.something_new(1.0)
+                if any(not node.ended.good if node.ended else node.lost for node in nodes):
+                    return await self.fail(nodes)
+                if all(node.ended for node in nodes):
+                    return None
+                lookout.look()
+                if lookout.must_end:
+                    return await self.fail(nodes)
+
+    def _look_out(self, nodes: Sequence[Node]) -> Lookout:
+        return Lookout(
+            nodes,
+            self._run,
+            say=self._voice.say,
+            show=self._voice.show,
+            later=self._later,
+            end_after_s=self._spec.limits.end_hangs_s,
+        )
+
+    def _words(self) -> str:
+        """Say that the ranks are alive, unless it was told that they hang."""
+        told = self._lookout is not None and self._lookout.finding is not None
+        return "" if told else self._silence.words()
+
+    async def _start(self, nodes: Sequence[Node], meeting: Meeting, attempt: int) -> None:
+        sizes = [node.prepared.ranks for node in nodes if node.prepared]
+        first_ranks = [0, *itertools.accumulate(sizes)]
+        world_size = sum(sizes)
+        self._voice.world(world_size)
+        # Not the node's own place: another one may be missing.
+        order = {node.place: number for number, node in enumerate(nodes)}
+
+        async def start(node: Node) -> None:
+            place = order[node.place]
+            message = protocol.Start(
+                attempt=attempt,
+                node_rank=place,
+                nodes=len(nodes),
+                first_rank=first_ranks[place],
+                world_size=world_size,
+                backend=self._spec.backend,
+                endpoint=meeting.endpoint,
+                address=meeting.address,
+                port=meeting.port,
+                local_address=meeting.local[place].address,
+                interface=meeting.local[place].interface if self._many else None,
+                timeout_s=self._spec.limits.rendezvous_s,
+                max_restarts=self._spec.max_restarts,
+            )
+            await node.start(message, within_s=30.0)
+
+        await self._each(nodes, start)
+        spread = [f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True)]
+        if len(spread) > _MACHINES_SHOWN:
+            spread = [f"on {len(spread):,} machines"]
+        count = plural(world_size, "rank")
+        self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
+        devices = {
+            node.name: list(node.prepared.devices)[:_DEVICES_NOTED]
+            for node in nodes[:_MACHINES_SHOWN]
+            if node.prepared is not None
+        }
+        facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
+        await asyncio.to_thread(run_state.note, self._run, "started", **facts)
+
+    def _output(self, rank: int, text: str) -> None:
+        self._silence.heard(text)
+        self._voice.output(rank, text)
+        if self._many:  # of one machine, the ranks themselves write there
+            self._rank_logs.write(rank, text)
+
+    # ---- ends
+
+    async def fail(self, nodes: Sequence[Node]) -> Finding:
+        """End all machines because one failed; return the verdict."""
+        noticed_s = time.monotonic()
+        hang = self._lookout.finding if self._lookout is not None else None
+        await self.end(nodes)
+        self._lookout = None
+        ends = [
+            root_cause.NodeEnd(
+                host=node.name,
+                ended=node.ended,
+                ended_s=node.ended_s,
+                lost=node.lost,
+                lost_s=node.lost_s,
+            )
+            for node in nodes
+        ]
+        finding = root_cause.of_attempt(
+            ends,
+            noticed_s=noticed_s,
+            logs=self._logs,
+            world_size=sum(node.prepared.ranks for node in nodes if node.prepared),
+            grace_s=self._spec.limits.grace_s,
+            hang=hang,
+        )
+        if not saved.words(nodes):
+            await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
+        return finding
+
+    async def end(self, nodes: Sequence[Node], *, grace_s: float | None = None) -> None:
+        """End the ranks on all of these machines; one that does not end in time is lost."""
+        waiting = [node for node in nodes if not node.lost and not node.ended]
+        grace_s = self._stop_grace_s if grace_s is None else grace_s
+        for node in waiting:
+            self._later(node.stop(grace_s, self._stop_why))
+        deadline = time.monotonic() + grace_s + _END_WITHIN_S
+
+        def words() -> str:
+            slow = [node.name for node in waiting if not node.ended and not node.lost]
+            return f"ending; waiting for {', '.join(slow[:8])}" if slow else ""
+
+        async with self.waiting.telling(words):
+            while time.monotonic() < deadline and words():
+                await self.waiting.something_new(0.2, although_stopped=True)
+        if slow := words():
+            self._voice.say(f"given up: {slow}")
+        for node in waiting:
+            if not node.ended:
+                node.lose(f"it did not end within {grace_s + _END_WITHIN_S:.0f} s")
+
+    async def leave(self, exit_code: int, words: str) -> None:
+        """Let go of every machine; the words are for whoever watches a keeper's terminal."""
+        async with self.waiting.telling(lambda: "waiting for the keepers to end"):
+            await self.roll.leave(exit_code, words)
+            await asyncio.to_thread(self._rank_logs.close)
+
+    # ---- waiting
+
+    async def _each(self, nodes: Sequence[Node], work: Callable[[Node], Awaitable[None]]) -> None:
+        """Do something with all machines at once; the first that fails decides."""
+
+        async def named(node: Node) -> None:
+            try:
+                await work(node)
+            except MusterError as error:
+                if self._many and not error.what.startswith(node.name):
+                    error.what = f"{node.name}: {error.what}"
+                raise
+
+        tasks = [asyncio.ensure_future(named(node)) for node in nodes]
+        try:
+            await self.waiting.unless_stopped(asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _later(self, work: Awaitable[None]) -> None:
+        """Send without waiting for it: one machine that is stuck must not hold up the others."""
+        task = asyncio.ensure_future(work)
+        _PENDING.add(task)
+        task.add_done_callback(_PENDING.discard)
+
+
+# The event loop itself keeps no hold on tasks.
+_PENDING: set["asyncio.Future[None]"] = set()
+
+
+def _described(node: Node) -> compare_nodes.Described:
+    assert node.record is not None
+    return compare_nodes.Described(
+        name=node.name,
+        record=node.record,
+        clock_offset_s=node.clock_offset_s,
+        fingerprint=node.prepared.fingerprint if node.prepared else None,
+    )

@@ -1,0 +1,65 @@
+"""Where a training stands, as far as its checkpoints and its metrics tell."""
+
+import contextlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchmuster.launch.job import JobSpec
+
+_LAST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The newest checkpoint, and the last step that was done; None where nothing is known."""
+
+    checkpoint: str | None = None
+    saved: int | None = None
+    global_batch_size: int | None = None
+    reached: int | None = None
+
+
+_NOTHING = Standing()
+
+
+def look(
+    spec: JobSpec, metrics: Path, *, since_unix_s: float, known: Standing = _NOTHING
+) -> Standing:
+    """Look where a job stands; of its steps, only at those that were done since then.
+
+    A disk or a server in trouble must not end a run: where checkpoints cannot be read, those count that
+    are ``known`` of before.
+    """
+    if spec.checkpoints is None:
+        return Standing()
+    reached = _last_step(metrics / "steps.jsonl", since_unix_s)
+    try:
+        from torchmuster.checkpoints.manifest import committed
+        from torchmuster.checkpoints.places import open_store
+
+        for newest in committed(open_store(spec.checkpoints))[:1]:
+            return Standing(
+                checkpoint=newest.name,
+                saved=newest.step,
+                global_batch_size=newest.global_batch_size,
+                reached=reached,
+            )
+    except Exception:  # of whatever library is in between
+        return replace(known, reached=reached)
+    return Standing(reached=reached)
+
+
+def _last_step(path: Path, since_unix_s: float) -> int | None:
+    try:
+        if path.stat().st_mtime < since_unix_s:
+            return None
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - _LAST_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):  # the last one may be half written
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return None

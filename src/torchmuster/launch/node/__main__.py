@@ -1,0 +1,30 @@
+"""``python -m torchmuster.launch.node``: a keeper on standard input and output."""
+
+import argparse
+import asyncio
+import os
+import sys
+
+from torchmuster.launch.node.connection import PipeEnd
+from torchmuster.launch.node.node_agent import Keeper
+
+
+async def _keep(place: int | None) -> None:
+    code = await Keeper(PipeEnd(place)).run()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may still be waiting for the launcher, or for GPUs
+
+
+def main() -> None:
+    """Serve the launcher at the other end of the pipe."""
+    parser = argparse.ArgumentParser(prog="python -m torchmuster.launch.node")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--place", type=int, help="take only the lines addressed to this place")
+    where.add_argument("--place-from", metavar="VARIABLE", help="the place is in this variable")
+    options = parser.parse_args()
+    place = int(os.environ[options.place_from]) if options.place_from else options.place
+    asyncio.run(_keep(place))
+
+
+if __name__ == "__main__":
+    main()

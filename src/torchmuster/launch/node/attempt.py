@@ -1,0 +1,212 @@
+"""One machine's ranks while they run: started, listened to, ended, and gone."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+
+from torchmuster.launch import protocol
+from torchmuster.launch.history import node_devices, node_ranks
+from torchmuster.launch.node import process_cleanup, rank_records, stack_dumps
+from torchmuster.launch.node.agent_command import Share
+from torchmuster.launch.node.engines import Engine, Exits
+from torchmuster.launch.node.heartbeats import Pulses
+from torchmuster.launch.node.log_tail import Tail
+from torchmuster.launch.node.memory_evidence import Peaks, Watch
+from torchmuster.units import format_bytes
+
+_LOOK_EVERY_S = 0.05
+_SAMPLE_EVERY_S = 1.0
+_PULSES_EVERY_S = 2.0
+_KILL_WITHIN_S = 5.0
+# What the agent may take to end once it has no rank any more.
+_AGENT_GRACE_S = 2.0
+# So that one rank's flood holds up neither the other ranks nor the end.
+_PIECES_AT_A_TIME = 16
+_LAST_WORDS_WITHIN_S = 1.0
+
+Send = Callable[[protocol.FromKeeper], Awaitable[None]]
+
+
+class Running:
+    """An attempt of this machine's ranks."""
+
+    def __init__(self, share: Share, engine: Engine, send: Send) -> None:
+        self._share = share
+        self._engine = engine
+        self._send = send
+        self._ranks = range(share.start.first_rank, share.start.first_rank + share.ranks)
+        self._tails = [Tail(rank, share.logs / f"rank-{rank}.log") for rank in self._ranks]
+        self._memory = Watch.begin()
+        self._peaks = Peaks()
+        self._pulses = Pulses(share.records, self._ranks)
+        self._run = node_ranks.seen_here(share.prepare.run, share.prepare.run_id)
+        self._stopping = asyncio.Event()
+        self._deadline_s = 0.0
+        self.gone = asyncio.Event()  # no process of it is alive any more
+        self.told = asyncio.Event()  # the launcher has been told how it ended
+
+    async def start(self) -> protocol.Started:
+        """Start the ranks; return what to say of it."""
+        pid = await self._engine.start()
+        return protocol.Started(attempt=self._share.start.attempt, pid=pid)
+
+    def stop(self, grace_s: float) -> None:
+        """Ask the ranks to end; when the grace is over they are killed. A shorter grace counts."""
+        deadline = time.monotonic() + grace_s
+        if self._stopping.is_set():
+            self._deadline_s = min(self._deadline_s, deadline)
+            return
+        self._deadline_s = deadline
+        self._engine.terminate()
+        self._stopping.set()
+
+    def pass_on(self, name: str) -> None:
+        """Send a signal to the ranks, and only to them."""
+        for pid in rank_records.pids(self._share.records).values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.Signals[name])
+
+    async def examine(self, message: protocol.Examine) -> None:
+        """Send what the ranks that are asked for show of what they are doing."""
+        pids = rank_records.pids(self._share.records)
+        for evidence in await stack_dumps.examine(self._share.records, pids, message.ranks):
+            await self._send(evidence)
+
+    async def watch(self) -> protocol.Ended:
+        """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
+        with node_devices.Noting(self._run, self._share.start.first_rank):
+            return await self._watch()
+
+    async def _watch(self) -> protocol.Ended:
+        over = asyncio.Event()
+        following = asyncio.ensure_future(self._follow(over))
+        killer = asyncio.ensure_future(self._kill_when_time_is_up())
+        waiting = asyncio.ensure_future(self._engine.wait())
+        try:
+            await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            killer.cancel()
+        left = await asyncio.to_thread(
+            process_cleanup.kill, self._share.prepare.token, within_s=_KILL_WITHIN_S
+        )
+        if not left:
+            self.gone.set()
+        over.set()
+        await following
+        return self._verdict(waiting.result(), left)
+
+    async def _follow(self, over: asyncio.Event) -> None:
+        """Send what the ranks write. To a launcher that takes nothing any more this gets stuck."""
+        sampled_s = told_s = 0.0
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _LOOK_EVERY_S)
+            now = time.monotonic()
+            await self._forward(now)
+            if now - sampled_s > _SAMPLE_EVERY_S:
+                sampled_s = now
+                self._peaks.sample(rank_records.pids(self._share.records).values())
+            if now - told_s > _PULSES_EVERY_S:
+                told_s = now
+                await self._tell_pulses()
+        await self._forward_the_rest()
+
+    async def _tell_pulses(self) -> None:
+        # In a thread: to find a rank's children, all processes of the machine are looked at.
+        if pulses := await asyncio.to_thread(self._pulses.read):
+            attempt, run = self._share.start.attempt, self._run
+            message = protocol.Pulses(attempt=attempt, pulses=pulses, kept=run is not None)
+            await self._send(message)
+            if run is not None:
+                host = socket.gethostname()
+                await asyncio.to_thread(
+                    node_ranks.write, run, host=host, attempt=attempt, pulses=pulses
+                )
+
+    async def _kill_when_time_is_up(self) -> None:
+        await self._stopping.wait()
+        alone_s: float | None = None  # since when the agent has had no rank to wait for
+        while (now := time.monotonic()) < self._deadline_s:
+            alone_s = None if self._some_rank_lives() else alone_s or now
+            if alone_s is not None and now - alone_s > _AGENT_GRACE_S:
+                break  # it waits for other machines, which it can do for minutes
+            await asyncio.sleep(min(self._deadline_s - now, 0.1))
+        await asyncio.to_thread(
+            process_cleanup.kill, self._share.prepare.token, within_s=_KILL_WITHIN_S
+        )
+
+    def _some_rank_lives(self) -> bool:
+        pids = rank_records.pids(self._share.records)
+        return len(pids) < len(self._ranks) or any(map(psutil.pid_exists, pids.values()))
+
+    async def _forward(self, now_s: float) -> None:
+        for tail in self._tails:
+            for _ in range(_PIECES_AT_A_TIME):
+                text = tail.read(now_s)
+                if text:
+                    await self._send(protocol.Output(rank=tail.rank, text=text))
+                if text.count("\n") <= 1:  # what came meanwhile is not urgent
+                    break
+
+    async def _forward_the_rest(self) -> None:
+        """Send what is left, however long it takes: with the keeper its files go, too.
+
+        Of very much only the last part, where the end was asked for or the launcher has the logs.
+        """
+        deadline_s: float | None = None
+        for tail in self._tails:
+            while text := tail.read(time.monotonic(), last=True):
+                await self._send(protocol.Output(rank=tail.rank, text=text))
+                why = self._why_leave_out(tail.rank)
+                if why and deadline_s is None:
+                    deadline_s = time.monotonic() + _LAST_WORDS_WITHIN_S
+                if deadline_s is None or time.monotonic() < deadline_s:
+                    continue
+                if skipped := tail.skip():
+                    words = f"… {format_bytes(skipped)} more{why}\n"
+                    await self._send(protocol.Output(rank=tail.rank, text=words))
+
+    def _why_leave_out(self, rank: int) -> str:
+        if self._share.prepare.logs is not None:
+            return f": see {self._share.logs}/rank-{rank}.log"
+        return ", not sent because the end was asked for" if self._stopping.is_set() else ""
+
+    def _verdict(self, exits: Exits, left: list[psutil.Process]) -> protocol.Ended:
+        pids = rank_records.pids(self._share.records)
+        failures = rank_records.failures(
+            self._share.records,
+            self._share.logs,
+            self._ranks,
+            exits=exits.failed,
+            evidence={
+                rank: self._memory.explain(one.pid, one.code, self._peaks)
+                for rank, one in exits.failed.items()
+            },
+            peaks={
+                rank: peak
+                for rank, pid in pids.items()
+                if (peak := self._peaks.of(pid)) is not None
+            },
+            began={tail.rank: tail.began for tail in self._tails},
+        )
+        words = exits.words
+        if left:
+            words += f"\nprocesses that could not be ended: {[one.pid for one in left]}"
+        ended = protocol.Ended(
+            attempt=self._share.start.attempt,
+            good=not (failures or words),
+            failures=tuple(failures),
+            finished=tuple(rank_records.finished(self._share.records, self._ranks))
+            if failures
+            else (),
+            words=words,
+        )
+        return rank_records.fitting(ended)

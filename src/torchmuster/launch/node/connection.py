@@ -1,0 +1,80 @@
+"""The keeper's end of its connection to the launcher, on a pipe."""
+
+import asyncio
+import os
+import sys
+import threading
+from typing import Protocol
+
+from torchmuster.launch import protocol
+
+
+class End(Protocol):
+    """What a keeper needs of a connection to the launcher."""
+
+    async def receive(self) -> protocol.ToKeeper | None:
+        """Return the next message, or None when the launcher has gone."""
+
+    async def send(self, message: protocol.FromKeeper) -> None:
+        """Send a message; one that can no longer be sent is dropped."""
+
+    async def close(self) -> None:
+        """Let go."""
+
+
+class PipeEnd:
+    """Standard input and output; with ``place``, only the lines addressed to it or to all.
+
+    Read and written by threads, because not every system can wait for pipes in an event loop.
+    """
+
+    def __init__(self, place: int | None = None) -> None:
+        self._mine = None if place is None else {str(place).encode(), b"*"}
+        self._loop = asyncio.get_running_loop()
+        self._messages: asyncio.Queue[protocol.ToKeeper | None] = asyncio.Queue()
+        # What the ranks or a library print by mistake must not end up among the messages.
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._writing = asyncio.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    async def receive(self) -> protocol.ToKeeper | None:
+        """Return the next message, or None when the launcher has gone."""
+        return await self._messages.get()
+
+    async def send(self, message: protocol.FromKeeper) -> None:
+        """Send a message."""
+        data = protocol.to_lines(message)
+        async with self._writing:
+            await asyncio.to_thread(self._write, data)
+
+    async def close(self) -> None:
+        """Nothing to do: the pipe ends with the process."""
+
+    def _write(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._out.write(view) or 0 :]
+        except OSError:
+            self._deliver(None)
+
+    def _read(self) -> None:
+        assembler = protocol.Assembler()
+        try:
+            for line in sys.stdin.buffer:
+                if self._mine is not None:
+                    place, _, line = line.partition(b" ")
+                    if place not in self._mine:
+                        continue
+                if (data := assembler.add(line)) is not None:
+                    self._deliver(protocol.decode_to_keeper(data))
+        except (OSError, protocol.Garbled) as error:
+            print(f"torchmuster: the launcher cannot be understood: {error}", file=sys.stderr)
+        self._deliver(None)
+
+    def _deliver(self, message: protocol.ToKeeper | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
+        except RuntimeError:  # the loop has ended: nobody listens
+            return

@@ -1,0 +1,141 @@
+"""What a machine gives to a run: its devices, chosen and claimed, or its processor."""
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchmuster.decision import Decision
+from torchmuster.devices import snapshot
+from torchmuster.devices.acquire import Held, acquire
+from torchmuster.devices.choose import choose
+from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
+from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.devices.request import Request
+from torchmuster.devices.visibility import STAGES, variables_for, visible
+from torchmuster.errors import MusterError
+from torchmuster.launch import protocol
+from torchmuster.launch.job import as_people_know_it
+from torchmuster.units import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """The devices held for the run, what the ranks are told of them, and why these."""
+
+    ranks: int
+    devices: tuple[str, ...]
+    variables: dict[str, str | None]
+    threads: int
+    reasons: tuple[str, ...]
+    held: Held | None = None
+
+    def release(self) -> None:
+        """Give the devices back."""
+        if self.held is not None:
+            self.held.release()
+
+
+def take(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> Holding:
+    """Choose and claim what the launcher asked for; raises what ``acquire`` raises."""
+    if (cpu := _cpu(prepare)) is not None:
+        return cpu
+    try:
+        held = acquire(
+            Claims.here(os.environ),
+            snapshot.take_with_history,
+            _request(prepare),
+            environment=os.environ,
+            wait_s=prepare.wait_s,
+            on_wait=on_wait,
+            command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
+        )
+    except MusterError as error:
+        error.fix = _for_a_run(error.fix, prepare)
+        raise
+    return _gpus(prepare, held.decision, held)
+
+
+def look(prepare: protocol.Prepare) -> Holding:
+    """Choose what ``take`` would choose now, and claim nothing."""
+    if (cpu := _cpu(prepare)) is not None:
+        return cpu
+    node = snapshot.take_with_history()
+    claimed = Claims.here(os.environ).glance(one.uuid for one in node.accelerators).in_the_way
+    try:
+        decision = choose(node, _request(prepare), environment=os.environ, claims=claimed)
+    except MusterError as error:
+        error.fix = _for_a_run(error.fix, prepare)
+        raise
+    return _gpus(prepare, decision, None)
+
+
+def _request(prepare: protocol.Prepare) -> Request:
+    return Request(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
+
+
+def _gpus(
+    prepare: protocol.Prepare, decision: Decision[tuple[Device, ...]], held: Held | None
+) -> Holding:
+    devices = decision.value
+    threads, reason = _threads(len(devices), prepare)
+    variables: dict[str, str | None] = {**variables_for(devices)}
+    if held is not None:
+        variables[TOKEN_VARIABLE] = ",".join(held.tokens)
+    return Holding(
+        ranks=len(devices),
+        devices=tuple(f"{one.label} {one.name}" for one in devices),
+        variables=variables,
+        threads=threads,
+        reasons=(decision.reason, reason),
+        held=held,
+    )
+
+
+def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
+    """Say the way out in the words of the command that was typed."""
+    muster = shlex.join(["muster", *prepare.typed])
+    fix = fix.replace("muster gpus pick", muster).replace("--num ", "--num-gpus ")
+    cpu = f"{muster} --device cpu --ranks {prepare.ranks or 1} …"
+    return fix.replace("start the program without picking GPUs", cpu)
+
+
+def _cpu(prepare: protocol.Prepare) -> Holding | None:
+    """Return the processor, if that is what is asked for or all there is."""
+    node = snapshot.take()
+    has_accelerators = bool(node.accelerators)
+    seen = visible(node.accelerators, os.environ).devices
+    if prepare.device == "gpu" or (prepare.device == "auto" and (seen or prepare.gpu_ids)):
+        return None
+    ranks = prepare.ranks or 1
+    threads, reason = _threads(ranks, prepare)
+    if prepare.device == "cpu":
+        why = "the CPU, as asked"
+    elif has_accelerators:
+        why = "the CPU: no GPU of this machine is visible"
+    else:
+        why = "the CPU: this machine has no GPU"
+    hidden: dict[str, str | None] = {}
+    if has_accelerators:
+        # To Intel's driver, an empty value means all.
+        kinds = (kind for kind in STAGES if kind is not Kind.XPU)
+        hidden = {STAGES[kind][0][0]: "" for kind in kinds}
+    return Holding(
+        ranks=ranks,
+        devices=("CPU",),
+        variables=hidden,
+        threads=threads,
+        reasons=(why, reason),
+    )
+
+
+def _threads(ranks: int, prepare: protocol.Prepare) -> tuple[int, str]:
+    """Share the cores among the ranks of this machine."""
+    cores = usable_cores()
+    threads = max(1, cores.value // ranks)
+    if given := {**os.environ, **prepare.environment}.get("OMP_NUM_THREADS"):
+        return threads, f"OMP_NUM_THREADS={given}, as the environment has it"
+    each = "thread" if threads == 1 else "threads"
+    count = plural(ranks, "rank")
+    return threads, f"{threads} {each} per rank ({cores.value} usable cores / {count})"

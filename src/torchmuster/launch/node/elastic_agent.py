@@ -1,0 +1,46 @@
+"""torchrun's elastic agent for one machine.
+
+The agent is PyTorch's own, and so are its flags; this file adds three things to it: it dies with the
+keeper, it writes down which ranks failed and how, and it knows the rendezvous ``torchmuster``.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchmuster.launch.garbage_collection import freeze_objects
+from torchmuster.launch.rank.start import die_with_parent
+
+# How long ranks that are asked to end may take; torch reads this variable too.
+GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the agent; the first argument is where to write which ranks failed."""
+    die_with_parent()  # before torch is imported, which takes seconds
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    from torchmuster.launch.node import static_rendezvous
+    from torchmuster.launch.node.rank_exits import RankExits
+
+    static_rendezvous.register()
+    exits = RankExits(Path(arguments[0]))
+    exits.watch()
+    try:
+        run(parse_args(arguments[1:]))  # type: ignore[no-untyped-call]  # torch's own
+    except ChildFailedError as error:
+        exits.add_all(error.failures)
+        return 1
+    except SignalException as error:
+        exits.drop_ended_by(error.sigval)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    finally:
+        freeze_objects()

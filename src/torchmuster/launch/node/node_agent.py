@@ -1,0 +1,440 @@
+"""The keeper itself: does what the launcher says, and ends everything when it no longer hears it."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
+from torchmuster.launch import fingerprint, node_facts, protocol
+from torchmuster.launch.network import interfaces, listening, reach
+from torchmuster.launch.node import device_lease, process_cleanup
+from torchmuster.launch.node.agent_command import Share, environment
+from torchmuster.launch.node.attempt import Running
+from torchmuster.launch.node.connection import End
+from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
+from torchmuster.launch.node.engines import engine_for
+from torchmuster.launch.node.reaper import Watchman
+from torchmuster.launch.node.sidecar import Engagement
+from torchmuster.redaction import printable
+
+_ALIVE_EVERY_S = 2.0
+_LOOK_EVERY_S = 0.25
+# Where the link to the launcher is cut, the ranks cannot save together: they get little time.
+_UNREACHABLE_GRACE_S = 2.0
+# A launcher is heard regularly from the beginning; how long it may be silent it says later.
+_SILENT_AT_FIRST_S = 12.0
+# Ranks that cannot even be killed are left behind after this long.
+_GONE_WITHIN_S = 5.0
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """What was prepared on this machine."""
+
+    prepare: protocol.Prepare
+    holding: device_lease.Holding
+    logs: Path
+
+
+class Keeper:
+    """One machine's part in a run."""
+
+    def __init__(
+        self,
+        end: End,
+        *,
+        system: str = sys.platform,
+        folder: Path | None = None,
+        allowed: Callable[[protocol.ToKeeper], protocol.ToKeeper] | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
+
+        A launcher that is not trusted has each message checked by ``allowed`` (``join_policy.py``).
+        ``tell`` is for whoever watches this keeper's own terminal, where it has one.
+        """
+        self._end = end
+        self._system = system
+        self._own_folder = folder
+        self._allowed = allowed
+        self._tell = tell or (lambda _: None)
+        self._own_terminal = tell is not None
+        self._heard_s = time.monotonic()
+        self._lost_after_s: float | None = _SILENT_AT_FIRST_S
+        self._job: _Job | None = None
+        self._port: listening.OpenPort | None = None
+        self._socket: socket.socket | None = None
+        self._attempt = -1  # the last that was asked for
+        self._trying: asyncio.Task[protocol.Reached] | None = None
+        self._running: Running | None = None
+        self._engaged: Engagement | None = None
+        self._ending = False  # because of a signal
+        self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
+        self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
+        self._watchman: Watchman | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.words = ""  # how it ended, for whoever watches this terminal
+
+    async def run(self) -> int:
+        """Serve the launcher until it says that the run is over, or is gone."""
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                number = getattr(signal, name)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    loop.add_signal_handler(number, self._signalled, over, name)
+        background = [
+            asyncio.create_task(self._say_alive()),
+            asyncio.create_task(self._notice_silence(over)),
+            asyncio.create_task(self._serve(over)),
+        ]
+        try:
+            hello = protocol.Hello(protocol=protocol.PROTOCOL, record=node_facts.this_node())
+            await self._end.send(hello)
+            return int(await over)
+        finally:
+            for task in background:
+                task.cancel()
+            await self._end_all()
+
+    def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
+        if name == "SIGINT" and self._own_terminal:
+            self._give_up(over, "left by Ctrl-C", ExitCode.INTERRUPTED)
+        elif self._running is None:
+            self._give_up(over, name)
+        elif not self._ending:
+            self._ending = True
+            self._do(self._end_with_grace(self._running, over, name))
+
+    async def _end_with_grace(
+        self, running: Running, over: "asyncio.Future[int]", name: str
+    ) -> None:
+        """End the ranks as the launcher would: a scheduler asks every process that it knows of."""
+        running.stop(self._grace_s())
+        await running.told.wait()
+        self._give_up(over, name)
+
+    def _grace_s(self) -> float:
+        """Return how long the ranks of the job may take to save and exit."""
+        environment = {} if self._job is None else self._job.prepare.environment
+        return float(environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
+
+    def _give_up(
+        self, over: "asyncio.Future[int]", why: str, code: ExitCode = ExitCode.FAILED
+    ) -> None:
+        self.words = self.words or why
+        if not over.done():
+            over.set_result(code)
+
+    async def _serve(self, over: "asyncio.Future[int]") -> None:
+        while True:
+            try:
+                message = await self._end.receive()
+            except Exception as error:  # ``wire.Garbled``, and whatever else its bytes cause
+                self._give_up(over, f"the launcher cannot be understood: {error}")
+                return
+            self._heard_s = time.monotonic()
+            if message is not None and self._allowed is not None:
+                try:
+                    message = self._allowed(message)
+                except NotTrusted as error:
+                    self._tell("\n".join(filter(None, (error.what, error.fix))))
+                    self._do(self._end.send(protocol.Refused(trouble=trouble(error))))
+                    continue
+            match message:
+                case None:  # the launcher was killed: its ranks save and stop
+                    self._last_grace_s = self._grace_s()
+                    self._give_up(over, "the launcher has gone")
+                    return
+                case protocol.Leave():
+                    self.words = message.words
+                    if not over.done():
+                        over.set_result(message.exit_code)
+                    return
+                case protocol.Alive():
+                    pass
+                case protocol.Prepare():
+                    self._do(self._prepare(message))
+                case protocol.Listen():
+                    self._do(self._listen(message))
+                case protocol.Reach():
+                    self._do(self._reach(message))
+                case protocol.Start():
+                    self._do(self._start(message))
+                case protocol.Stop():
+                    self._do(self._stop(message))
+                case protocol.Signal():
+                    self._do(self._pass_on(message))
+                case protocol.Examine():
+                    self._do(self._examine(message))
+                case protocol.TellPackages():
+                    self._do(self._tell_packages())
+                case protocol.Engage():
+                    self._do(self._engage(message))
+                case protocol.Relay() if self._engaged is not None:
+                    self._engaged.pass_on(message.text)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except MusterError as error:
+                await self._end.send(protocol.Refused(trouble=trouble(error)))
+            except Exception as error:  # whatever it is, the launcher must hear of it
+                words = f"{type(error).__name__}: {error}"
+                unexpected = MusterError(f"the keeper failed: {words}")
+                await self._end.send(protocol.Refused(trouble=trouble(unexpected)))
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self, message: protocol.Prepare) -> None:
+        self._lost_after_s = message.lost_after_s
+        if self._own_folder is not None:
+            message = msgspec.structs.replace(message, folder=str(self._own_folder))
+        self._tell(f"to be run in {message.folder}: {printable(message.command)}")
+        if not Path(message.folder).is_dir():
+            raise Impossible(
+                f"there is no folder {message.folder} on this machine",
+                why="the script runs in the same folder on every machine",
+                fix="copy the code to that folder there, or start from a folder that all machines have",
+            )
+        if self._job is not None:  # after a restart, or for another command: what is held is kept
+            self._job.prepare = message
+            await self._tell_prepared()
+            return
+        if self._watchman is None:
+            self._watchman = Watchman(message.token, self._folder)
+        loop = asyncio.get_running_loop()
+
+        def on_wait(error: MusterError) -> None:
+            waiting = self._end.send(protocol.Waiting(words=error.why or error.what))
+            asyncio.run_coroutine_threadsafe(waiting, loop)
+
+        held = await asyncio.to_thread(device_lease.take, message, on_wait)
+        logs = Path(message.logs) if message.logs else self._folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._job = _Job(prepare=message, holding=held, logs=logs)
+        interfaces.check_socket_variables(
+            {**os.environ, **message.environment},
+            alone=message.alone,
+            gpus=held.held is not None,
+        )
+        await self._tell_prepared()
+
+    async def _tell_prepared(self) -> None:
+        assert self._job is not None
+        prepare, held = self._job.prepare, self._job.holding
+        code = None
+        if not prepare.alone:
+            code = await asyncio.to_thread(
+                fingerprint.take, prepare.command, prepare.module, prepare.folder
+            )
+        await self._end.send(
+            protocol.Prepared(
+                ranks=held.ranks,
+                devices=held.devices,
+                reasons=held.reasons,
+                fingerprint=code,
+            )
+        )
+
+    async def _listen(self, message: protocol.Listen) -> None:
+        async with self._turn:
+            heard = await self._open_port(message)
+        await self._end.send(heard)
+
+    async def _open_port(self, message: protocol.Listen) -> protocol.Listening:
+        assert self._job is not None
+        await self._forget_port()
+        if self._job.prepare.alone:
+            self._socket = listening.open_loopback(message.port or 0)
+            here = protocol.Address(address="127.0.0.1", interface="lo")
+            return protocol.Listening(
+                port=self._socket.getsockname()[1], addresses=(here,), reason="loopback only"
+            )
+        opened = listening.open_port(message.port, message.address)
+        self._port = opened.value
+        self._port.answer(message.nonce)
+        return protocol.Listening(
+            port=self._port.port, addresses=self._port.addresses, reason=opened.reason
+        )
+
+    async def _reach(self, message: protocol.Reach) -> None:
+        self._trying = asyncio.create_task(reach.try_all(message))
+        await asyncio.wait({self._trying})
+        if not self._trying.cancelled():  # as it is when the end was asked for meanwhile
+            await self._end.send(self._trying.result())
+
+    async def _start(self, message: protocol.Start) -> None:
+        async with self._turn:
+            self._attempt = message.attempt
+            started = await self._start_running(message)
+        await self._end.send(started)
+
+    async def _start_running(self, message: protocol.Start) -> protocol.Started:
+        assert self._job is not None
+        if self._port is not None:
+            if message.node_rank == 0:
+                self._socket = await self._port.keep(message.address)
+            else:  # it was only to be tried
+                await self._port.close()
+            self._port = None
+        listener = self._socket
+        if message.backend != "muster" and listener is not None:
+            listener.close()  # the other rendezvous open their own
+            listener = None
+        records = self._folder / f"attempt-{message.attempt}"
+        records.mkdir()
+        share = Share(
+            prepare=self._job.prepare,
+            start=message,
+            ranks=self._job.holding.ranks,
+            logs=self._job.logs,
+            records=records,
+            socket=None if listener is None else listener.fileno(),
+        )
+        base = environment(
+            share, os.environ, self._job.holding.variables, self._job.holding.threads
+        )
+        if message.interface:
+            base |= interfaces.socket_variables(message.interface, base)
+        running = Running(share, engine_for(share, base, self._system), self._end.send)
+        started = await running.start()
+        if listener is not None:
+            listener.close()  # the agent has its own copy; when it ends, the port is free
+            self._socket = None
+        self._running = running
+        self._do(self._watch(running))
+        return started
+
+    async def _watch(self, running: Running) -> None:
+        try:
+            ended = await running.watch()
+        except Exception as error:  # whatever it is, nothing may go on unwatched
+            assert self._job is not None
+            token = self._job.prepare.token
+            await asyncio.to_thread(process_cleanup.kill, token, within_s=_GONE_WITHIN_S)
+            words = f"the keeper failed: {type(error).__name__}: {error}"
+            ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
+        self._running = None
+        try:
+            await self._end.send(ended)
+        except Exception as error:  # without an answer the launcher would wait for ever
+            await self._end.send(_in_short(ended, error))
+        running.told.set()
+
+    async def _stop(self, message: protocol.Stop) -> None:
+        if self._trying is not None:
+            self._trying.cancel()
+        async with self._turn:
+            if self._running is not None:
+                self._running.stop(message.grace_s)
+                return
+            await self._forget_port()
+        # Nothing runs, which is what was asked for.
+        await self._end.send(protocol.Ended(attempt=self._attempt, good=True))
+
+    async def _pass_on(self, message: protocol.Signal) -> None:
+        if self._running is not None:
+            self._running.pass_on(message.name)
+
+    async def _examine(self, message: protocol.Examine) -> None:
+        if self._running is not None:
+            await self._running.examine(message)
+        await self._end.send(protocol.Examined())
+
+    async def _tell_packages(self) -> None:
+        packages = await asyncio.to_thread(fingerprint.packages)
+        await self._end.send(protocol.Packages(packages=packages))
+
+    async def _engage(self, message: protocol.Engage) -> None:
+        if self._watchman is None:
+            self._watchman = Watchman(message.token, self._folder)
+        if self._engaged is not None:
+            await self._engaged.end()
+        self._engaged = await Engagement.begin(message, self._end.send)
+        await self._end.send(protocol.Engaged(pid=self._engaged.pid))
+
+    async def _say_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_EVERY_S)
+            if self._watchman is not None:
+                self._watchman.see_to_it()
+            await self._end.send(protocol.Alive())
+
+    async def _notice_silence(self, over: "asyncio.Future[int]") -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(_LOOK_EVERY_S)
+            # While this process itself was held up, nobody could be heard.
+            self._heard_s += time.monotonic() - began_s - _LOOK_EVERY_S
+            silent_s = time.monotonic() - self._heard_s
+            if self._lost_after_s is not None and silent_s > self._lost_after_s:
+                self._give_up(over, f"the launcher was not heard for {silent_s:.0f} s")
+                return
+
+    async def _forget_port(self) -> None:
+        if self._port is not None:
+            await self._port.close()
+            self._port = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _end_all(self) -> None:
+        """End the ranks, give back the devices, leave nothing behind."""
+        await self._turn.acquire()  # for good: nothing is started any more
+        if self._running is not None:
+            self._running.stop(self._last_grace_s)
+        ended = self._engaged is None or await self._engaged.end()
+        if self._running is not None:
+            try:
+                gone_within_s = self._last_grace_s + _GONE_WITHIN_S
+                await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
+            except TimeoutError:
+                ended = False  # the watchman goes on trying
+        await self._forget_port()
+        if self._job is not None:
+            self._job.holding.release()
+        if self._watchman is not None and ended:
+            self._watchman.dismiss()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        await self._end.close()
+
+
+def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:
+    """Return the end without what could not be sent of it."""
+    first = max(ended.failures, key=lambda one: one.ago_s, default=None)
+    words = ended.words
+    if first is not None:
+        error = first.error.encode("ascii", errors="backslashreplace").decode()
+        words = f"rank {first.rank} failed: {error[:200] or f'exit code {first.exit_code}'}"
+        words += f"\nthe rest cannot be told: {why}"
+    return protocol.Ended(attempt=ended.attempt, good=ended.good, words=words)
+
+
+def trouble(error: MusterError) -> protocol.Trouble:
+    """Put an error into words that can travel."""
+    return protocol.Trouble(
+        name=error.name,
+        what=error.what,
+        why=error.why,
+        fix=error.fix,
+        exit_code=int(error.exit_code),
+    )

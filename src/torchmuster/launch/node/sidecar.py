@@ -1,0 +1,118 @@
+"""A small program of ours that runs beside the keeper and talks with the launcher through it.
+
+The lines of its standard input and output travel as ``relay``; what it writes on standard error is kept,
+should it end badly. It is found by the run's token as everything else of the run is.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable
+
+from torchmuster.errors import Impossible
+from torchmuster.launch import protocol
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
+
+# A launcher may have our programs started and no others.
+_OURS = re.compile(r"torchmuster(\.[a-z]\w*)+", re.ASCII)
+_KEPT_WORDS = 4000
+# When its input ends it ends by itself; if not it is killed.
+_END_WITHIN_S = 1.0
+# One that waits for a dead disk or driver cannot even be killed; it is left behind after this long.
+_GONE_WITHIN_S = 2.0
+# Half of what a message may have: JSON in JSON has its quotation marks escaped.
+_LONGEST_LINE = protocol.MESSAGE_LIMIT // 2
+
+Send = Callable[[protocol.FromKeeper], Awaitable[None]]
+
+
+class Engagement:
+    """The program, from its start to its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, send: Send) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self._send = send
+        self._words = b""
+        self._telling = asyncio.create_task(self._tell())
+
+    @classmethod
+    async def begin(cls, message: protocol.Engage, send: Send) -> "Engagement":
+        """Start the program; refuses what is not ours."""
+        if not _OURS.fullmatch(message.program):
+            raise Impossible(
+                f"{message.program!r} is not a program of torchmuster's",
+                why="a keeper starts no others beside itself",
+            )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", message.program),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # Below that of the part: when ranks are swept away, this one stays.
+            env={**os.environ, TOKEN_VARIABLE: f"{message.token}.program"},
+            start_new_session=True,
+            limit=_LONGEST_LINE,
+        )
+        return cls(process, send)
+
+    @property
+    def pid(self) -> int:
+        """The program's process id."""
+        return self._process.pid
+
+    def pass_on(self, text: str) -> None:
+        """Give the program a line; one that has ended does not get it, and its end was told."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._stdin.write(text.encode("utf-8", errors="replace") + b"\n")
+
+    async def end(self) -> bool:
+        """End the program: its input ends, and soon after it is killed; say whether it has gone."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _END_WITHIN_S)
+        self._telling.cancel()
+        await asyncio.gather(self._telling, return_exceptions=True)
+        self._kill()
+        try:
+            await asyncio.wait_for(self._process.wait(), _GONE_WITHIN_S)
+        except TimeoutError:
+            return False
+        return True
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _tell(self) -> None:
+        """Pass on what the program writes, and at last how it ended."""
+        relaying = asyncio.create_task(self._relay())
+        keeping = asyncio.create_task(self._keep_words())
+        try:
+            await self._process.wait()
+            # What it started may hold on to its output: that is not waited for.
+            await asyncio.wait({relaying, keeping}, timeout=_END_WITHIN_S)
+        finally:
+            relaying.cancel()
+            keeping.cancel()
+        words = self._words.decode("utf-8", errors="replace").strip()
+        await self._send(protocol.Disengaged(exit_code=self._process.returncode, words=words))
+
+    async def _relay(self) -> None:
+        try:
+            while line := await self._stdout.readline():
+                text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+                await self._send(protocol.Relay(text=text))
+        except ValueError:
+            self._words += b"\nit wrote a line that has no end"
+            self._kill()
+
+    async def _keep_words(self) -> None:
+        while data := await self._stderr.read(4096):
+            self._words = (self._words + data)[-_KEPT_WORDS:]

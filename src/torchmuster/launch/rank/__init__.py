@@ -1,0 +1,1 @@
+"""What runs inside a rank before and next to the user's script."""

@@ -1,0 +1,1 @@
+"""Slurm and Kubernetes."""

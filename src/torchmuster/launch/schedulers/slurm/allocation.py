@@ -1,0 +1,229 @@
+"""The allocation that this process runs in: which nodes, how many GPUs on each, and is that enough."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torchmuster.errors import Impossible
+from torchmuster.finding import Finding, Status
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers.slurm import clients
+from torchmuster.units import plural
+
+# More nodes than this are a slip of the hand in a node list, not a cluster.
+_MOST_NODES = 100_000
+_NODE_GROUP = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
+# "     Nodes=node[1-3] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)"
+_SHARE = re.compile(r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>.*)$", re.MULTILINE)
+_GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=[,(]|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What Slurm has given to the job that this process is part of.
+
+    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm says nothing of GPUs.
+    """
+
+    job: str
+    nodes: tuple[str, ...]
+    gpus: tuple[int, ...] | None
+    cores: int | None  # on the node of this process
+    tasks_per_node: int | None  # None: not asked for
+    copies: int  # of this program that srun started
+    restarts: int  # how often Slurm has put the job back into the queue
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        """The GPUs of each node; None where unknown or not the same on all."""
+        return self.gpus[0] if self.gpus and len(set(self.gpus)) == 1 else None
+
+
+def here(environment: Mapping[str, str], ask: clients.Ask = clients.ask) -> Allocation | None:
+    """Return the allocation that this process runs in; None if it is not in one."""
+    job = environment.get("SLURM_JOB_ID", "")
+    node_list = environment.get("SLURM_JOB_NODELIST", "")
+    if not job.isdecimal() or not node_list:
+        return None
+    nodes = _node_names(node_list, ask)
+    return Allocation(
+        job=job,
+        nodes=nodes,
+        gpus=_gpus(job, nodes, environment, ask),
+        cores=_number(environment.get("SLURM_CPUS_ON_NODE")),
+        tasks_per_node=_tasks_per_node(environment, len(nodes)),
+        copies=_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
+        restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+    )
+
+
+def check_counts(allocation: Allocation, spec: JobSpec) -> None:
+    """Refuse, before anything starts, what the allocation cannot give."""
+    job = f"Slurm job {allocation.job}"
+    if spec.hosts:
+        raise Impossible(
+            f"--hosts was given inside {job}",
+            why=f"the job's machines are those that Slurm gave to it: {_few(allocation.nodes)}",
+            fix="leave out --hosts",
+        )
+    if allocation.copies > 1:
+        raise Impossible(
+            f"muster run was started {allocation.copies} times, by srun",
+            why="one muster run starts the ranks on all nodes of the job",
+            fix="leave out srun before muster run",
+        )
+    _check_gpus(allocation, spec)
+    ranks = _ranks_per_node(allocation, spec)
+    tasks = allocation.tasks_per_node
+    if tasks is not None and tasks > 1 and ranks is not None and ranks != tasks:
+        raise Impossible(
+            f"{plural(ranks, 'rank')} per node would be started, but {job} has {tasks} tasks per node",
+            why="one of the two numbers is not what you mean",
+            fix=f"--ranks {tasks}, or submit with: sbatch --ntasks-per-node=1",
+        )
+
+
+def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
+    """Warn of the classic slow job: several ranks on the one core that Slurm gives by default."""
+    ranks = _ranks_per_node(allocation, spec)
+    if ranks is None or allocation.cores is None or allocation.cores >= ranks:
+        return None
+    return Finding(
+        name="few-cores",
+        status=Status.WARNING,
+        what=f"{ranks} ranks share {plural(allocation.cores, 'core')} on each node",
+        why=f"Slurm job {allocation.job} has no more; without --cpus-per-task a job may get a single"
+        " core on each node",
+        fix=f"sbatch --cpus-per-task={ranks * 4}  # for the one task of each node",
+    )
+
+
+def expand(node_list: str) -> tuple[str, ...]:
+    """Write out ``node[01-03,7],login`` as Slurm does; raises ValueError if it is not a node list."""
+    names: list[str] = []
+    place = 0
+    while place < len(node_list):
+        group = _NODE_GROUP.match(node_list, place)
+        if group is None:
+            raise ValueError(f"{node_list!r} is not a node list")
+        for name in _expand_group(group[1]):
+            names.append(name)
+            if len(names) > _MOST_NODES:
+                raise ValueError(f"{node_list!r} names more than {_MOST_NODES} nodes")
+        place = group.end()
+    return tuple(names)
+
+
+def _expand_group(text: str) -> Iterator[str]:
+    before, bracket, rest = text.partition("[")
+    if not bracket:
+        yield text
+        return
+    inside, _, after = rest.partition("]")
+    for part in inside.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or not (last.isdecimal() if dash else True):
+            raise ValueError(f"{text!r} is not a group of nodes")
+        for number in range(int(first), int(last or first) + 1):
+            for end in _expand_group(after):
+                yield f"{before}{number:0{len(first)}d}{end}"
+
+
+def gpus_by_node(job_text: str) -> dict[str, int]:
+    """Read from ``scontrol show -d job`` how many GPUs the job has on each node."""
+    found: dict[str, int] = {}
+    for share in _SHARE.finditer(job_text):
+        # An index list may hold commas: gpu:a100:2(IDX:0,3)
+        gres = re.sub(r"\([^)]*\)", "", share["gres"].strip())
+        for node in expand(share["nodes"]):
+            found[node] = _count_gpus(gres)
+    return found
+
+
+def _count_gpus(gres: str) -> int:
+    return sum(int(one["count"]) for one in _GPUS.finditer(gres))
+
+
+def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
+    if spec.device == "cpu":
+        return
+    job = f"Slurm job {allocation.job}"
+    if allocation.gpus is not None and len(set(allocation.gpus)) > 1:
+        each = [
+            f"{node} {gpus}" for node, gpus in zip(allocation.nodes, allocation.gpus, strict=True)
+        ]
+        raise Impossible(
+            f"the nodes of {job} have different numbers of GPUs",
+            why=f"srun cannot give all of them to one step: {_few(each)}",
+            fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(allocation.gpus)}",
+        )
+    has, asked = allocation.gpus_per_node, spec.ranks
+    # Where Slurm counts no GPUs, the nodes themselves are asked later.
+    if has and not spec.share and asked is not None and asked > has:
+        raise Impossible(
+            f"{plural(asked, 'GPU')} per node asked for, but {job} has {has}",
+            why="Slurm gives a job only the GPUs that it asks for",
+            fix=f"sbatch --gpus-per-node={asked}, or --ranks {has}",
+        )
+
+
+def _ranks_per_node(allocation: Allocation, spec: JobSpec) -> int | None:
+    if spec.ranks is not None or spec.device == "cpu":
+        return spec.ranks
+    return allocation.gpus_per_node or None
+
+
+def _node_names(node_list: str, ask: clients.Ask) -> tuple[str, ...]:
+    answer = ask(["scontrol", "show", "hostnames", node_list])
+    if answer is not None and answer.code == 0 and answer.out.split():
+        return tuple(answer.out.split())
+    try:
+        return expand(node_list)
+    except ValueError as error:
+        raise Impossible(
+            f"SLURM_JOB_NODELIST is {node_list!r}, which is not a node list",
+            why=str(error),
+            fix="start from a job of Slurm, or without the variable: unset SLURM_JOB_ID",
+        ) from error
+
+
+def _gpus(
+    job: str, nodes: tuple[str, ...], environment: Mapping[str, str], ask: clients.Ask
+) -> tuple[int, ...] | None:
+    """Ask Slurm; where it does not answer, take what the job's environment says for certain."""
+    answer = ask(["scontrol", "show", "-d", "job", job])
+    if answer is not None and answer.code == 0:
+        by_node = gpus_by_node(answer.out)
+        if all(node in by_node for node in nodes):
+            return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
+    on_each = _gpus_here(environment)
+    total = _number(environment.get("SLURM_GPUS"))
+    if not on_each or (total is not None and total != on_each * len(nodes)):
+        return None
+    return (on_each,) * len(nodes)
+
+
+def _gpus_here(environment: Mapping[str, str]) -> int | None:
+    if per_node := environment.get("SLURM_GPUS_PER_NODE"):  # 4, or a100:2,h100:2
+        words = ["gpu:" + word for word in per_node.split(",")]
+        return _count_gpus(",".join(words)) or None
+    if on_node := _number(environment.get("SLURM_GPUS_ON_NODE")):
+        return on_node
+    listed = environment.get("SLURM_JOB_GPUS") or environment.get("SLURM_STEP_GPUS")
+    return len(listed.split(",")) if listed else None
+
+
+def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
+    if per_node := _number(environment.get("SLURM_NTASKS_PER_NODE")):
+        return per_node
+    tasks = _number(environment.get("SLURM_NTASKS"))
+    return tasks // nodes if tasks and tasks % nodes == 0 else None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
+
+
+def _few(words: tuple[str, ...] | list[str]) -> str:
+    shown = ", ".join(words[:8])
+    return shown if len(words) <= 8 else f"{shown} and {len(words) - 8} more"

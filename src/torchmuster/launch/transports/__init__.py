@@ -1,0 +1,1 @@
+"""How the launcher reaches node agents: a pipe, ssh, srun, TLS."""

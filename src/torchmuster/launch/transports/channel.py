@@ -1,0 +1,56 @@
+"""How the launcher reaches keepers: one channel to each, opened by a transport.
+
+A transport is a way of reaching machines: a pipe (this machine), ssh, srun, or TLS for those who join
+by themselves. It knows how many machines take part and in which order; the rest of the launcher does
+not know which transport it uses.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torchmuster.launch import protocol
+
+
+class Channel(Protocol):
+    """The launcher's end of a connection to one keeper."""
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        """Send a message; on a closed channel this does nothing (``receive`` tells of the end)."""
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        """Return the next message, or None when the keeper has gone. Raises ``wire.Garbled``."""
+
+    def why_closed(self) -> str:
+        """Say, after ``receive`` gave None, what is known of the cause (ssh's own last words)."""
+
+    async def close(self) -> None:
+        """Let go; the keeper ends its ranks when it no longer hears the launcher."""
+
+
+Arrive = Callable[[int, Channel], None]
+
+
+class Transport(Protocol):
+    """A way of reaching the machines of a run."""
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The machines that are expected, by the names people know, in the order of their ranks."""
+
+    async def open(self, arrive: Arrive) -> None:
+        """Begin; ``arrive(place, channel)`` is called for each machine as it comes."""
+
+    async def reopen(self, place: int) -> None:
+        """Call a machine again that was lost."""
+
+    def waiting_for(self, place: int) -> str:
+        """Say in a few words why a machine is not here yet: ``ssh is connecting, 12 s``."""
+
+    def gave_up(self, place: int) -> protocol.Trouble | None:
+        """Return why a machine will not come, once that is certain (ssh was refused); else None."""
+
+    def rejoins(self, place: int) -> bool:
+        """Say whether a machine that was lost at the roll-call may come again by itself."""
+
+    async def close(self) -> None:
+        """End everything that was opened."""

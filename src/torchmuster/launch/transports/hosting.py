@@ -1,0 +1,73 @@
+"""The transport of ``muster host``: this machine, and others that join by themselves."""
+
+from collections.abc import Callable, Sequence
+
+from torchmuster.launch import protocol
+from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.service import JoinService
+from torchmuster.launch.transports.local import LocalTransport
+
+
+class HostTransport:
+    """The first place is this machine; the others are for whoever brings their code."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        nodes: int,
+        addresses: Sequence[str],
+        port: int | None,
+        announce: bool,
+        on_event: Callable[[str], None],
+        on_code: Callable[[int, Code], None],
+    ) -> None:
+        self._local = LocalTransport(name)
+        self._on_code = on_code
+        self._service = JoinService(
+            count=nodes - 1,
+            addresses=addresses,
+            port=port,
+            announce=announce,
+            on_event=on_event,
+            on_code=on_code,
+        )
+
+    @property
+    def places(self) -> Sequence[str]:
+        """This machine, then those that join; no two have the same name."""
+        names = [*self._local.places, *self._service.places]
+        first_of = {name: place for place, name in reversed(list(enumerate(names)))}
+        return [
+            name if first_of[name] == place else f"{name} ({place + 1})"
+            for place, name in enumerate(names)
+        ]
+
+    async def open(self, arrive: Arrive) -> None:
+        """Start the keeper here, open the door, and give out the codes."""
+        await self._service.open(arrive)
+        for place, code in self._service.codes().items():
+            self._on_code(place, code)
+        await self._local.open(arrive)
+
+    async def reopen(self, place: int) -> None:
+        """Call a machine again: here a new keeper, elsewhere a new code."""
+        await (self._service if place else self._local).reopen(place)
+
+    def waiting_for(self, place: int) -> str:
+        """Say why a machine is not here yet."""
+        return (self._service if place else self._local).waiting_for(place)
+
+    def gave_up(self, place: int) -> protocol.Trouble | None:
+        """Return why a machine will not come."""
+        return (self._service if place else self._local).gave_up(place)
+
+    def rejoins(self, place: int) -> bool:
+        """Guests may come again, with a new code."""
+        return place > 0
+
+    async def close(self) -> None:
+        """Close the door."""
+        await self._service.close()
+        await self._local.close()

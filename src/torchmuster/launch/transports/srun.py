@@ -1,0 +1,169 @@
+"""Reaching the keepers of an allocation: one ``srun`` starts them all and carries every message.
+
+What is written to srun's standard input reaches every task, so each line begins with the place that it
+is meant for (``3 =…``), or ``*`` where all get the same. What a task writes comes back with its number
+in front (``3: =…``). A task that ends badly is named on srun's standard error.
+
+Measured with Slurm 22.05, and relied on here:
+
+- ``--label`` keeps lines of up to 1023 characters whole; with ``--unbuffered`` it does not: a line is
+  cut wherever a read happened to end, and the pieces are labelled as lines.
+- A job made with ``--gpus-per-task`` hands only so many GPUs to a step's task, even if the step does
+  not ask for it; ``--gres`` gets all GPUs of the node.
+- SIGTERM to srun kills the tasks at once, without a chance to clean up; the end of its input lets them
+  end by themselves.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchmuster.launch import protocol
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.local import KEEPER
+from torchmuster.launch.transports.srun_step import Step
+
+# srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). A step of
+# ours is described in full by its arguments, so of Slurm's variables only what tells of the job stays.
+_OF_THE_JOB = (
+    "SLURM_CONF",
+    "SLURM_CLUSTER",
+    "SLURM_WORKING_CLUSTER",
+    "SLURM_JWT",
+    "SLURM_JOB",
+    "SLURM_ARRAY_",
+    "SLURM_SUBMIT_",
+    "SLURM_RESTART_COUNT",
+    "SLURM_NODE_ALIASES",
+)
+
+
+def command(
+    allocation: Allocation, keeper: Sequence[str] | None = None, place: int | None = None
+) -> list[str]:
+    """Return the argument vector that starts the keepers, or one of them again."""
+    nodes = len(allocation.nodes) if place is None else 1
+    where = [] if place is None else [f"--nodelist={allocation.nodes[place]}"]
+    gpus = allocation.gpus_per_node if place is None else _gpus_at(allocation, place)
+    who = ["--place-from", "SLURM_PROCID"] if place is None else ["--place", str(place)]
+    return [
+        "srun",
+        f"--jobid={allocation.job}",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        *where,
+        "--distribution=block",  # ranks in the order of the node list
+        "--overlap",  # beside the job's script, with everything the job has
+        "--mem=0",
+        *([f"--gres=gpu:{gpus}"] if gpus else []),
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--label",
+        "--input=all",
+        # What to do when a task or a node is lost is for the launcher to decide.
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--export=ALL",
+        *([sys.executable, *KEEPER] if keeper is None else keeper),
+        *who,
+    ]
+
+
+def _gpus_at(allocation: Allocation, place: int) -> int | None:
+    return allocation.gpus[place] if allocation.gpus else None
+
+
+def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what srun would take for options."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("SLURM_", "SRUN_")) or name.startswith(_OF_THE_JOB)
+    }
+
+
+class SrunTransport:
+    """The way to the nodes of an allocation (see channel.Transport)."""
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        *,
+        keeper: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        self._allocation = allocation
+        self._keeper = keeper
+        self._environment = environment_for_srun(os.environ if environment is None else environment)
+        self._patience_s = patience_s
+        self._arrive: Arrive | None = None
+        self._steps: list[Step] = []
+        self._step_of: dict[int, Step] = {}
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The nodes, in Slurm's order, which is that of the ranks."""
+        return self._allocation.nodes
+
+    async def open(self, arrive: Arrive) -> None:
+        """Start the keepers on all nodes."""
+        self._arrive = arrive
+        await self._start(range(len(self.places)), command(self._allocation, self._keeper))
+
+    async def reopen(self, place: int) -> None:
+        """Start the keeper of one node again, by a step of its own."""
+        await self._start([place], command(self._allocation, self._keeper, place))
+
+    async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
+        assert self._arrive is not None
+        step = Step(tuple(places), self.places, self._arrive)
+        self._steps.append(step)
+        self._step_of.update(dict.fromkeys(step.places, step))
+        await step.start(words, self._environment)
+
+    def waiting_for(self, place: int) -> str:
+        """Say what srun is at."""
+        step = self._step_of.get(place)
+        if step is None:
+            return "srun has not been started"
+        seconds = f"srun is starting the keeper, {time.monotonic() - step.since:.0f} s"
+        return f"{seconds}; it says: {step.srun_words}" if step.srun_words else seconds
+
+    def gave_up(self, place: int) -> protocol.Trouble | None:
+        """Return why a node will not come, once srun or its task has ended."""
+        step = self._step_of.get(place)
+        if step is None or not step.missing(place):
+            return None
+        said = step.last_words(place)
+        return protocol.Trouble(
+            name="srun-failed",
+            what=f"srun could not start the keeper on {self.places[place]}",
+            why=said,
+            fix=_way_out(said, self._allocation.job),
+        )
+
+    def rejoins(self, place: int) -> bool:
+        """Nobody comes by itself."""
+        return False
+
+    async def close(self) -> None:
+        """Let the keepers end, and srun with them."""
+        await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))
+
+
+def _way_out(said: str, job: str) -> str:
+    text = said.lower()
+    if "no such file or directory" in text:
+        return "install torchmuster at the same path on every node, for example on a shared disk"
+    if any(word in text for word in ("expired", "invalid job id", "completing or completed")):
+        return f"job {job} has ended; submit it again"
+    if "busy" in text or "temporarily" in text:
+        return f"another step holds the nodes; look with: squeue --steps --jobs={job}"
+    if "generic resource" in text or "gres" in text:
+        return "ask for the same GPUs on each node: sbatch --gpus-per-node=N"
+    return f"try srun by hand: srun --jobid={job} --overlap --label hostname"

@@ -1,0 +1,242 @@
+"""A step: one running srun, and the channels to the keepers that it started (see srun.py)."""
+
+import asyncio
+import contextlib
+import re
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from torchmuster.launch import protocol
+from torchmuster.launch.schedulers.slurm.allocation import expand
+from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.pipe import FIRST_WORDS
+
+_LABELLED = re.compile(rb" *(\d+): (.*)", re.DOTALL)
+# srun: error: node2: task 1: Killed
+_ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.*)")
+# Where tasks are not bound to cores at all, srun says that it cannot leave them unbound.
+_HARMLESS = "cluster configuration lacks support for cpu binding"
+_LINES_KEPT = 20
+# A task's end may be told before its last words have been read.
+_LAST_WORDS_S = 0.5
+
+
+class SrunChannel:
+    """The launcher's end of the connection to one keeper."""
+
+    def __init__(self, step: "Step", place: int) -> None:
+        self._step = step
+        self._place = place
+        self._assembler = protocol.Assembler()
+        self._inbox: asyncio.Queue[protocol.FromKeeper | protocol.Garbled | None] = asyncio.Queue()
+        self._open = True
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        """Send a message; on a closed channel this does nothing."""
+        if self._open:
+            await self._step.send(self._place, protocol.to_lines(message))
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        """Return the next message, or None when the keeper has gone."""
+        message = await self._inbox.get()
+        if message is None:
+            self._inbox.put_nowait(None)  # and None it stays
+        elif isinstance(message, protocol.Garbled):
+            raise message
+        return message
+
+    def why_closed(self) -> str:
+        """Say what srun and the keeper said last."""
+        return self._step.last_words(self._place)
+
+    async def close(self) -> None:
+        """Let go; the keeper, no longer hearing from us, ends by itself."""
+        self.end()
+
+    def end(self) -> None:
+        """No more comes from this keeper."""
+        if self._open:
+            self._open = False
+            self._inbox.put_nowait(None)
+
+    def hear(self, line: bytes) -> None:
+        """Take a line that the keeper wrote."""
+        if not self._open:
+            return
+        try:
+            whole = self._assembler.add(line)
+            if whole is not None:
+                self._inbox.put_nowait(protocol.decode_from_keeper(whole))
+        except protocol.Garbled as error:
+            self._inbox.put_nowait(error)
+
+
+class Step:
+    """One srun and the keepers that it started; task *n* of it is at ``places[n]``."""
+
+    def __init__(self, places: Sequence[int], nodes: Sequence[str], arrive: Arrive) -> None:
+        self.places = tuple(places)
+        self._nodes = nodes
+        self._arrive = arrive
+        self._channels: dict[int, SrunChannel] = {}
+        self._ended: dict[int, str] = {}  # place -> how
+        self._said: dict[int, deque[str]] = {}  # place -> last lines of its standard error
+        self._srun_said: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._outbox: list[tuple[int, bytes]] = []
+        self._writing = asyncio.Lock()
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.since = time.monotonic()
+        self.over = False
+
+    async def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start srun, in a session of its own: Ctrl-C is for the launcher alone."""
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._srun_said.append(f"srun: {error.strerror}")
+            self.over = True
+            return
+        self._reading = asyncio.create_task(self._read(self._process))
+
+    async def send(self, place: int, lines: bytes) -> None:
+        """Write to one keeper; what all get at the same moment is written once."""
+        self._outbox.append((place, lines))
+        await asyncio.sleep(0)  # others may be about to send the same
+        async with self._writing:
+            stdin = self._process.stdin if self._process else None
+            messages, self._outbox = self._outbox, []
+            if not messages or stdin is None or stdin.is_closing() or self.over:
+                return
+            here = [place for place in self.places if place not in self._ended]
+            stdin.write(b"".join(addressed(messages, here)))
+            with contextlib.suppress(ConnectionError):  # reading tells of the end
+                await stdin.drain()
+
+    async def close(self, patience_s: float) -> None:
+        """End the keepers by the end of their input; by force those that do not mind it."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        for end in (None, process.terminate, process.kill):
+            if end is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience_s)
+                break
+        if self._reading is not None:
+            await self._reading
+
+    def arrived(self, place: int) -> bool:
+        """Say whether the keeper of a place has been heard."""
+        return place in self._channels
+
+    def missing(self, place: int) -> bool:
+        """Say whether the keeper of a place will never be heard."""
+        return not self.arrived(place) and (self.over or place in self._ended)
+
+    def last_words(self, place: int) -> str:
+        """Return what is known of the end of a place: how the task ended, what was said last."""
+        node = self._nodes[place]
+        about = [line for line in self._srun_said if re.search(rf"\b{re.escape(node)}\b", line)]
+        said = [*self._said.get(place, ()), *(about or self._srun_said)]
+        return "\n".join(dict.fromkeys(said)) or self._ended.get(place, "srun ended without a word")
+
+    @property
+    def srun_words(self) -> str:
+        """The last line of srun itself."""
+        return self._srun_said[-1] if self._srun_said else ""
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        await asyncio.gather(self._read_out(process.stdout), self._read_err(process.stderr))
+        code = await process.wait()
+        self.over = True
+        for place in self.places:
+            self._end(place, f"srun ended with exit code {code}")
+
+    async def _read_out(self, stream: asyncio.StreamReader) -> None:
+        async for line in stream:
+            labelled = _LABELLED.fullmatch(line)
+            if labelled is None or int(labelled[1]) >= len(self.places):
+                self._srun_said.append(line.decode(errors="replace").rstrip())
+                continue
+            place = self.places[int(labelled[1])]
+            if place not in self._channels:
+                if not labelled[2].startswith(FIRST_WORDS):
+                    self._keep(place, labelled[2].decode(errors="replace").rstrip())
+                    continue
+                self._said.pop(place, None)  # that was not about the end
+                self._channels[place] = SrunChannel(self, place)
+                self._arrive(place, self._channels[place])
+            self._channels[place].hear(labelled[2])
+
+    async def _read_err(self, stream: asyncio.StreamReader) -> None:
+        async for line in stream:
+            text = line.decode(errors="replace").rstrip()
+            labelled = re.match(r" *(\d+): (.*)", text)
+            if labelled and int(labelled[1]) < len(self.places):
+                place = self.places[int(labelled[1])]
+                self._keep(place, labelled[2])
+                continue
+            if _HARMLESS in text:
+                continue
+            self._srun_said.append(text)
+            if ended := _ENDED.match(text):
+                for task in _numbers(ended[1]):
+                    if task < len(self.places):
+                        later = asyncio.get_running_loop().call_later
+                        later(_LAST_WORDS_S, self._end, self.places[task], ended[2])
+
+    def _keep(self, place: int, text: str) -> None:
+        self._said.setdefault(place, deque(maxlen=_LINES_KEPT)).append(text)
+
+    def _end(self, place: int, how: str) -> None:
+        self._ended.setdefault(place, how)
+        if place in self._channels:
+            self._channels[place].end()
+
+
+def addressed(messages: Sequence[tuple[int, bytes]], here: Sequence[int]) -> list[bytes]:
+    """Put the place in front of every line; ``*`` where all that are here get the same message.
+
+    For each place the order of its messages is kept.
+    """
+    queues: dict[int, deque[bytes]] = {}
+    for place, lines in messages:
+        queues.setdefault(place, deque()).append(lines)
+    written: list[bytes] = []
+    while any(queues.values()):
+        heads = {queue[0] if queue else b"" for queue in queues.values()}
+        if len(heads) == 1 and len(here) > 1 and set(queues) >= set(here):
+            written.append(_prefixed(b"* ", heads.pop()))
+            for queue in queues.values():
+                queue.popleft()
+            continue
+        place = next(place for place, queue in queues.items() if queue)
+        written.append(_prefixed(b"%d " % place, queues[place].popleft()))
+    return written
+
+
+def _prefixed(prefix: bytes, lines: bytes) -> bytes:
+    return b"".join(prefix + line for line in lines.splitlines(keepends=True))
+
+
+def _numbers(text: str) -> list[int]:
+    """Read srun's list of tasks: ``1,4-6``."""
+    with contextlib.suppress(ValueError):
+        return [int(name) for name in expand(f"[{text}]")]
+    return []
