@@ -81,7 +81,19 @@ def launch(
         await called.call()
         return await _launch(spec, called, run, make_voice(run), make_course)
 
+    _ignore_early_warnings()
     return asyncio.run(work())
+
+
+def _ignore_early_warnings() -> None:
+    """Let a scheduler's warning do nothing before and after the ranks run: by default it ends the process.
+
+    By a handler: child processes would inherit that a signal is ignored.
+    """
+    for name in ("SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)  # Windows has none
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda *_: None)
 
 
 class _Called:
@@ -301,7 +313,6 @@ def _signals(
         "SIGUSR2": (course.pass_on, "SIGUSR2"),
     }
     known: list[signal.Signals] = []
-    # Who guards the launcher lets warnings do nothing before and after.
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     for name, (action, argument) in actions.items():
         with contextlib.suppress(AttributeError, NotImplementedError):
