@@ -6,9 +6,8 @@ from pathlib import Path
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.node.agent_command import Share, environment
 from torchmuster.launch.node.attempt import Running
-from torchmuster.launch.node.engines import engine_for
+from torchmuster.launch.node.engines import Share, engine_for, environment
 
 
 class Attempt:

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.utils.api import macros
 
 from torchmuster.launch import protocol
-from torchmuster.launch.node import agent_command
+from torchmuster.launch.node import engines
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def test_torchrun_gives_back_what_was_typed(typed: str) -> None:
         max_restarts=0,
     )
     folder = Path("/tmp/$odd")
-    share = agent_command.Share(prepare=prepare, start=start, ranks=1, logs=folder, records=folder)
-    words = agent_command.agent_command(share)
+    share = engines.Share(prepare=prepare, start=start, ranks=1, logs=folder, records=folder)
+    words = engines.agent_command(share)
     worker = words[words.index("--no-python") + 1 :]
-    assert macros.substitute(worker, "3") == agent_command.rank_command(share)
+    assert macros.substitute(worker, "3") == engines.rank_command(share)

@@ -13,7 +13,7 @@ import pytest
 from keeper_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.node import process_cleanup, rank_records
+from torchmuster.launch.node import engines, process_cleanup
 from torchmuster.launch.node.attempt import Running
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 
@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_by_exit_code_0_ends_no_other(
         await running.start()
         watching = asyncio.create_task(running.watch())
         until = time.monotonic() + GIVE_UP_S
-        while psutil.pid_exists(rank_records.pids(one.share.records).get(1, os.getpid())):
+        while psutil.pid_exists(engines.pids(one.share.records).get(1, os.getpid())):
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait({watching}, timeout=1.0)  # it would be ended at once

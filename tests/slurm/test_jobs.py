@@ -19,8 +19,7 @@ from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.schedulers.slurm.follow import LogLine, Rhythm, follow
 from torchmuster.launch.schedulers.slurm.jobs import JobState
-from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
-from torchmuster.launch.schedulers.slurm.submit import cancel, submit
+from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, cancel, render, submit
 
 FAKE = (
     *("env", "--block-signal=USR1"),  # until it listens

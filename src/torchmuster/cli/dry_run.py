@@ -13,7 +13,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, JobSpec
 from torchmuster.launch.launcher.session import environment_of
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.node import agent_command, device_lease
+from torchmuster.launch.node import device_lease, engines
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.launch.transports.local import KEEPER
 from torchmuster.launch.transports.ssh import is_here, keeper_command
@@ -203,7 +203,7 @@ def _machine(
     reached_by: Sequence[str],
 ) -> Machine:
     share = _share(spec, prepare, held, place, sizes, logs)
-    added = agent_command.environment(share, {}, held.variables, held.threads)
+    added = engines.environment(share, {}, held.variables, held.threads)
     if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
         del added["OMP_NUM_THREADS"]  # not known before the machine answers
     if len(sizes) > 1:
@@ -211,7 +211,7 @@ def _machine(
     shown = redact_mapping(added)
     shown[TOKEN_VARIABLE] = "TOKEN"
     direct = sys.platform == "win32" and not spec.hosts
-    command = agent_command.rank_command(share) if direct else agent_command.agent_command(share)
+    command = engines.rank_command(share) if direct else engines.agent_command(share)
     return Machine(
         host=name,
         ranks=None if held.ranks == _RANKS else held.ranks,
@@ -236,7 +236,7 @@ def _share(
     place: int,
     sizes: Sequence[int | None],
     logs: Path,
-) -> agent_command.Share:
+) -> engines.Share:
     known = [size for size in sizes if size is not None]
     all_known = len(known) == len(sizes)
     address, local = ("127.0.0.1",) * 2 if len(sizes) == 1 else ("ADDRESS", "LOCAL_ADDRESS")
@@ -256,7 +256,7 @@ def _share(
         timeout_s=spec.limits.rendezvous_s,
         max_restarts=spec.max_restarts,
     )
-    return agent_command.Share(
+    return engines.Share(
         prepare=prepare,
         start=start,
         ranks=held.ranks,

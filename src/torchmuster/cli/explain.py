@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show(account: "Account") -> None:
-    from torchmuster.launch.history.timeline import shown
+    from torchmuster.launch.history.failure_report import shown
 
     run, moments = account.story.run, account.story.moments()
     print(f"run {run.id}\n")

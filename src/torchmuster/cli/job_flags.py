@@ -213,7 +213,7 @@ def with_nodes(spec: JobSpec, nodes: Nodes) -> JobSpec:
 
 def voice_for(run: RunFolder) -> "Any":
     """Return the voice of a command that launches."""
-    from torchmuster.launch.launcher.output import TerminalVoice
+    from torchmuster.launch.launcher.console import TerminalVoice
 
     return TerminalVoice(
         run,

@@ -45,8 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     """Submit the job, show how it goes; Ctrl-C leaves it to itself."""
     from torchmuster.launch.schedulers.slurm.follow import LogLine, follow, left_running
-    from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
-    from torchmuster.launch.schedulers.slurm.submit import submit
+    from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render, submit
 
     request = SlurmRequest(
         nodes=options.nodes.most if options.nodes else 1,
@@ -104,9 +103,9 @@ def transport_inside(spec: JobSpec) -> Transport | None:
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     """Return the run to go on with: that of a job which Slurm has started again."""
-    from torchmuster.launch.schedulers.slurm import again
+    from torchmuster.launch.schedulers.slurm import allocation
 
-    run = again.earlier_run(spec, root, os.environ)
+    run = allocation.earlier_run(spec, root, os.environ)
     if run is not None:
         output.say(f"muster: Slurm has started the job again: going on in {run.path}")
     return run

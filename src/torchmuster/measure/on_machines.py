@@ -18,8 +18,8 @@ import msgspec
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.launch_job import launch
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.launch.transports.ssh import SshTransport
 from torchmuster.runfolder import RunFolder, create
 

@@ -21,9 +21,9 @@ import msgspec
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.job_runner import Supervisor
 from torchmuster.launch.launcher.launch_job import launch
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.notebook.launcher_words import (

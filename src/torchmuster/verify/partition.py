@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from torchmuster.launch.launcher.node_handle import Node
-from torchmuster.launch.network.mesh import Place, gloo_calls
+from torchmuster.launch.network.reach import Place, gloo_calls
 from torchmuster.verify.links.model import End, Link
 
 

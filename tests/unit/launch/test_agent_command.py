@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchmuster.launch import protocol
-from torchmuster.launch.node import agent_command
-from torchmuster.launch.node.agent_command import Share
+from torchmuster.launch.node import engines
+from torchmuster.launch.node.engines import Share
 from torchmuster.launch.rank import start
 
 
@@ -52,7 +52,7 @@ def share(
 
 
 def flags(one: Share) -> list[str]:
-    command = agent_command.agent_command(one)
+    command = engines.agent_command(one)
     return command[4 : command.index("--no-python") + 1]
 
 
@@ -75,7 +75,7 @@ def test_the_whole_command() -> None:
         "max_restarts": 3,
         "module": False,
     }
-    assert agent_command.agent_command(share(socket=7)) == [
+    assert engines.agent_command(share(socket=7)) == [
         sys.executable,
         "-m",
         "torchmuster.launch.node.elastic_agent",
@@ -133,7 +133,7 @@ def test_every_attempt_meets_under_a_name_of_its_own() -> None:
 
 
 def test_a_module_is_told_to_the_rank() -> None:
-    command = agent_command.rank_command(share(module=True))
+    command = engines.rank_command(share(module=True))
     assert json.loads(command[3])["module"] is True
 
 
@@ -146,7 +146,7 @@ def test_the_environment_keeps_what_the_user_set() -> None:
         "PATH": "/bin",
         "HOME": "/home/ana",
     }
-    merged = agent_command.environment(share(), base, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, 4)
+    merged = engines.environment(share(), base, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, 4)
     for name in ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "PATH", "HOME"):
         assert merged[name] == base[name]
     assert merged["CUDA_VISIBLE_DEVICES"] == "GPU-1"
@@ -155,31 +155,31 @@ def test_the_environment_keeps_what_the_user_set() -> None:
 
 
 def test_threads_are_given_where_the_user_gave_none() -> None:
-    assert agent_command.environment(share(), {}, {}, 4)["OMP_NUM_THREADS"] == "4"
+    assert engines.environment(share(), {}, {}, 4)["OMP_NUM_THREADS"] == "4"
     given = share(environment={"OMP_NUM_THREADS": "2"})
-    assert agent_command.environment(given, {}, {}, 4)["OMP_NUM_THREADS"] == "2"
+    assert engines.environment(given, {}, {}, 4)["OMP_NUM_THREADS"] == "2"
 
 
 def test_what_the_run_was_given_wins_over_what_the_machine_has() -> None:
     given = share(environment={"NCCL_DEBUG": "INFO", "DATA": "/scratch"})
-    merged = agent_command.environment(given, {"NCCL_DEBUG": "WARN", "DATA": "/data"}, {}, 1)
+    merged = engines.environment(given, {"NCCL_DEBUG": "WARN", "DATA": "/data"}, {}, 1)
     assert (merged["NCCL_DEBUG"], merged["DATA"]) == ("INFO", "/scratch")
 
 
 def test_torchrun_s_own_settings_in_the_environment_do_not_change_the_command() -> None:
-    merged = agent_command.environment(share(), {"PET_NNODES": "7", "PET_RDZV_ID": "x"}, {}, 1)
+    merged = engines.environment(share(), {"PET_NNODES": "7", "PET_RDZV_ID": "x"}, {}, 1)
     assert not [name for name in merged if name.startswith("PET_")]
 
 
 def test_a_variable_can_be_taken_away() -> None:
     base = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    assert "CUDA_DEVICE_ORDER" not in agent_command.environment(
+    assert "CUDA_DEVICE_ORDER" not in engines.environment(
         share(), base, {"CUDA_DEVICE_ORDER": None}, 1
     )
 
 
 def test_without_torchrun_a_rank_is_told_the_same() -> None:
-    told = agent_command.direct_environment(share(place=2), local_rank=3)
+    told = engines.direct_environment(share(place=2), local_rank=3)
     assert told | {"USE_LIBUV": "0"} == told
     expected = {
         "RANK": "19",

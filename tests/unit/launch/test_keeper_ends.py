@@ -231,7 +231,7 @@ def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
         await it.end.hear(protocol.Prepared)
-        monkeypatch.setattr("torchmuster.launch.node.log_tail.Tail.read", broken)
+        monkeypatch.setattr("torchmuster.launch.node.attempt.Tail.read", broken)
         it.end.say(it.start)
         ended = await it.end.hear(protocol.Ended)
         assert isinstance(ended, protocol.Ended)

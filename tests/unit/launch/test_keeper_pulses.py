@@ -15,7 +15,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.node import process_state, stack_dumps
+from torchmuster.launch.node import attempt, heartbeats
 from torchmuster.launch.node.heartbeats import Pulses
 
 _RANK = """\
@@ -134,13 +134,13 @@ def _descendant(pid: int) -> int:
 
 def _await_state(pid: int, wanted: str) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (stat := process_state.look_at(pid)) is None or stat.state != wanted:
+    while (stat := heartbeats.look_at(pid)) is None or stat.state != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def _cpu_s(pid: int) -> float:
-    stat = process_state.look_at(pid)
+    stat = heartbeats.look_at(pid)
     assert stat is not None
     return stat.cpu_s
 
@@ -172,8 +172,8 @@ def test_every_rank_shows_what_it_can(
 ) -> None:
     def examined(rank: int, *, answer_s: float, signal_s: float) -> dict[tuple[int, str], str]:
         """Wait for what must come, however late, and not for what cannot."""
-        monkeypatch.setattr(stack_dumps, "_ANSWER_WITHIN_S", answer_s)
-        monkeypatch.setattr(stack_dumps, "_SIGNAL_WITHIN_S", signal_s)
+        monkeypatch.setattr(attempt, "_ANSWER_WITHIN_S", answer_s)
+        monkeypatch.setattr(attempt, "_SIGNAL_WITHIN_S", signal_s)
         return asyncio.run(_examine(tmp_path, pids, (rank, 7)))
 
     ranks = [Rank(tmp_path, rank, how) for rank, how in enumerate(("asleep", "native", "stopped"))]
@@ -203,14 +203,14 @@ def test_every_rank_shows_what_it_can(
 async def _examine(
     records: Path, pids: dict[int, int], ranks: tuple[int, ...]
 ) -> dict[tuple[int, str], str]:
-    shown: list[protocol.Evidence] = [*await stack_dumps.examine(records, pids, ranks)]
+    shown: list[protocol.Evidence] = [*await attempt.examine(records, pids, ranks)]
     return {(one.rank, one.name): one.text for one in shown}
 
 
 def test_a_process_that_would_die_of_the_signal_does_not_get_it(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_dumps, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(attempt, "_ANSWER_WITHIN_S", 0.1)
     found = asyncio.run(_examine(tmp_path, {0: sleeper.pid}, (0,)))
     assert f"process {sleeper.pid}\n" in found[0, "stacks.txt"]
     assert "call first" not in found[0, "stacks.txt"]
@@ -218,4 +218,4 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(
 
 
 def test_a_process_that_has_gone_is_told_as_such(tmp_path: Path) -> None:
-    assert stack_dumps.of_system(2**22 + 5) == "its process has gone"
+    assert attempt.of_system(2**22 + 5) == "its process has gone"

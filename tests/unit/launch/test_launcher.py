@@ -14,9 +14,9 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, launcher_heartbeat, run_state
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.job_runner import Outcome
 from torchmuster.launch.launcher.launch_job import launch
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.runfolder import create
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchmuster.launch.launcher import launch_job
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.job_runner import Outcome
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.runfolder import create
 
 

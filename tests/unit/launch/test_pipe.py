@@ -8,8 +8,8 @@ import pytest
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.transports import pipe
-from torchmuster.launch.transports.pipe import PipeChannel
+from torchmuster.launch.transports import local
+from torchmuster.launch.transports.local import PipeChannel
 
 ALIVE = protocol.to_lines(protocol.Alive()).decode()
 LONG = protocol.Output(rank=3, text="ü" * 3 * protocol.LINE_LIMIT)
@@ -71,7 +71,7 @@ async def stuck(*, full: bool) -> PipeChannel:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_one_that_does_not_end_is_ended(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "_CLOSE_WITHIN_S", 0.2)
+    monkeypatch.setattr(local, "_CLOSE_WITHIN_S", 0.2)
 
     async def scene() -> int | None:
         channel = await stuck(full=full)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.node import rank_records
+from torchmuster.launch.node import engines
 from torchmuster.launch.node.rank_exits import RankExits
 
 Rank = subprocess.Popen[bytes]
@@ -46,10 +46,10 @@ def let_go(process: Rank) -> None:
     process.stdin.close()
 
 
-def wait_for_failures(folder: Path) -> dict[int, rank_records.Exit]:
+def wait_for_failures(folder: Path) -> dict[int, engines.Exit]:
     """Wait without collecting a process, as torch does between two looks."""
     until = time.monotonic() + GIVE_UP_S
-    while not (found := rank_records.agent_exits(folder)):
+    while not (found := engines.agent_exits(folder)):
         assert time.monotonic() < until
         time.sleep(0.01)
     return found
@@ -99,7 +99,7 @@ def test_what_torch_reports_is_added_and_comes_after_what_was_noted(
     of_first = SimpleNamespace(pid=failing.pid, exitcode=2, timestamp=torch_s)
     of_second = SimpleNamespace(pid=77, exitcode=-15, timestamp=torch_s)
     exits.add_all({0: of_second, 1: of_first})  # type: ignore[dict-item]
-    found = rank_records.agent_exits(folder)
+    found = engines.agent_exits(folder)
     assert found[1] == noted
     assert (found[0].pid, found[0].code) == (77, -15)
     assert found[0].at_unix_s >= noted.at_unix_s
@@ -111,11 +111,11 @@ def test_ranks_that_ended_as_asked_are_taken_back(folder: Path, exits: RankExits
     assert wait_for_failures(folder)[0].code == -signal.SIGTERM
     let_go(failing)
     until = time.monotonic() + GIVE_UP_S
-    while len(rank_records.agent_exits(folder)) < 2:
+    while len(engines.agent_exits(folder)) < 2:
         assert time.monotonic() < until
         time.sleep(0.01)
     exits.drop_ended_by(signal.SIGTERM)
-    assert [(rank, one.code) for rank, one in rank_records.agent_exits(folder).items()] == [(1, 2)]
+    assert [(rank, one.code) for rank, one in engines.agent_exits(folder).items()] == [(1, 2)]
     for process in (asked, failing):
         let_go(process)
         process.wait()

@@ -14,13 +14,13 @@ import pytest
 from patience import BUSY_S
 from torchmuster import __version__
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.launch import node_facts, protocol
+from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network.interfaces import Interface
 
 
 def test_this_very_machine() -> None:
     before = time.time()
-    found = node_facts.this_node(
+    found = fingerprint.this_node(
         interfaces=[Interface(name="eth0", up=True, addresses=("10.0.0.5", "fe80::5"))]
     )
     assert before <= found.clock_unix_s <= time.time()
@@ -31,7 +31,7 @@ def test_this_very_machine() -> None:
         system=sys.platform,
         machine=platform.machine(),
         python=platform.python_version(),
-        torch=node_facts.torch_version(),
+        torch=fingerprint.torch_version(),
         torchmuster=__version__,
         cores=usable_cores().value,
         clock_unix_s=found.clock_unix_s,
@@ -50,7 +50,7 @@ def test_it_is_quick_and_does_not_import_torch() -> None:
     words = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
     assert float(words[0]) < 0.3 + BUSY_S  # 2 ms, on a machine that has nothing else to do
     assert float(words[1]) < 0.3  # of work, whatever else the machine does
-    assert words[2:] == ["False", node_facts.torch_version()]
+    assert words[2:] == ["False", fingerprint.torch_version()]
 
 
 def folder_with_torch(place: Path, version: str) -> list[str]:
@@ -73,26 +73,26 @@ def folder_with_torch(place: Path, version: str) -> list[str]:
 def test_the_version_is_read_with_its_build_and_nothing_is_run(
     tmp_path: Path, text: str, version: str
 ) -> None:
-    assert node_facts.torch_version(folder_with_torch(tmp_path, text)) == version
+    assert fingerprint.torch_version(folder_with_torch(tmp_path, text)) == version
 
 
 def test_the_floor_is_the_one_that_pip_knows() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    assert f"torch>={node_facts.LEAST_TORCH}" in project["project"]["dependencies"]
+    assert f"torch>={fingerprint.LEAST_TORCH}" in project["project"]["dependencies"]
 
 
 def test_no_torch(tmp_path: Path) -> None:
-    assert node_facts.torch_version([str(tmp_path)]) is None
+    assert fingerprint.torch_version([str(tmp_path)]) is None
 
 
 def test_what_an_uninstall_left_behind_is_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch/lib").mkdir(parents=True)
-    assert node_facts.torch_version([str(tmp_path)]) is None
+    assert fingerprint.torch_version([str(tmp_path)]) is None
 
 
 def test_half_an_installation_is_no_torch(tmp_path: Path) -> None:
     folders = folder_with_torch(tmp_path, "")
     (tmp_path / "torch/version.py").unlink()
-    assert node_facts.torch_version(folders) is None
+    assert fingerprint.torch_version(folders) is None
     (tmp_path / "torch/version.py").write_bytes(b"\xff\xfe\0")
-    assert node_facts.torch_version(folders) is None
+    assert fingerprint.torch_version(folders) is None

@@ -2,7 +2,7 @@
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.launcher.silence import Silence
+from torchmuster.launch.launcher.session import Silence
 
 
 def test_the_start_is_told_often_at_first_and_until_a_rank_itself_speaks(

@@ -9,8 +9,8 @@ import pytest
 from patience import GIVE_UP_S
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import job_runner, training_progress
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.job_runner import Supervisor
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.launch.launcher.training_progress import Standing
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from torchmuster.launch.node.log_tail import Tail
+from torchmuster.launch.node.attempt import Tail
 
 
 def test_of_a_backlog_the_end_can_be_had_without_the_rest(tmp_path: Path) -> None:

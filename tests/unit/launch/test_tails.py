@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.launch.node.log_tail import Tail
+from torchmuster.launch.node.attempt import Tail
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
-from torchmuster.launch.history.root_cause import NodeEnd, of_attempt
-from torchmuster.launch.history.traceback_text import from_own_code
+from torchmuster.launch.history.root_cause import NodeEnd, from_own_code, of_attempt
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.units import GiB
 

@@ -14,9 +14,8 @@ import pytest
 
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.launcher import output as voice_module
-from torchmuster.launch.launcher.console import Console, Folder
-from torchmuster.launch.launcher.output import TerminalVoice
+from torchmuster.launch.launcher import console as voice_module
+from torchmuster.launch.launcher.console import Console, Folder, TerminalVoice
 from torchmuster.runfolder import RunFolder, create
 
 FINDING = Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why="no data")

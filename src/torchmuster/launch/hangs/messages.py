@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.hangs.detector import Hang, Kind, Seen
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
-from torchmuster.launch.hangs.hang_types import Hang, Kind, Seen
 from torchmuster.launch.launcher.console import rank_words
 from torchmuster.units import format_seconds
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
-from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.hang_types import Hang
+from torchmuster.launch.hangs.detector import Hang, HangWatch
 from torchmuster.launch.history import evidence, node_ranks, run_state
 from torchmuster.launch.launcher.node_handle import Node, Sign
 from torchmuster.redaction import redact_text

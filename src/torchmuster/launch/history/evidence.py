@@ -20,7 +20,7 @@ from typing import Any
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
-from torchmuster.launch.history import traceback_text
+from torchmuster.launch.history import root_cause
 from torchmuster.launch.history.json_lines import append_line, read_lines, unix_s
 from torchmuster.launch.history.root_cause import NodeEnd
 from torchmuster.redaction import redact_text
@@ -143,7 +143,7 @@ def _ranks(ends: Sequence[NodeEnd]) -> tuple[RankEnd, ...]:
 
 def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, whole: bool) -> RankEnd:
     error = failure.what or failure.error
-    lines = traceback_text.tail(failure.last_lines, _LINES_OF_LOG) if whole else ""
+    lines = root_cause.tail(failure.last_lines, _LINES_OF_LOG) if whole else ""
     return RankEnd(
         rank=failure.rank,
         host=host,

@@ -15,11 +15,104 @@ from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.explain import Explanation, explain
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import protocol
-from torchmuster.launch.history import known_failures, traceback_text
+from torchmuster.launch.history import known_failures
 from torchmuster.launch.launcher.console import harmless, rank_words
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.redaction import redact_text
 from torchmuster.units import format_bytes
+
+_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_BEGINNING = "Traceback (most recent call last):"
+_GROUP_BEGINNING = "  + Exception Group Traceback (most recent call last):"
+_GROUP_LINE = re.compile(r"  \| (?=\S)")
+_CXX_WHAT = re.compile(r"^ *what\(\): +(.*)", re.MULTILINE)
+_PYTHON_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout): .*")
+_USAGE_ERROR = re.compile(r"^\S+: error: .+")
+_FRAME = re.compile(r'^ *(?:\| +)?File "([^"]+)", line (\d+)', re.MULTILINE)
+_FATAL_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
+_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python3[.\d]*)[/\\]|^<frozen ")
+
+# Wherever it is installed.
+_OURS = re.compile(r"[/\\]torchmuster[/\\](?:train|launch|worker\.py|distributed\.py)")
+
+
+def without_torch_prefix(text: str) -> str:
+    """Take torch's ``[rank3]: `` from the beginning of every line."""
+    return _TORCH_PREFIX.sub("", text)
+
+
+def exception_text(traceback: str) -> str:
+    """Return the exception that a traceback ends with, and its whole message."""
+    lines = without_torch_prefix(traceback).rstrip().splitlines()
+    begins = [n for n, line in enumerate(lines) if line in (_BEGINNING, _GROUP_BEGINNING)]
+    start = begins[-1] if begins else 0
+    if begins and lines[start] == _GROUP_BEGINNING:
+        found = (n for n in range(start + 1, len(lines)) if _GROUP_LINE.match(lines[n]))
+        first = next(found, None)
+        return "" if first is None else lines[first].removeprefix("  | ")
+    # The frames are indented, and so is the source of a syntax error.
+    after = range(start + 1 if begins else 0, len(lines))
+    first = next((n for n in after if lines[n] and not lines[n][0].isspace()), None)
+    return "" if first is None else "\n".join(lines[first:])
+
+
+def last_cxx_error(output: str) -> str:
+    """Return what C++ said when it gave up (``what():``); "" if it said nothing."""
+    spoken: list[str] = _CXX_WHAT.findall(without_torch_prefix(output))
+    return spoken[-1].strip() if spoken else ""
+
+
+def last_error(output: str) -> str:
+    """Return the last line of a log that looks like an exception or a usage error; else ""."""
+    for line in reversed(without_torch_prefix(output).splitlines()):
+        if _PYTHON_ERROR.match(line) or _USAGE_ERROR.match(line):
+            return line
+    return ""
+
+
+def raised_at(traceback: str) -> str:
+    """Return ``train.py:13``, the last place in the user's own code; "" if there is none."""
+    frames: list[tuple[str, str]] = _FRAME.findall(without_torch_prefix(traceback))
+    own = [f"{file}:{line}" for file, line in frames if not _LIBRARY.search(file)]
+    return own[-1] if own else ""
+
+
+def crashed_at(output: str) -> str:
+    """Return ``train.py:13 in step``, where a fatal error (a signal) met the user's own code; else ""."""
+    stack = without_torch_prefix(output).rpartition("Current thread 0x")[2].partition("\n\n")[0]
+    for file, line, name in _FATAL_FRAME.findall(stack):  # the innermost first
+        if _own(file):
+            return f"{file}:{line} in {name}"
+    return ""
+
+
+def from_own_code(text: str) -> str:
+    """Leave out the frames before the user's own code, in each traceback of a text that comes to it."""
+    lines = text.splitlines()
+    kept: list[str] = []
+    at = 0
+    while at < len(lines):
+        kept.append(lines[at])
+        at += 1
+        if kept[-1] == _BEGINNING:
+            end = at
+            while end < len(lines) and lines[end].startswith(" "):
+                end += 1
+            frames = [
+                n for n in range(at, end) if (found := _FRAME.match(lines[n])) and _own(found[1])
+            ]
+            at = frames[0] if frames else at
+    return "\n".join(kept)
+
+
+def _own(file: str) -> bool:
+    return not _LIBRARY.search(file) and not _OURS.search(file)
+
+
+def tail(text: str, lines: int = 25) -> str:
+    """Return the last lines of a text."""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
 
 _LINES_SHOWN = 25
 _LONGEST_HEADLINE = 240
@@ -186,7 +279,7 @@ def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
             reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
         if not end.ended.good and not end.ended.failures:
             words = end.ended.words or "torchrun's agent ended without a word"
-            error = traceback_text.last_error(words)
+            error = last_error(words)
             text = words.splitlines()[0] + (f": {error}" if error else "")
             reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=words))
     return reports
@@ -196,17 +289,17 @@ def _said(failure: protocol.Failure) -> str:
     """Return the error's whole text: the exception, or what the log ends with."""
     if failure.what:
         return failure.what
-    error = traceback_text.exception_text(failure.traceback) or failure.error
+    error = exception_text(failure.traceback) or failure.error
     own = error.removeprefix(_SCRIPT_ENDED_ITSELF)
     if error and own == error:
         return error
     if failure.exit_code < 0:
         # Whatever else it printed has nothing to do with its end.
         aborted = failure.exit_code == _ABORTED
-        return traceback_text.last_cxx_error(failure.last_lines) if aborted else ""
+        return last_cxx_error(failure.last_lines) if aborted else ""
     # sys.exit("no data") is an error's text, sys.exit(3) is not
     is_code = own.lstrip("-").isdecimal()
-    return traceback_text.last_error(failure.last_lines) or ("" if is_code else own)
+    return last_error(failure.last_lines) or ("" if is_code else own)
 
 
 def _code(failure: protocol.Failure) -> int:
@@ -269,13 +362,13 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
         if failure.what.startswith(f"{who} "):  # it says itself who it is
             what = _cause(first)
         shown = "" if failure.what else failure.traceback or failure.last_lines
-        shown = traceback_text.from_own_code(traceback_text.without_torch_prefix(shown))
+        shown = from_own_code(without_torch_prefix(shown))
         log = f"log: {logs}/rank-{failure.rank}.log"
     else:
         name, verb = ("host-lost", "was lost") if first.lost else ("agent-failed", "failed")
         what = f"{who} {verb}: {_headline(first.text)}"
         shown, log = first.log, ""
-    evidence = [traceback_text.tail(shown, _LINES_SHOWN), log]
+    evidence = [tail(shown, _LINES_SHOWN), log]
     return Finding(
         name=name,
         status=Status.FAILURE,
@@ -333,9 +426,9 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     elif failure is not None and (_code(failure) != 1 or not report.text):
         exit_ = _exit(failure)
         why, fix = exit_.why, exit_.fix
-        if place := traceback_text.crashed_at(failure.last_lines):
+        if place := crashed_at(failure.last_lines):
             why = f"{why}\nit happened at {place}"
-    elif failure is not None and (place := traceback_text.raised_at(failure.traceback)):
+    elif failure is not None and (place := raised_at(failure.traceback)):
         why = f"raised at {place}"
     sentences = [why, _of_memory(failure) if failure else ""]
     words = [text.replace("{host}", report.host) for text in sentences if text]

@@ -13,10 +13,9 @@ from torchmuster import __version__
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.fingerprint import code_folder
+from torchmuster.launch.fingerprint import LEAST_TORCH, code_folder, torch_too_old
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.network.reach import several
-from torchmuster.launch.node_facts import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_seconds
 
 CLOCKS_APART_S = 5.0

@@ -21,8 +21,8 @@ from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch.history import run_state
+    from torchmuster.launch.launcher.console import TerminalVoice
     from torchmuster.launch.launcher.job_runner import Outcome
-    from torchmuster.launch.launcher.output import TerminalVoice
 
 
 # Schedulers signal every process of a job, so that one request may arrive by several ways.
@@ -157,7 +157,7 @@ async def _launch(
     from torchmuster.launch.history.evidence import failures, keep_failure
     from torchmuster.launch.history.launcher_heartbeat import heard_of
     from torchmuster.launch.launcher.job_runner import Supervisor
-    from torchmuster.launch.schedulers.slurm.requeue import would_not_get_on
+    from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
 
     began = time.monotonic()
     diary = run_state.Diary(run)
@@ -211,7 +211,7 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
 
 
 def _go_back_into_the_queue(job: str, voice: "TerminalVoice", why_not: str) -> None:
-    from torchmuster.launch.schedulers.slurm.requeue import may_go_back, requeue
+    from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue
 
     decided = may_go_back(job, why_not=why_not)
     voice.say(decided.reason)

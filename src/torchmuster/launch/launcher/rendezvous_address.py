@@ -11,7 +11,7 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.node_handle import Node
-from torchmuster.launch.network import mesh, reach
+from torchmuster.launch.network import reach
 
 _ANSWER_WITHIN_S = 20.0
 
@@ -61,7 +61,7 @@ async def meet(
     places = [_place(node, end) for node, end in zip(nodes, local, strict=True)]
     target = protocol.Target(address=chosen.value, port=talking.port)
     calls = [
-        mesh.Call(
+        reach.Call(
             caller=place,
             called=places[0],
             port=talking.port,
@@ -71,7 +71,7 @@ async def meet(
     ]
     calls += await _call_each_other(nodes, places, nonce, limit_s)
     both_ways = spec.backend != "muster" or any(node.has_gpus for node in nodes)
-    note = mesh.check(calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s)
+    note = reach.check(calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s)
     if attempt == 0:
         say(f"meeting at {(best or chosen).reason}; {listening.reason}")
         if note:
@@ -111,8 +111,8 @@ async def _answers(
 
 
 async def _call_each_other(
-    nodes: Sequence[Node], places: Sequence[mesh.Place], nonce: str, limit_s: float
-) -> list[mesh.Call]:
+    nodes: Sequence[Node], places: Sequence[reach.Place], nonce: str, limit_s: float
+) -> list[reach.Call]:
     """Let every machine but the first open any port, and some of the others try it."""
     opened = await asyncio.gather(
         *(
@@ -125,12 +125,12 @@ async def _call_each_other(
         for place, one in zip(places[1:], opened, strict=True)
     ]
 
-    async def call(caller: int) -> list[mesh.Call]:
-        called = mesh.called_by(caller, len(nodes))
+    async def call(caller: int) -> list[reach.Call]:
+        called = reach.called_by(caller, len(nodes))
         wanted = [targets[one - 1] for one in called]
         reached = await _reach(nodes[caller], nonce, wanted, limit_s)
         return [
-            mesh.Call(
+            reach.Call(
                 caller=places[caller],
                 called=places[one],
                 port=target.port,
@@ -147,9 +147,9 @@ def _with(addresses: Sequence[protocol.Address], wanted: str) -> list[protocol.A
     return [one for one in addresses if one.address == wanted]
 
 
-def _place(node: Node, end: protocol.Address) -> mesh.Place:
+def _place(node: Node, end: protocol.Address) -> reach.Place:
     assert node.record is not None
-    return mesh.Place(name=node.name, system=node.record.system, address=end.address)
+    return reach.Place(name=node.name, system=node.record.system, address=end.address)
 
 
 async def _try_service(spec: JobSpec, nodes: Sequence[Node], target: protocol.Target) -> None:

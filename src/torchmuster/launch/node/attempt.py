@@ -1,26 +1,206 @@
 """One machine's ranks while they run: started, listened to, ended, and gone."""
 
 import asyncio
+import codecs
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
 
 import psutil
 
 from torchmuster.launch import protocol
 from torchmuster.launch.history import node_devices, node_ranks
-from torchmuster.launch.node import process_cleanup, rank_records, stack_dumps
-from torchmuster.launch.node.agent_command import Share
-from torchmuster.launch.node.engines import Engine, Exits
+from torchmuster.launch.node import engines, heartbeats, process_cleanup
+from torchmuster.launch.node.engines import Engine, Exits, Share
 from torchmuster.launch.node.heartbeats import Pulses
-from torchmuster.launch.node.log_tail import Tail
 from torchmuster.launch.node.memory_evidence import Peaks, Watch
+from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
 from torchmuster.units import format_bytes
 
-_LOOK_EVERY_S = 0.05
+_CHUNK = 64 * 1024
+# A progress bar rewrites its line by carriage returns for minutes: it is shown this often.
+_PROGRESS_EVERY_S = 2.0
+
+
+class Tail:
+    """One rank's log, read from where it was when the attempt began."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.rank = rank
+        self._path = path
+        self.began = path.stat().st_size if path.exists() else 0
+        self._offset = self.began
+        self._unfinished = b""
+        self._shown_s = 0.0
+
+    def read(self, now_s: float, *, last: bool = False) -> str:
+        """Return the lines that are new; with ``last`` also one that was never finished."""
+        data = self._new_bytes()
+        self._unfinished += data
+        whole, end, rest = self._unfinished.rpartition(b"\n")
+        if end:
+            self._unfinished = rest
+            self._shown_s = now_s
+            return _text(whole + end)
+        if len(rest) >= _CHUNK:
+            text, self._unfinished = _whole_letters(rest)
+            return f"{text}\n"
+        if last:
+            self._unfinished = b""
+            return _text(rest + b"\n") if rest else ""
+        return self._progress(now_s)
+
+    def skip(self) -> int:
+        """Leave out all but the last lines of what is new; return how many bytes that is."""
+        try:
+            behind = self._path.stat().st_size - self._offset
+        except OSError:
+            return 0
+        skipped = max(0, behind - _CHUNK)
+        if skipped:
+            self._offset += skipped
+            skipped += len(self._unfinished)
+            cut, end, self._unfinished = self._new_bytes().partition(b"\n")
+            skipped += len(cut) + len(end)
+        return skipped
+
+    def _new_bytes(self) -> bytes:
+        try:
+            with self._path.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size <= self._offset:
+                    return b""
+                stream.seek(self._offset)
+                data = stream.read(_CHUNK)
+        except OSError:  # not there yet, or its disk has gone: nothing to show
+            return b""
+        self._offset += len(data)
+        return data
+
+    def _progress(self, now_s: float) -> str:
+        states = self._unfinished.split(b"\r")
+        if len(states) < 2 or now_s - self._shown_s < _PROGRESS_EVERY_S:
+            return ""
+        self._shown_s = now_s
+        self._unfinished = states[-1]
+        shown = next((state for state in reversed(states[:-1]) if state.strip()), b"")
+        return _text(shown + b"\n") if shown else ""
+
+
+def _whole_letters(data: bytes) -> tuple[str, bytes]:
+    """Return the text, and the bytes of a letter whose others are still to come."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return decoder.decode(data), decoder.getstate()[0]
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+_ANSWER_WITHIN_S = 5.0
+_SIGNAL_WITHIN_S = 1.0
+_LOOK_EVERY_S = 0.1
+_LONGEST_STACKS = 200_000
+_LONGEST_FLIGHT = 1_500_000
+_THREADS_SHOWN = 200
+_CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)", re.MULTILINE)
+
+
+async def examine(
+    records: Path, pids: dict[int, int], ranks: Iterable[int]
+) -> Iterator[protocol.Evidence]:
+    """Return what these ranks show, as far as they run here; ``pids`` are their processes."""
+    asked = [rank for rank in ranks if rank in pids]
+    for rank in asked:
+        with contextlib.suppress(OSError):
+            _request(records, rank).touch()
+    silent = await _wait(lambda rank: not _request(records, rank).exists(), asked, _ANSWER_WITHIN_S)
+    signalled = [rank for rank in silent if _signal(pids[rank])]
+    await _wait(lambda rank: bool(_faults(records, rank)), signalled, _SIGNAL_WITHIN_S)
+    return _evidence(records, pids, asked, silent)
+
+
+async def _wait(done: Callable[[int], bool], ranks: Iterable[int], within_s: float) -> list[int]:
+    """Wait until all are done; return those that are not when the time is up."""
+    deadline = time.monotonic() + within_s
+    while left := [rank for rank in ranks if not done(rank)]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return left
+
+
+def _evidence(
+    records: Path, pids: dict[int, int], asked: Iterable[int], silent: Iterable[int]
+) -> Iterator[protocol.Evidence]:
+    for rank in asked:
+        if rank in silent:
+            why = "Python cannot run in it at the moment, so it did not answer"
+            stacks = _faults(records, rank)
+            shown = (
+                f"its stacks, innermost call first:\n{stacks}" if stacks else "it shows no stacks"
+            )
+            text = f"rank {rank}, process {pids[rank]}\n{why}\n{of_system(pids[rank])}\n{shown}"
+            yield protocol.Evidence(rank=rank, name="stacks.txt", text=text[:_LONGEST_STACKS])
+            continue
+        stacks = _dump_text(records / f"rank-{rank}.stacks.txt")[:_LONGEST_STACKS]
+        yield protocol.Evidence(rank=rank, name="stacks.txt", text=stacks)
+        flight = _dump_text(records / f"rank-{rank}.flight.json")
+        if 0 < len(flight) <= _LONGEST_FLIGHT:
+            yield protocol.Evidence(rank=rank, name="flight.json", text=flight)
+
+
+def of_system(pid: int) -> str:
+    """Return what the system knows of a process and its threads: in which state, waiting for what."""
+    stat = heartbeats.look_at(pid)
+    if stat is None:
+        return "its process has gone"
+    lines = [f"the state of its process: {stat.state}"]
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:_THREADS_SHOWN]:
+            name, where = (
+                _dump_text(task / "comm").strip(),
+                _dump_text(task / "wchan").strip(),
+            )
+            lines.append(
+                f"thread {task.name} {name}: in {where if where not in ('', '0') else '-'}"
+            )
+    if kernel := _dump_text(Path(f"/proc/{pid}/stack")).strip():  # only root may read it
+        lines.append(f"in the kernel:\n{kernel}")
+    return "\n".join(lines)
+
+
+def _signal(pid: int) -> bool:
+    """Ask for the stacks by signal; only a process that is ready for it, which another would die of."""
+    caught = _CAUGHT.search(_dump_text(Path(f"/proc/{pid}/status")))
+    if STACKS_SIGNAL is None or caught is None or not int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1:
+        return False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, STACKS_SIGNAL)
+        return True
+    return False
+
+
+def _request(records: Path, rank: int) -> Path:
+    return records / f"rank-{rank}.examine"
+
+
+def _faults(records: Path, rank: int) -> str:
+    return _dump_text(records / f"rank-{rank}.faults.txt")[-_LONGEST_STACKS:]
+
+
+def _dump_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+_FOLLOW_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 1.0
 _PULSES_EVERY_S = 2.0
 _KILL_WITHIN_S = 5.0
@@ -68,14 +248,14 @@ class Running:
 
     def pass_on(self, name: str) -> None:
         """Send a signal to the ranks, and only to them."""
-        for pid in rank_records.pids(self._share.records).values():
+        for pid in engines.pids(self._share.records).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.Signals[name])
 
     async def examine(self, message: protocol.Examine) -> None:
         """Send what the ranks that are asked for show of what they are doing."""
-        pids = rank_records.pids(self._share.records)
-        for evidence in await stack_dumps.examine(self._share.records, pids, message.ranks):
+        pids = engines.pids(self._share.records)
+        for evidence in await examine(self._share.records, pids, message.ranks):
             await self._send(evidence)
 
     async def watch(self) -> protocol.Ended:
@@ -108,12 +288,12 @@ class Running:
         sampled_s = told_s = 0.0
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), _LOOK_EVERY_S)
+                await asyncio.wait_for(over.wait(), _FOLLOW_EVERY_S)
             now = time.monotonic()
             await self._forward(now)
             if now - sampled_s > _SAMPLE_EVERY_S:
                 sampled_s = now
-                self._peaks.sample(rank_records.pids(self._share.records).values())
+                self._peaks.sample(engines.pids(self._share.records).values())
             if now - told_s > _PULSES_EVERY_S:
                 told_s = now
                 await self._tell_pulses()
@@ -144,7 +324,7 @@ class Running:
         )
 
     def _some_rank_lives(self) -> bool:
-        pids = rank_records.pids(self._share.records)
+        pids = engines.pids(self._share.records)
         return len(pids) < len(self._ranks) or any(map(psutil.pid_exists, pids.values()))
 
     async def _forward(self, now_s: float) -> None:
@@ -180,8 +360,8 @@ class Running:
         return ", not sent because the end was asked for" if self._stopping.is_set() else ""
 
     def _verdict(self, exits: Exits, left: list[psutil.Process]) -> protocol.Ended:
-        pids = rank_records.pids(self._share.records)
-        failures = rank_records.failures(
+        pids = engines.pids(self._share.records)
+        failures = engines.failures(
             self._share.records,
             self._share.logs,
             self._ranks,
@@ -204,9 +384,7 @@ class Running:
             attempt=self._share.start.attempt,
             good=not (failures or words),
             failures=tuple(failures),
-            finished=tuple(rank_records.finished(self._share.records, self._ranks))
-            if failures
-            else (),
+            finished=tuple(engines.finished(self._share.records, self._ranks)) if failures else (),
             words=words,
         )
-        return rank_records.fitting(ended)
+        return engines.fitting(ended)

@@ -2,21 +2,275 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from torchmuster.launch.node import process_cleanup, rank_records
-from torchmuster.launch.node.agent_command import (
-    Share,
-    agent_command,
-    direct_environment,
-    rank_command,
-)
+import msgspec
+
+from torchmuster.errors import ExitCode
+from torchmuster.launch import protocol
+from torchmuster.launch.node import process_cleanup
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
+
+_RANK = Path(__file__).parents[1] / "rank" / "start.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One machine's share of a run: what was settled with it, and where it keeps its files."""
+
+    prepare: protocol.Prepare
+    start: protocol.Start
+    ranks: int
+    logs: Path
+    records: Path
+    socket: int | None = None  # the listening socket of the store, on the first machine
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the machine with rank 0."""
+        return self.start.node_rank == 0
+
+
+def rank_command(share: Share) -> list[str]:
+    """Return the command of each rank; its number is in the environment."""
+    settings = {
+        "logs": str(share.logs),
+        "records": str(share.records),
+        "world_size": share.start.world_size,
+        "attempt": share.start.attempt,
+        "max_restarts": share.start.max_restarts,
+        "module": share.prepare.module,
+    }
+    return [sys.executable, "-u", str(_RANK), json.dumps(settings), *share.prepare.command]
+
+
+def agent_command(share: Share) -> list[str]:
+    """Return the command of the agent: torchrun's own flags, nothing left to its defaults."""
+    flags = [
+        f"--nnodes={share.start.nodes}",
+        f"--nproc-per-node={share.ranks}",
+        f"--rdzv-id={share.prepare.run_id}.{share.start.attempt}",
+        *_rendezvous(share),
+        f"--local-addr={share.start.local_address}",
+        "--max-restarts=0",  # a restart is the launcher's: of all machines, with a clean store
+        "--monitor-interval=0.1",
+        f"--log-dir={share.records / 'torchrun'}",
+        "--no-python",
+    ]
+    # torchrun replaces ${local_rank} and $$ in a command; what was typed should arrive as it is.
+    command = [word.replace("$", "$$") for word in rank_command(share)]
+    report = str(share.records / "agent.json")
+    return [sys.executable, "-m", "torchmuster.launch.node.elastic_agent", report, *flags, *command]
+
+
+def _rendezvous(share: Share) -> list[str]:
+    start = share.start
+    timeout = round(start.timeout_s)
+    if start.backend == "muster":
+        conf = f"rank={start.node_rank},timeout={timeout}"
+        if share.socket is not None:
+            conf += f",socket={share.socket}"
+        flags = ["--rdzv-backend=torchmuster", f"--rdzv-endpoint={start.endpoint}"]
+        return [*flags, f"--rdzv-conf={conf}"]
+    # The keep-alive compares the clocks of different machines, so it must allow for wrong ones.
+    conf = f"rank={start.node_rank},join_timeout={timeout},last_call_timeout=5,keep_alive_interval=5,keep_alive_max_attempt=1000"
+    if start.backend == "c10d":
+        conf += f",is_host={str(share.first).lower()},read_timeout={timeout}"
+    return [
+        f"--rdzv-backend=torchmuster-{start.backend}",
+        f"--rdzv-endpoint={start.endpoint}",
+        f"--rdzv-conf={conf}",
+    ]
+
+
+def environment(
+    share: Share, base: Mapping[str, str], devices: Mapping[str, str | None], threads: int
+) -> dict[str, str]:
+    """Return the environment of the agent and its ranks; what the user set is never overwritten."""
+    merged = {name: value for name, value in base.items() if not name.startswith("PET_")}
+    merged |= share.prepare.environment
+    for name, value in devices.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = value
+    merged.setdefault("OMP_NUM_THREADS", str(threads))
+    merged[TOKEN_VARIABLE] = share.prepare.token
+    # Restarted ranks must not find what an earlier attempt left in a shared store.
+    merged["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    merged.setdefault(GRACE_VARIABLE, USUAL_GRACE_S)
+    return merged
+
+
+def direct_environment(share: Share, local_rank: int) -> dict[str, str]:
+    """Return what torchrun would tell a rank, for systems on which its agent cannot run."""
+    start = share.start
+    return {
+        "RANK": str(start.first_rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(start.world_size),
+        "LOCAL_WORLD_SIZE": str(share.ranks),
+        "GROUP_RANK": str(start.node_rank),
+        "GROUP_WORLD_SIZE": str(start.nodes),
+        "MASTER_ADDR": start.address,
+        "MASTER_PORT": str(start.port),
+        "USE_LIBUV": "0",  # the Windows builds of torch are made without it
+    }
+
+
+_LAST_LINES = 30
+_LAST_BYTES = 8 * 1024
+# The verdict shows one failure whole and compares it with the others; a hundred would be too much.
+_TOLD_WHOLE = 16
+_SHORT_ERROR = 200
+
+
+def pids(records: Path) -> dict[int, int]:
+    """Return the process of each rank that has begun."""
+    found = {}
+    for path in records.glob("rank-*.json"):
+        if path.name.count(".") == 1:
+            found[int(path.stem.removeprefix("rank-"))] = int(_read(path).get("pid", 0))
+    return found
+
+
+def finished(records: Path, ranks: Iterable[int]) -> list[int]:
+    """Return the ranks whose script ended well."""
+    return [rank for rank in ranks if (records / f"rank-{rank}.finished.json").exists()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a rank's process ended: its exit code (negative: a signal), and when that was noticed."""
+
+    pid: int
+    code: int
+    at_unix_s: float
+
+
+def failures(
+    records: Path,
+    logs: Path,
+    ranks: Iterable[int],
+    exits: Mapping[int, Exit],
+    evidence: Mapping[int, str],
+    peaks: Mapping[int, int],
+    began: Mapping[int, int],
+) -> list[protocol.Failure]:
+    """Return the ranks that failed, with what each of them and the machine knows of the cause.
+
+    A rank that left an error of its own, but was ended before its exit was noticed, is among them.
+    ``began`` is where in each rank's log this attempt begins.
+    """
+    found = []
+    for local_rank, rank in enumerate(ranks):
+        own = _read(records / f"rank-{rank}.error.json")
+        if rank not in exits and not own:
+            continue
+        seen = exits.get(rank)
+        at = own.get("at_unix_s") or (seen.at_unix_s if seen else time.time())
+        found.append(
+            protocol.Failure(
+                rank=rank,
+                local_rank=local_rank,
+                exit_code=_exit_code(seen, own),
+                ago_s=max(0.0, time.time() - float(at)),
+                error=_text(own, "error"),
+                what=_text(own, "what"),
+                why=_text(own, "why"),
+                fix=_text(own, "fix"),
+                traceback=_text(own, "traceback"),
+                last_lines=last_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
+                peak_rss_bytes=peaks.get(rank),
+                evidence=evidence.get(rank, ""),
+            )
+        )
+    return _cut_later(found, _TOLD_WHOLE, _error_alone)
+
+
+def _exit_code(seen: Exit | None, own: Mapping[str, Any]) -> int:
+    """Return how a rank ended; one that saved may have been sent a signal on its way out."""
+    if own.get("exit_code") == ExitCode.SAVED or seen is None:
+        code = own.get("exit_code")
+        return code if isinstance(code, int) else 1
+    return seen.code
+
+
+def fitting(ended: protocol.Ended) -> protocol.Ended:
+    """Return how an attempt ended so that it fits into a message: if need be, only the first whole."""
+    if len(protocol.to_lines(ended)) <= protocol.MESSAGE_LIMIT:
+        return ended
+    return msgspec.structs.replace(
+        ended, failures=tuple(_cut_later(ended.failures, 1, _short_error_alone))
+    )
+
+
+def _cut_later(
+    failures: Sequence[protocol.Failure],
+    whole: int,
+    cut: Callable[[protocol.Failure], protocol.Failure],
+) -> list[protocol.Failure]:
+    """Cut all failures but the first in time."""
+    by_time = sorted(failures, key=lambda one: -one.ago_s)
+    first = {one.rank for one in by_time[:whole]}
+    return [one if one.rank in first else cut(one) for one in failures]
+
+
+def _error_alone(failure: protocol.Failure) -> protocol.Failure:
+    if not failure.traceback:  # then it is the log that says what happened
+        return failure
+    return msgspec.structs.replace(failure, traceback="", last_lines="")
+
+
+def _short_error_alone(failure: protocol.Failure) -> protocol.Failure:
+    error, what = failure.error[:_SHORT_ERROR], failure.what[:_SHORT_ERROR]
+    return msgspec.structs.replace(
+        failure, error=error, what=what, why="", fix="", traceback="", last_lines=""
+    )
+
+
+def agent_exits(records: Path) -> dict[int, Exit]:
+    """Return how each rank ended that the agent saw failing."""
+    return {
+        int(one["rank"]): Exit(
+            pid=int(one["pid"]), code=int(one["exit_code"]), at_unix_s=float(one["at_unix_s"])
+        )
+        for one in _read(records / "agent.json").get("failures", [])
+    }
+
+
+def last_lines(path: Path, began: int) -> str:
+    """Return the end of a log, of what was written after ``began`` bytes."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(began, stream.tell() - _LAST_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    """Return a text of a record; halves of characters, as in odd file names, cannot travel."""
+    return str(record.get(name, "")).encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
 
 _AGENT_WORDS = 2000
 _LOOK_EVERY_S = 0.1
@@ -29,7 +283,7 @@ _REPORT_WITHIN_S = 5.0
 class Exits:
     """How the ranks ended: those that failed, or in words why that is not known."""
 
-    failed: Mapping[int, rank_records.Exit] = field(default_factory=dict)
+    failed: Mapping[int, Exit] = field(default_factory=dict)
     words: str = ""
 
 
@@ -81,13 +335,13 @@ class TorchrunEngine:
             code = await self._process.wait()
         finally:
             ending.cancel()
-        failed = rank_records.agent_exits(self._share.records) if code else {}
+        failed = agent_exits(self._share.records) if code else {}
         if failed or code == 0:
             return Exits(failed=failed)
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
-        said = rank_records.last_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
+        said = last_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
         return Exits(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
@@ -97,7 +351,7 @@ class TorchrunEngine:
             self._process.terminate()
 
     async def _end_ranks_after_failure(self, agent: asyncio.subprocess.Process) -> None:
-        while not rank_records.agent_exits(self._share.records):
+        while not agent_exits(self._share.records):
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S)))
         token = self._share.prepare.token
@@ -135,7 +389,7 @@ class DirectEngine:
     async def wait(self) -> Exits:
         """Wait for all ranks; the first that fails ends the others."""
         waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
-        failed: dict[int, rank_records.Exit] = {}
+        failed: dict[int, Exit] = {}
         left = set(waits)
         grace_s = None
         while left:
@@ -148,7 +402,7 @@ class DirectEngine:
             if new and not failed:
                 for process in new:
                     rank = self._share.start.first_rank + self._processes.index(process)
-                    failed[rank] = rank_records.Exit(
+                    failed[rank] = Exit(
                         pid=process.pid, code=process.returncode or 0, at_unix_s=time.time()
                     )
                 self.terminate()

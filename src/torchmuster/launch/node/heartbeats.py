@@ -1,13 +1,108 @@
 """The pulses of a machine's ranks: what each wrote down of itself, and what the system knows of it."""
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.node import process_state
+
+GONE = "X"
+_PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_LETTERS = {
+    psutil.STATUS_RUNNING: "R",
+    psutil.STATUS_SLEEPING: "S",
+    psutil.STATUS_DISK_SLEEP: "D",
+    psutil.STATUS_STOPPED: "T",
+    psutil.STATUS_ZOMBIE: "Z",
+}
+
+
+class Stat:
+    """One process: its state, its parent, the processor time of it and of the children it has waited for, its RAM."""
+
+    __slots__ = ("cpu_s", "memory_bytes", "parent", "state")
+
+    def __init__(self, state: str, parent: int, cpu_s: float, memory_bytes: int) -> None:
+        self.state = state
+        self.parent = parent
+        self.cpu_s = cpu_s
+        self.memory_bytes = memory_bytes
+
+
+def look_at(pid: int) -> Stat | None:
+    """Return what is known of a process; None if it has gone."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        cpu_s = sum(map(int, fields[11:15])) / _TICKS
+        return Stat(fields[0], int(fields[1]), cpu_s, int(fields[21]) * _PAGE_BYTES)
+    except (OSError, ValueError, IndexError):
+        return None if _PROC.is_dir() else _asked_of_psutil(pid)
+
+
+def _asked_of_psutil(pid: int) -> Stat | None:
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        state = _LETTERS.get(process.status(), "")
+        memory_bytes = process.memory_info().rss
+        return Stat(state, process.ppid(), times.user + times.system, memory_bytes)
+    except (psutil.Error, OSError):
+        return None
+
+
+def of_children(pids: Iterable[int]) -> dict[int, float]:
+    """Return the processor time of the living descendants of each process."""
+    everybody = {pid: stat for pid in psutil.pids() if (stat := look_at(pid)) is not None}
+    below = dict.fromkeys(pids, 0.0)
+    for pid, stat in everybody.items():
+        above: int | None = stat.parent
+        while above and pid not in below:
+            if above in below:
+                below[above] += stat.cpu_s
+                break
+            above = everybody[above].parent if above in everybody else None
+    return below
+
+
+class Load:
+    """How many processors ranks and their children keep busy, from one look to the next.
+
+    To find all children takes a look at every process of the machine, so it is done only for those ranks
+    that are named: where a rank moves, nobody asks who does its work.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before: dict[int, tuple[float, float, float | None]] = {}
+
+    def take(
+        self, stats: Mapping[int, Stat | None], *, with_children: Iterable[int]
+    ) -> dict[int, float]:
+        """Return the processors kept busy since the last look, by process; at the first there is nothing."""
+        pids = [pid for pid in with_children if stats.get(pid) is not None]
+        below = of_children(pids) if pids else {}
+        now, busy = self._clock(), {}
+        for pid, stat in stats.items():
+            if stat is None:
+                continue
+            children_s = below.get(pid)
+            if pid in self._before:
+                then, own_s, then_children_s = self._before[pid]
+                used_s = stat.cpu_s - own_s
+                if children_s is not None and then_children_s is not None:
+                    used_s += children_s - then_children_s
+                # A child that ended since then has taken its time with it, or left it to its parent.
+                busy[pid] = round(max(0.0, used_s) / max(now - then, 0.001), 3)
+            self._before[pid] = (now, stat.cpu_s, children_s)
+        return busy
+
 
 # A rank that has not moved for so long may have its work done by others: compilers, data loaders.
 _STILL_S = 3.0
@@ -27,12 +122,12 @@ class Pulses:
         self._clock = clock
         self._beats: dict[int, tuple[int, float]] = {}  # by process: the last, and since when
         self._moves: dict[int, tuple[int, float]] = {}
-        self._load = process_state.Load(clock)
+        self._load = Load(clock)
 
     def read(self) -> tuple[Pulse, ...]:
         """Return the newest pulse of every rank that has one."""
         told = [pulse for path in self._paths if (pulse := _read(path)) is not None]
-        stats = {pulse.pid: process_state.look_at(pulse.pid) for pulse in told}
+        stats = {pulse.pid: look_at(pulse.pid) for pulse in told}
         still = [
             one.pid
             for one in told
@@ -42,7 +137,7 @@ class Pulses:
         return tuple(
             msgspec.structs.replace(
                 pulse,
-                state=process_state.GONE if (stat := stats[pulse.pid]) is None else stat.state,
+                state=GONE if (stat := stats[pulse.pid]) is None else stat.state,
                 busy=busy.get(pulse.pid),
                 memory_bytes=None if stat is None else stat.memory_bytes,
                 silent_s=round(self._unchanged_s(self._beats, pulse.pid, pulse.beat), 1),

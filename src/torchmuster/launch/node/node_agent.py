@@ -17,14 +17,13 @@ from typing import Any
 import msgspec
 
 from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
-from torchmuster.launch import fingerprint, node_facts, protocol
+from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, process_cleanup
-from torchmuster.launch.node.agent_command import Share, environment
 from torchmuster.launch.node.attempt import Running
 from torchmuster.launch.node.connection import End
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.node.engines import engine_for
+from torchmuster.launch.node.engines import Share, engine_for, environment
 from torchmuster.launch.node.reaper import Watchman
 from torchmuster.launch.node.sidecar import Engagement
 from torchmuster.redaction import printable
@@ -103,7 +102,7 @@ class Keeper:
             asyncio.create_task(self._serve(over)),
         ]
         try:
-            hello = protocol.Hello(protocol=protocol.PROTOCOL, record=node_facts.this_node())
+            hello = protocol.Hello(protocol=protocol.PROTOCOL, record=fingerprint.this_node())
             await self._end.send(hello)
             return int(await over)
         finally:

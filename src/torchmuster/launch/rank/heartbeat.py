@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from torchmuster.launch.rank import collectives, stack
+from torchmuster.launch.rank import stack
 
 _EVERY_S = 1.0
 _STILL_AFTER_S = 3.0
@@ -117,7 +117,7 @@ class PulseWriter:
         del frames, innermost
         told = _told_by_trainer()
         step, phase = told.get("step"), told.get("phase", "")
-        status = collectives.status()
+        status = stack.status()
         self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         pulse = {
             "rank": self._rank,
@@ -129,7 +129,7 @@ class PulseWriter:
             "place": reading.place,
             "doing": reading.doing,
             "waiting": reading.waiting,
-            "groups": collectives.groups_joined(),
+            "groups": stack.groups_joined(),
             "begun": self._begun,
             "waits": self._waits,
             "data_share": told.get("data_share"),
@@ -151,17 +151,17 @@ class PulseWriter:
         if still_s < _STILL_AFTER_S or self._looked:
             return
         # A look at the collectives themselves takes tens of milliseconds: once for each standstill.
-        in_one = waiting or collectives.some_not_done(status)
+        in_one = waiting or stack.some_not_done(status)
         if in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S:
             self._looked = True
-            found = collectives.standing(main_waits_for_thread=self._delegates)
+            found = stack.standing(main_waits_for_thread=self._delegates)
             self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
 
     def _show(self) -> None:
         """Write down the stacks of all threads, and what the flight recorder has."""
         _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), stacks(self._rank))
         with contextlib.suppress(Exception):
-            flight = collectives.dump()
+            flight = stack.dump()
             _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
 
 

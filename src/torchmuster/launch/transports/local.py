@@ -1,11 +1,112 @@
-"""The transport to this machine: a keeper as a child process."""
+"""The transport to this host: a node agent as a child process, reached by its standard input and output."""
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.pipe import PipeChannel
+
+# How a keeper begins; what a login script or a task's prolog prints does not look like this.
+FIRST_WORDS = (b'={"kind":', b'+{"kind":')
+_KEPT_WORDS = 4000
+_CLOSE_WITHIN_S = 12.0
+_LAST_WORDS_WITHIN_S = 1.0
+
+
+class PipeChannel:
+    """The launcher's end of a pipe to a keeper."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self._assembler = protocol.Assembler()
+        self._understood = False
+        self._words = ""
+        self._listening = asyncio.create_task(self._keep_words())
+
+    @classmethod
+    async def open(
+        cls, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> "PipeChannel":
+        """Start a process in a session of its own: Ctrl-C is the launcher's to deal with."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+        )
+        return cls(process)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code, once it has one."""
+        return self._process.returncode
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        """Send a message; on a closed channel this does nothing."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._stdin.write(protocol.to_lines(message))
+            await self._stdin.drain()
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        """Return the next message, or None when the keeper has gone."""
+        while line := await self._line():
+            if not self._understood and not line.startswith(FIRST_WORDS):
+                self._keep(line)
+                continue
+            self._understood = True
+            if (data := self._assembler.add(line)) is not None:
+                return protocol.decode_from_keeper(data)
+        await self._process.wait()
+        # What it started may hold on to its standard error.
+        await asyncio.wait({self._listening}, timeout=_LAST_WORDS_WITHIN_S)
+        return None
+
+    async def _line(self) -> bytes:
+        try:
+            return await self._stdout.readline()
+        except ValueError:  # longer than any line of ours, and the stream has forgotten it
+            raise protocol.Garbled("it sent a line that has no end") from None
+
+    def why_closed(self) -> str:
+        """Return the process's last words."""
+        return self._words.strip()
+
+    async def close(self) -> None:
+        """Close the pipe, upon which the keeper ends everything; wait for it, but not for ever.
+
+        Whoever gives up waiting earlier leaves nothing behind either.
+        """
+        self._stdin.close()
+        try:
+            async with asyncio.timeout(_CLOSE_WITHIN_S):
+                await self._process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        self._listening.cancel()
+
+    async def _keep_words(self) -> None:
+        while data := await self._stderr.read(4096):
+            self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        self._words = (self._words + data.decode(errors="replace"))[-_KEPT_WORDS:]
+
 
 KEEPER = ("-m", "torchmuster.launch.node")
 

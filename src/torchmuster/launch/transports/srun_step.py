@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm.allocation import expand
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.pipe import FIRST_WORDS
+from torchmuster.launch.transports.local import FIRST_WORDS
 
 _LABELLED = re.compile(rb" *(\d+): (.*)", re.DOTALL)
 # srun: error: node2: task 1: Killed

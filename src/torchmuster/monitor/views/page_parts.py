@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.history import run_state, timeline
+from torchmuster.launch.history import failure_report, run_state
 from torchmuster.monitor.alerts.watching import News
 from torchmuster.monitor.views.key_figures import key_figures
 from torchmuster.monitor.views.run_picture import RunPicture
@@ -148,7 +148,7 @@ def happened(picture: RunPicture) -> str:
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(words))
         for event in picture.events
-        if (words := timeline.words_of(event))
+        if (words := failure_report.words_of(event))
     ]
     left_out = len(rows) - _MOST_EVENTS
     note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""

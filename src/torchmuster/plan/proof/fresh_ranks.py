@@ -17,8 +17,8 @@ from typing import Literal
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.launch_job import launch
-from torchmuster.launch.launcher.output import TerminalVoice
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create, write_atomically
 

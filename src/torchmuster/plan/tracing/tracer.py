@@ -23,7 +23,7 @@ from typing import IO, TypeAlias
 
 import msgspec
 
-from torchmuster.launch.node_facts import LEAST_TORCH, torch_too_old, torch_version
+from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old, torch_version
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.tracing.cache import TraceCache, as_asked, with_log
 from torchmuster.redaction import redact_text

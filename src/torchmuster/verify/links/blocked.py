@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.network import firewall, mesh
+from torchmuster.launch.network import firewall, reach
 from torchmuster.launch.network.reach import several
 from torchmuster.verify.links.culprits import Group, grouped
 from torchmuster.verify.links.model import NOT_TRIED, End, Link, by_places
@@ -134,13 +134,13 @@ def _told_apart(links: Sequence[Link]) -> list[Link]:
 def _status(group: Group, both_ways: bool) -> Status:
     """Gloo needs one direction of each link only; NCCL needs both."""
     needed = both_ways or any(
-        mesh.gloo_calls(_place(one.source), _place(one.target)) for one in group.links
+        reach.gloo_calls(_place(one.source), _place(one.target)) for one in group.links
     )
     return Status.FAILURE if needed else Status.WARNING
 
 
-def _place(end: End) -> mesh.Place:
-    return mesh.Place(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
+def _place(end: End) -> reach.Place:
+    return reach.Place(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
 
 
 def _meeting(group: Group, problem: str) -> Finding:

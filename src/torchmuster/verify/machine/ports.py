@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
-from torchmuster.launch.network.ports import holder_of
+from torchmuster.launch.network.listening import holder_of
 from torchmuster.verify.check import Check, Surroundings
 from torchmuster.verify.machine.under_way import is_under_way
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchmuster.devices.model import Device, Kind, Node, label_all
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.node_facts import LEAST_TORCH, torch_too_old
+from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
 from torchmuster.verify.check import Check, Surroundings
 from torchmuster.verify.machine import cuda_versions, installed

@@ -2,8 +2,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.network import mesh
-from torchmuster.launch.network.mesh import Call, Place
+from torchmuster.launch.network import reach
+from torchmuster.launch.network.reach import Call, Place
 
 A, B, C = (
     Place(name=name, system="linux", address=f"10.0.0.{last}")
@@ -16,7 +16,7 @@ def call(caller: Place, called: Place, problem: str = "", port: int = 40_000) ->
 
 
 def check(*calls: Call, both_ways: bool = False) -> str:
-    return mesh.check(calls, both_ways=both_ways, port=29400, timeout_s=5)
+    return reach.check(calls, both_ways=both_ways, port=29400, timeout_s=5)
 
 
 def test_all_reach_each_other() -> None:
@@ -38,8 +38,8 @@ def test_the_direction_that_only_nccl_needs(snapshot: SnapshotAssertion) -> None
 
 
 def test_addresses_are_compared_as_numbers_as_gloo_does() -> None:
-    assert mesh.gloo_calls(B, C)  # 10.0.0.10 is the greater one, though "10.0.0.3" is as text
-    assert not mesh.gloo_calls(C, B)
+    assert reach.gloo_calls(B, C)  # 10.0.0.10 is the greater one, though "10.0.0.3" is as text
+    assert not reach.gloo_calls(C, B)
 
 
 def test_a_system_that_gives_out_other_ports() -> None:
@@ -59,9 +59,9 @@ def test_of_many_only_a_few_are_told() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 9, 10, 1000])
 def test_everybody_but_the_first_is_called_by_all_or_by_enough(count: int) -> None:
-    calls = [(caller, one) for caller in range(count) for one in mesh.called_by(caller, count)]
+    calls = [(caller, one) for caller in range(count) for one in reach.called_by(caller, count)]
     assert len(set(calls)) == len(calls)
     assert all(caller != one and one != 0 for caller, one in calls)
     for one in range(1, count):
         callers = [caller for caller, called in calls if called == one]
-        assert len(callers) == min(count - 1, mesh.CALLERS)
+        assert len(callers) == min(count - 1, reach.CALLERS)

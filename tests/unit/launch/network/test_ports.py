@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from torchmuster.launch.network import ports
+from torchmuster.launch.network import listening
 
 LISTENS = """
 import socket, sys
@@ -28,7 +28,7 @@ def test_the_holder_is_told_by_command_pid_and_user() -> None:
         text=True,
     ) as child:
         assert child.stdout is not None
-        holder = ports.holder_of(int(child.stdout.readline()))
+        holder = listening.holder_of(int(child.stdout.readline()))
         child.communicate("")
     assert holder is not None
     assert holder.startswith(f"{sys.executable} -c ")
@@ -40,8 +40,8 @@ def test_the_holder_is_told_by_command_pid_and_user() -> None:
 def test_a_port_that_nobody_holds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-        assert f"(pid {os.getpid()}, " in (ports.holder_of(port) or "")
-    assert ports.holder_of(port) is None
+        assert f"(pid {os.getpid()}, " in (listening.holder_of(port) or "")
+    assert listening.holder_of(port) is None
 
 
 def hidden(port: int, status: str = psutil.CONN_LISTEN) -> SimpleNamespace:
@@ -58,9 +58,9 @@ def test_a_holder_that_may_not_be_looked_at_is_told_by_its_owner(
         "   1: 00000000:72D8 00000000:0000 0A 00000000:00000000 00:00000000 00000000 54321  0 2\n"
     )
     monkeypatch.setattr(psutil, "net_connections", lambda kind: [hidden(29400)])
-    assert ports.holder_of(29400, proc_root=tmp_path) == "a program of user 54321"
-    assert ports.holder_of(29400, proc_root=tmp_path / "none") == "another user's program"
-    assert ports.holder_of(29401, proc_root=tmp_path) is None
+    assert listening.holder_of(29400, proc_root=tmp_path) == "a program of user 54321"
+    assert listening.holder_of(29400, proc_root=tmp_path / "none") == "another user's program"
+    assert listening.holder_of(29401, proc_root=tmp_path) is None
 
 
 def test_one_who_listens_is_told_before_one_who_was_given_a_connection(
@@ -69,9 +69,9 @@ def test_one_who_listens_is_told_before_one_who_was_given_a_connection(
     connected = SimpleNamespace(laddr=("127.0.0.1", 29400), status="ESTABLISHED", pid=4_199_999)
     listens = SimpleNamespace(laddr=("127.0.0.1", 29400), status="LISTEN", pid=os.getpid())
     monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected, listens])
-    assert f"(pid {os.getpid()}, " in (ports.holder_of(29400) or "")
+    assert f"(pid {os.getpid()}, " in (listening.holder_of(29400) or "")
     monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected])
-    assert ports.holder_of(29400) == "pid 4199999"  # it has ended meanwhile
+    assert listening.holder_of(29400) == "pid 4199999"  # it has ended meanwhile
 
 
 def test_where_only_ones_own_processes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +82,5 @@ def test_where_only_ones_own_processes_are_shown(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process()])
-        assert f"(pid {os.getpid()}, " in (ports.holder_of(port) or "")
-        assert ports.holder_of(1) == "another user's program"
+        assert f"(pid {os.getpid()}, " in (listening.holder_of(port) or "")
+        assert listening.holder_of(1) == "another user's program"

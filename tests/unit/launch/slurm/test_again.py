@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.slurm.again import earlier_run
+from torchmuster.launch.schedulers.slurm.allocation import earlier_run
 from torchmuster.runfolder import RunFolder, create
 
 AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}

@@ -19,7 +19,7 @@ from torchmuster.launch.schedulers.slurm.allocation import (
     gpus_by_node,
     here,
 )
-from torchmuster.launch.schedulers.slurm.clients import Answer
+from torchmuster.launch.schedulers.slurm.jobs import Answer
 
 JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-2]"}
 

@@ -10,9 +10,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch.schedulers.slurm.clients import require
 from torchmuster.launch.schedulers.slurm.follow import LogLine, Poll, Rhythm, follow, left_running
-from torchmuster.launch.schedulers.slurm.jobs import JobState, Kind
+from torchmuster.launch.schedulers.slurm.jobs import JobState, Kind, require
 
 FAST = Rhythm(look_s=0.01, poll_s=0.02, say_s=0.1)
 # Says nothing twice, however late Slurm's answer comes on a busy machine.

@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.schedulers.slurm import jobs
-from torchmuster.launch.schedulers.slurm.clients import Answer
+from torchmuster.launch.schedulers.slurm.jobs import Answer
 
 
 def text(

@@ -7,8 +7,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import saved
-from torchmuster.launch.schedulers.slurm.clients import Answer
-from torchmuster.launch.schedulers.slurm.requeue import may_go_back, requeue, would_not_get_on
+from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue, would_not_get_on
+from torchmuster.launch.schedulers.slurm.jobs import Answer
 
 
 class Slurm:

@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from text_snapshots import TextFile
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Host, JobSpec
-from torchmuster.launch.schedulers.slurm.script import SlurmRequest, render
+from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render
 
 
 class SbatchFile(TextFile):

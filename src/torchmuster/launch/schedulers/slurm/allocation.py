@@ -3,12 +3,83 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.slurm import clients
-from torchmuster.units import plural
+from torchmuster.launch.launcher.saved import NOTHING_NEW
+from torchmuster.launch.schedulers.slurm import jobs
+from torchmuster.redaction import redact_command
+from torchmuster.runfolder import RunFolder, list_runs
+from torchmuster.units import format_seconds, plural
+
+# A script of the user's own that ran for so long has surely done something.
+_LONG_S = 300.0
+
+
+def would_not_get_on(
+    spec: JobSpec, words: str, *, is_newer: bool, warned: bool, took_s: float
+) -> str:
+    """Say why a job that ended with 75 would go round for ever; "" if it gets on."""
+    if spec.checkpoints is not None and words == NOTHING_NEW and not is_newer:
+        return "it saved nothing new in all of its time, and would not get on; give it more: --time"
+    if spec.checkpoints is None and not warned and took_s < _LONG_S:
+        return (
+            f"it ended with exit code 75 by itself after {format_seconds(took_s)}, without a warning, "
+            "and might do so for ever"
+        )
+    return ""
+
+
+def may_go_back(job: str, ask: jobs.Ask = jobs.ask, *, why_not: str = "") -> Decision[bool]:
+    """Decide whether the job that this process runs in goes back into the queue.
+
+    ``why_not``: it is known that it should not.
+    """
+    if why_not:
+        return Decision(value=False, reason=f"job {job} stays out of the queue: {why_not}")
+    by_hand = f"put it back into the queue by hand: scontrol requeue {job}"
+    answer = ask(["scontrol", "show", "job", job])
+    if answer is None or answer.code != 0:
+        said = answer.err if answer is not None else "scontrol is not on this machine"
+        return Decision(value=False, reason=f"Slurm does not tell of job {job} ({said}); {by_hand}")
+    if re.search(r"\bRequeue=0\b", answer.out):
+        reason = f"job {job} may not go back into the queue (Requeue=0); submit it again to go on"
+        return Decision(value=False, reason=reason)
+    return Decision(
+        value=True, reason=f"job {job} goes back into the queue, and goes on when it starts"
+    )
+
+
+def requeue(job: str, ask: jobs.Ask = jobs.ask) -> str:
+    """Put the job that this process runs in back into the queue; return what went wrong, "" if nothing.
+
+    Slurm ends the job for it, and with it this process, perhaps before this returns: what is to be
+    said must have been said.
+    """
+    answer = ask(["scontrol", "requeue", job])
+    if answer is not None and answer.code == 0:
+        return ""
+    said = answer.err if answer is not None else "scontrol is gone"
+    return f"job {job} stays out of the queue: {said}"
+
+
+def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> RunFolder | None:
+    """Return the newest run of the same command in the same Slurm job; None on its first start."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None or environment.get("SLURM_RESTART_COUNT", "0") == "0":
+        return None
+    words = redact_command(spec.command)
+    for run in list_runs(root):
+        known = run_state.read_job(run)
+        # What a job was told of its folder stands at the end of its command.
+        if known is not None and known.slurm_job == job and known.command[: len(words)] == words:
+            return run
+    return None
+
 
 # More nodes than this are a slip of the hand in a node list, not a cluster.
 _MOST_NODES = 100_000
@@ -39,7 +110,7 @@ class Allocation:
         return self.gpus[0] if self.gpus and len(set(self.gpus)) == 1 else None
 
 
-def here(environment: Mapping[str, str], ask: clients.Ask = clients.ask) -> Allocation | None:
+def here(environment: Mapping[str, str], ask: jobs.Ask = jobs.ask) -> Allocation | None:
     """Return the allocation that this process runs in; None if it is not in one."""
     job = environment.get("SLURM_JOB_ID", "")
     node_list = environment.get("SLURM_JOB_NODELIST", "")
@@ -173,7 +244,7 @@ def _ranks_per_node(allocation: Allocation, spec: JobSpec) -> int | None:
     return allocation.gpus_per_node or None
 
 
-def _node_names(node_list: str, ask: clients.Ask) -> tuple[str, ...]:
+def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
     answer = ask(["scontrol", "show", "hostnames", node_list])
     if answer is not None and answer.code == 0 and answer.out.split():
         return tuple(answer.out.split())
@@ -188,7 +259,7 @@ def _node_names(node_list: str, ask: clients.Ask) -> tuple[str, ...]:
 
 
 def _gpus(
-    job: str, nodes: tuple[str, ...], environment: Mapping[str, str], ask: clients.Ask
+    job: str, nodes: tuple[str, ...], environment: Mapping[str, str], ask: jobs.Ask
 ) -> tuple[int, ...] | None:
     """Ask Slurm; where it does not answer, take what the job's environment says for certain."""
     answer = ask(["scontrol", "show", "-d", "job", job])
