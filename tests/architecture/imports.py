@@ -111,12 +111,14 @@ def _broken(one: Import, room: str) -> str:
     if not top:
         return f"{where}: relative import; write torchmuster.… so that the level can be seen"
     if top == "torch":
-        file = "/".join(one.path.parts[-2:])
+        file = one.path.as_posix()
         in_torch_room = (
-            room in TORCH_ROOMS or TORCH_FOLDERS & set(one.path.parts) or file in TORCH_FILES
+            room in TORCH_ROOMS
+            or TORCH_FOLDERS & set(one.path.parts)
+            or file.endswith(tuple(TORCH_FILES))
         )
         inside_function = not one.at_top and (
-            room in TORCH_INSIDE_FUNCTIONS or file in TORCH_FILES_INSIDE_FUNCTIONS
+            room in TORCH_INSIDE_FUNCTIONS or file.endswith(tuple(TORCH_FILES_INSIDE_FUNCTIONS))
         )
         return (
             "" if in_torch_room or inside_function else f"{where}: torch must not be imported here"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 # muster, with a keeper that takes this system for Windows.
 MUSTER = """\
 import sys
-from torchmuster.launch import local
+from torchmuster.launch.transports import local
 local.KEEPER = ("-c", '''
 import asyncio, os
 from torchmuster.launch.node.connection import PipeEnd

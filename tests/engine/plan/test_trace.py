@@ -200,7 +200,7 @@ def test_what_is_tied_stays_so_in_another_type(own: Work) -> None:
 
 def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -> int:
     """Return how many times a weight's size is taken, where no mode looks on: that changes how gradients are added up."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output.sum().backward()  # type: ignore[no-untyped-call]
     return max(accumulate(single_allocations(seen))) // (weight.numel() * weight.itemsize)
 

@@ -37,10 +37,11 @@ def test_what_is_not_finite_is_found(
 
 def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
     twice = torch.tensor([[0, 0]])
-    fine, bad = (
-        torch.sparse_coo_tensor(twice, torch.tensor([1.0, one]), (3,), check_invariants=True)
-        for one in (2.0, float("nan"))
-    )
+    with torch.sparse.check_sparse_tensor_invariants():
+        fine, bad = (
+            torch.sparse_coo_tensor(twice, torch.tensor([1.0, value]), (3,))
+            for value in (2.0, float("nan"))
+        )
     assert not gradients.found_inf_in([fine], CPU)
     assert gradients.found_inf_in([bad], CPU)
     assert torch_private.sparse_values(fine).tolist() == [1.0, 2.0]  # not added up: no waiting

@@ -17,6 +17,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster, Result
 from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
 from torchmuster.checkpoints.places import open_store
+from torchmuster.cli import output, resuming
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.config.training import with_absolute_folder
@@ -192,15 +193,21 @@ def process_of(run: RunFolder, code: str, **job: object) -> Iterator["subprocess
 
 
 def test_processes_of_a_killed_launcher_may_finish_their_save(
-    resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
+    own_machine: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "died")
-    saves = "import pathlib, time; time.sleep(1); pathlib.Path('saved').touch()"
-    with process_of(run, saves, grace_s=300):
-        done = resume("last", "--dry-run")
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        (run.path / "go").touch()
+
+    monkeypatch.setattr(output, "say", say)
+    saves = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+    with process_of(run, f"{saves}pathlib.Path('saved').touch()", grace_s=300):
+        resuming._await_processes_left(run)
         assert (run.path / "saved").exists()
-    assert done.code == 0
-    assert done.err == snapshot
+    assert said == snapshot
 
 
 def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(

@@ -21,9 +21,9 @@ from torchmuster.launch.node.heartbeats import Pulses
 _RANK = """\
 import ctypes, os, sys, time
 from pathlib import Path
-from torchmuster.launch.hangs import rank_pulse
-rank_pulse._EVERY_S = 0.05
-rank_pulse.begin(int(sys.argv[2]), Path(sys.argv[1]))
+from torchmuster.launch.rank import heartbeat
+heartbeat._EVERY_S = 0.05
+heartbeat.begin(int(sys.argv[2]), Path(sys.argv[1]))
 def in_user_code():
     time.sleep(0.2)
     print("here", flush=True)

@@ -41,8 +41,8 @@ def test_this_very_machine() -> None:
 
 def test_it_is_quick_and_does_not_import_torch() -> None:
     code = (
-        "import sys, time; from torchmuster.launch import record\n"
-        "begun, used = time.perf_counter(), time.process_time(); found = record.this_node()\n"
+        "import sys, time; from torchmuster.launch import fingerprint\n"
+        "begun, used = time.perf_counter(), time.process_time(); found = fingerprint.this_node()\n"
         "print(time.perf_counter() - begun, time.process_time() - used)\n"
         "print('torch' in sys.modules, found.torch)"
     )

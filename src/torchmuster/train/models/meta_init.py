@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchmuster.train.seeds import seed_process
 from torchmuster.train.world import World
 
 Build = Callable[[], nn.Module]
@@ -104,14 +103,18 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator, Python and numpy, where it is in use; afterwards they continue as before."""
+    """Seed torch on the CPU, Python and numpy, where it is in use; afterwards they continue as before."""
     numpy: Any = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng():
-        seed_process(seed)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy = numpy and numpy.random.get_state()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every GPU, too
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if numpy:
+            numpy.random.set_state(of_numpy)

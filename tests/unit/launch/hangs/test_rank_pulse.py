@@ -21,10 +21,10 @@ from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, PulseWriter
 _BEGIN = """\
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchmuster.launch.hangs import rank_pulse
+from torchmuster.launch.rank import heartbeat
 records = Path(sys.argv[1])
-rank_pulse._EVERY_S = 0.02
-rank_pulse.begin(3, records)
+heartbeat._EVERY_S = 0.02
+heartbeat.begin(3, records)
 path = records / "rank-3.pulse.json"
 def read():
     import json
@@ -108,7 +108,7 @@ def test_a_script_sees_no_other_thread_and_ends_as_soon_as_it_wants(tmp_path: Pa
     out = run(
         tmp_path,
         """
-        rank_pulse._EVERY_S = 600
+        heartbeat._EVERY_S = 600
         print(threading.active_count(), [one.name for one in threading.enumerate()])
         """,
     )
@@ -121,7 +121,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
         tmp_path,
         """
         import warnings
-        rank_pulse._STOP_WITHIN_S = 300  # so that it shows who waits for a thread that is not there
+        heartbeat._STOP_WITHIN_S = 300  # so that it shows who waits for a thread that is not there
         beat = beat_after(1)
         warnings.simplefilter("error")  # newer versions of Python warn of a fork beside threads
         child = os.fork()
@@ -182,7 +182,7 @@ def test_stacks_are_shown_when_asked_for_and_by_a_signal(tmp_path: Path) -> None
         while (records / "rank-3.examine").exists(): time.sleep(0.01)
         print("rank 3, process" in text, "thread helper" in text, "in_a_thread" in text)
         print(text.index("thread MainThread") < text.index("thread helper"), "in _show" in text)
-        os.kill(os.getpid(), rank_pulse.STACKS_SIGNAL)
+        os.kill(os.getpid(), heartbeat.STACKS_SIGNAL)
         print("most recent call first" in (records / "rank-3.faults.txt").read_text())
         """,
     )
@@ -194,9 +194,9 @@ def test_a_signal_that_the_script_uses_is_left_to_it(tmp_path: Path) -> None:
     out = run(
         tmp_path,
         """
-        signal.signal(rank_pulse.STACKS_SIGNAL, lambda *_: print("mine", flush=True))
-        os.kill(os.getpid(), rank_pulse.STACKS_SIGNAL)
-        rank_pulse._register_stacks(records / "other.txt")
+        signal.signal(heartbeat.STACKS_SIGNAL, lambda *_: print("mine", flush=True))
+        os.kill(os.getpid(), heartbeat.STACKS_SIGNAL)
+        heartbeat._register_stacks(records / "other.txt")
         print((records / "other.txt").exists())
         """,
     )
