@@ -37,7 +37,7 @@ def test_what_is_not_finite_is_found(
 
 def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
     twice = torch.tensor([[0, 0]])
-    with torch.sparse.check_sparse_tensor_invariants():
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         fine, bad = (
             torch.sparse_coo_tensor(twice, torch.tensor([1.0, value]), (3,))
             for value in (2.0, float("nan"))
