@@ -56,7 +56,8 @@ def take_run(options: argparse.Namespace) -> RunFolder:
             fix=f"muster attach {run.id} shows how it goes; muster stop {run.id} ends it"
             + _if_gone(run),
         )
-    _await_processes_left(run)
+    if not options.dry_run:
+        _await_processes_left(run)
     options.config = run.config
     _take_job(run, options)
     return run
@@ -77,9 +78,9 @@ def _await_processes_left(run: RunFolder) -> None:
         time.sleep(_LOOK_EVERY_S)
     if left := process_cleanup.kill(job.token, within_s=_KILLED_WITHIN_S):
         raise NotNow(
-            f"processes of {run.id} are still running: {', '.join(str(one.pid) for one in left)}",
+            f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
             why="they do not react to SIGKILL: they wait for a driver or a disk",
-            fix=f"muster stop {run.id}",
+            fix="see dmesg for what they wait for, or restart the host",
         )
 
 

@@ -11,7 +11,7 @@ from torchmuster.errors import Impossible
 from torchmuster.train import precision as precisions
 from torchmuster.train.data.portions import Portions
 from torchmuster.train.data.step import Loader
-from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
+from torchmuster.train.models.meta_init import build_for, build_on_meta
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.protocol import Strategy
@@ -34,9 +34,7 @@ def with_values(
     """Return a model as it is; a function is called, and for fsdp only rank 0's model has values."""
     if isinstance(model, nn.Module):
         return model
-    if strategy.name == "fsdp":
-        return build_on_rank_0(model, world, seed=seed)
-    return build_whole(model, seed=seed)
+    return build_for(strategy.name, model, world, seed=seed)
 
 
 def chosen_precision(

@@ -13,7 +13,7 @@ from torchmuster.train.first import first
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.compiling import compile_blocks
 from torchmuster.train.models.making import Lora, Recipe, check_tokens, lost_updates
-from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
+from torchmuster.train.models.meta_init import build_for, build_on_meta
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
@@ -87,10 +87,8 @@ def model_of(
             folder=folder,
         )
     is_sharded = name.value == "fsdp"
-    model = (
-        build_on_rank_0(lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched)
-        if is_sharded
-        else build_whole(lambda: recipe.model().value, seed=wanted.seed)
+    model = build_for(
+        name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
     )
     said = [*reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":

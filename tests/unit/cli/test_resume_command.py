@@ -216,6 +216,8 @@ def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(
     run = made(own_machine, "died")
     with process_of(run, "while True: pass", grace_s=-9.5) as left:
         assert resume("last", "--dry-run").code == 0
+        assert left.poll() is None, "a dry run kills nothing"
+        resuming._await_processes_left(run)
         assert left.wait() == -signal.SIGKILL
 
 

@@ -23,7 +23,7 @@ from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import hugging_face, named
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.making import Lora, Recipe, check_tokens
-from torchmuster.train.models.meta_init import build_on_meta, build_on_rank_0, build_whole
+from torchmuster.train.models.meta_init import build_for, build_on_meta
 from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import PRECISIONS, Precision
 from torchmuster.train.strategies import choose as strategies
@@ -188,10 +188,14 @@ def _model(
         whole, depth, counts = _of_transformers(recipe, Path.cwd(), config)
         model = copied_with(whole, blocks)
     else:  # a model of the user's own may have functions that know its modules, and a copy would have the same
-        model = sketch = build_on_meta(lambda: recipe.sketch().value)
+
+        def make() -> nn.Module:
+            return recipe.sketch().value
+
+        model = sketch = build_on_meta(make)
         depth, counts = depth_of(sketch), _counts(sketch)
         if world.backend != "fake":
-            model = _with_values(recipe, sketch, candidate, world)
+            model = build_for(candidate.strategy, make, world, seed=0, sketch=sketch)
         if blocks is not None:
             cut(model, blocks)
     if work.sequence_length is not None:
@@ -209,17 +213,6 @@ def _of_transformers(
     """
     model = build_on_meta(lambda: recipe.sketch().value)
     return model, depth_of(model), _counts(model)
-
-
-def _with_values(
-    recipe: Recipe, sketch: nn.Module, candidate: Candidate, world: World
-) -> nn.Module:
-    def build() -> nn.Module:
-        return recipe.sketch().value
-
-    if candidate.strategy == "fsdp":
-        return build_on_rank_0(build, world, seed=0, sketch=sketch)
-    return build_whole(build, seed=0)
 
 
 def _recipe(work: Work) -> Recipe:

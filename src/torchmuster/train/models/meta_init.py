@@ -39,6 +39,15 @@ def build_on_rank_0(
     return sketch if is_on_meta(sketch) else build_whole(build, seed=seed)
 
 
+def build_for(
+    strategy: str, build: Build, world: World, *, seed: int, sketch: nn.Module | None = None
+) -> nn.Module:
+    """Build a model for a strategy: with its values on rank 0 only if fsdp will shard it, else on every rank."""
+    if strategy == "fsdp":
+        return build_on_rank_0(build, world, seed=seed, sketch=sketch)
+    return build_whole(build, seed=seed)
+
+
 def build_whole(build: Build, *, seed: int) -> nn.Module:
     """Build a model with its values; the caller's random numbers continue as if nothing was drawn."""
     with _seeded(seed):
