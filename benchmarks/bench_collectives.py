@@ -78,9 +78,9 @@ def rank_program(repeats: int, answers: str) -> None:
     """Measure in both ways, in turns; each rank leaves what it saw."""
     import msgspec
 
-    from torchmuster.measure.bus_bandwidth import OPERATIONS
-    from torchmuster.measure.collectives import Asked
-    from torchmuster.measure.probes import collectives
+    from torchmuster.bench.bus_bandwidth import OPERATIONS
+    from torchmuster.bench.collectives import Asked
+    from torchmuster.bench.probes import collectives
     from torchmuster.train.world import join_world
 
     torch.set_num_threads(1)
@@ -121,8 +121,8 @@ def measured(ranks: int, repeats: int) -> list[Row]:
     """Measure all messages on so many ranks."""
     import msgspec
 
-    from torchmuster.measure import collectives
-    from torchmuster.measure.bus_bandwidth import bus_bytes_s
+    from torchmuster.bench import collectives
+    from torchmuster.bench.bus_bandwidth import bus_bytes_s
 
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchmuster.measure import record
-from torchmuster.measure.comparison import FLOOR, Comparison, compare
-from torchmuster.measure.kept_records import records_at
-from torchmuster.measure.side_by_side import Command, measure_pairs
+from torchmuster.bench import record
+from torchmuster.bench.comparison import FLOOR, Comparison, compare
+from torchmuster.bench.kept_records import records_at
+from torchmuster.bench.side_by_side import Command, measure_pairs
 from torchmuster.runfolder import write_atomically
 
 ROWS, SLOWED_ROWS = 400, 412
@@ -30,9 +30,9 @@ def measure(path: Path, *, slowed: bool) -> None:
     """Time the four things in this process, and write the record."""
     import torch
 
+    from torchmuster.bench import environment, record
+    from torchmuster.bench.probes.clock import interleaved
     from torchmuster.cli.bench import now
-    from torchmuster.measure import environment, record
-    from torchmuster.measure.probes.clock import interleaved
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from torchmuster.measure.matmul import Shape, squares
-from torchmuster.measure.probes import matmul
-from torchmuster.measure.probes.clock import interleaved
-from torchmuster.measure.probes.on_device import device_name, device_of
+from torchmuster.bench.matmul import Shape, squares
+from torchmuster.bench.probes import matmul
+from torchmuster.bench.probes.clock import interleaved
+from torchmuster.bench.probes.on_device import device_name, device_of
 
 SIZES = (128, 256, 512, 1024)
 LAYERS = ((1024, 128, 384), (1024, 512, 128), (1024, 128, 2048))  # of the small GPT, 8 x 128 tokens

@@ -14,17 +14,17 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from torchmuster.bench import scaling
+from torchmuster.bench.scaling import MODES, OnRanks, Study
+from torchmuster.bench.scaling_forecast import checked_forecasts
+from torchmuster.bench.scaling_losses import scaled
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.measure import scaling
-from torchmuster.measure.scaling import MODES, OnRanks, Study
-from torchmuster.measure.scaling_forecast import checked_forecasts
-from torchmuster.measure.scaling_losses import scaled
 from torchmuster.plan.job import Work
 
 HERE = str(Path(__file__).parent)
 BAR = 0.15
 GPT = {"sequence_length": 128, "loss": "language_model", "folder": HERE}
-SMALL = Work(build="torchmuster.measure.probes.small_gpt:make", **GPT)  # type: ignore[arg-type]
+SMALL = Work(build="torchmuster.bench.probes.small_gpt:make", **GPT)  # type: ignore[arg-type]
 WIDE = Work(build="scaling_workloads:wide_gpt", **GPT)  # type: ignore[arg-type]
 FAT = Work(build="scaling_workloads:fat_layers", dataset="scaling_workloads:vectors", folder=HERE)
 PICTURES = Work(

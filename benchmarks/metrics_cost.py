@@ -44,7 +44,7 @@ from torchmuster.monitor.sinks.sink import Wanted
 from torchmuster.runfolder import create
 from torchmuster.train import trainer as trainer_module
 from torchmuster.train.data.step import Step
-from torchmuster.train.reporting.reports import Reports
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.single import Single
 from torchmuster.train.trainer import Trainer

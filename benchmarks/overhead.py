@@ -40,7 +40,7 @@ from workload import (
 
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Loader, MicroBatch, Step
-from torchmuster.train.reporting.reports import Reports
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.single import Single
 from torchmuster.train.trainer import Trainer

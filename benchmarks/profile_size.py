@@ -20,21 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmuster.measure.profile.recording_words import (
-    RankFacts,
-    TraceKept,
-    read_facts,
-    write_facts,
-)
+from torchmuster.bench.profile.recording_words import RankFacts, TraceKept, read_facts, write_facts
 
 _STEPS = 16  # of each trace that is made
 _ANALYSE = """
 import json, resource, sys, time
 from pathlib import Path
-from torchmuster.measure.profile.advice import advise
-from torchmuster.measure.profile.analysis import analyse
-from torchmuster.measure.report.profile_page import page
-from torchmuster.measure.report.profile_terminal import screen
+from torchmuster.bench.profile.advice import advise
+from torchmuster.bench.profile.analysis import analyse
+from torchmuster.bench.report.profile_page import page
+from torchmuster.bench.report.profile_terminal import screen
 
 resting = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 begun = time.monotonic()

@@ -23,7 +23,7 @@ from torch import nn
 
 from torchmuster.checkpoints.places import open_store
 from torchmuster.train import random_states
-from torchmuster.train.saving.checkpointer import Checkpointer, SaveReport
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.protocol import Strategy

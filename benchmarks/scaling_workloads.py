@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchmuster.measure.probes.small_gpt import SmallGpt
+from torchmuster.bench.probes.small_gpt import SmallGpt
 
 _SAMPLES = 256
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.evaluate import evaluate
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.models.lora import add_lora, save_adapters
-from torchmuster.train.reporting.reports import Reports
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import World, join_world
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
-from torchmuster.verify.check import Check, Surroundings
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 CGROUP = "sys/fs/cgroup/pod"

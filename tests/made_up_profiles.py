@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchmuster.measure.profile.recording_words import Loader, RankFacts, Step
+from torchmuster.bench.profile.recording_words import Loader, RankFacts, Step
 
 HEALTHY: Mapping[str, float] = {
     "data_s": 0.001,

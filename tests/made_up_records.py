@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchmuster.measure import record
-from torchmuster.measure.environment import Environment
-from torchmuster.measure.record import BenchRecord, Series
+from torchmuster.bench import record
+from torchmuster.bench.environment import Environment
+from torchmuster.bench.record import BenchRecord, Series
 
 ENVIRONMENT = Environment(
     host="gpu-server",

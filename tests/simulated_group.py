@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchmuster.verify.rounds import Pair
-from torchmuster.verify.search.model import Fault, Meeting, Outcome, Seen
+from torchmuster.diagnose.rounds import Pair
+from torchmuster.diagnose.search.model import Fault, Meeting, Outcome, Seen
 
 # In a meeting of many, who gets no answer asks again before it counts: else there is always one.
 TRIES_IN_A_MEETING = 3

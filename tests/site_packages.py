@@ -7,7 +7,7 @@ from typing import Any
 
 from device_strategies import node
 from torchmuster.devices.model import Node
-from torchmuster.verify.check import Surroundings
+from torchmuster.diagnose.check import Surroundings
 
 ENGINE = f"torch/_C{EXTENSION_SUFFIXES[0]}"
 

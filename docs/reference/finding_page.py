@@ -8,13 +8,13 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "src/torchmuster"
 # Who says it, and the folders or files in which it is made; the first that fits counts.
 WHO = {
-    "`muster doctor`, and `muster check` of each machine": ("verify/machine",),
-    "`muster check`": ("verify", "launch/launcher/compare_nodes.py", "launch/network"),
+    "`muster doctor`, and `muster check` of each machine": ("diagnose/machine",),
+    "`muster check`": ("diagnose", "launch/launcher/compare_nodes.py", "launch/network"),
     "`muster gpus`": ("devices", "cli/gpus.py"),
     "`muster run` and `muster explain`": ("launch",),
     "`muster train`": ("train", "worker"),
     "`muster plan`": ("plan",),
-    "`muster bench` and `muster profile`": ("measure",),
+    "`muster bench` and `muster profile`": ("bench",),
 }
 
 HEAD = """\

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import torch
 
     from torchmuster.monitor.gpu_monitor import GPUMonitor
-    from torchmuster.train.classic.averages import reduce_mean, sync_gradients
-    from torchmuster.train.classic.dataloader import create_distributed_dataloader
-    from torchmuster.train.classic.ddp_trainer import DDPTrainer
-    from torchmuster.train.classic.production import ProductionTrainer
+    from torchmuster.train.legacy.averages import reduce_mean, sync_gradients
+    from torchmuster.train.legacy.dataloader import create_distributed_dataloader
+    from torchmuster.train.legacy.ddp_trainer import DDPTrainer
+    from torchmuster.train.legacy.production import ProductionTrainer
 
 __all__ = [
     "DDPTrainer",
@@ -66,12 +66,12 @@ _log = logging.getLogger(__name__)
 
 # Where the names for training live, imported when they are first used. Most need torch, which this module must not import.
 _TRAINING = {
-    "DDPTrainer": "torchmuster.train.classic.ddp_trainer",
+    "DDPTrainer": "torchmuster.train.legacy.ddp_trainer",
     "GPUMonitor": "torchmuster.monitor.gpu_monitor",
-    "ProductionTrainer": "torchmuster.train.classic.production",
-    "create_distributed_dataloader": "torchmuster.train.classic.dataloader",
-    "reduce_mean": "torchmuster.train.classic.averages",
-    "sync_gradients": "torchmuster.train.classic.averages",
+    "ProductionTrainer": "torchmuster.train.legacy.production",
+    "create_distributed_dataloader": "torchmuster.train.legacy.dataloader",
+    "reduce_mean": "torchmuster.train.legacy.averages",
+    "sync_gradients": "torchmuster.train.legacy.averages",
 }
 
 
@@ -201,7 +201,7 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     A wrong sum, an error, or no answer in time is False, and the log says which. After a False the
     group is of no more use: end it.
     """
-    from torchmuster.verify.probes import communication
+    from torchmuster.diagnose.probes import communication
 
     return communication.verify(rank, world_size, timeout_s)
 
@@ -215,7 +215,7 @@ def benchmark_matmul(
     median, and ``noise`` how far that may be off, as a share of it. ``muster bench matmul`` does all sizes
     and number types, and knows the card's peak.
     """
-    from torchmuster.measure.probes import matmul
+    from torchmuster.bench.probes import matmul
 
     return matmul.benchmark_matmul(device, size, iterations)
 
@@ -225,7 +225,7 @@ def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0)
 
     It tells one direction: from here to there. ``muster check --hosts`` tries both, on all machines.
     """
-    from torchmuster.verify import connection
+    from torchmuster.diagnose import connection
 
     return connection.check_connection(address, port, timeout_s)
 

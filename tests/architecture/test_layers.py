@@ -60,7 +60,7 @@ def test_each_rule_is_enforced(tmp_path: Path, file: str, line: str, complaint: 
         ("finding.py", "from torchmuster.errors import MusterError"),
         ("distributed.py", "def f():\n    import torch"),
         ("train/x.py", "import torch"),
-        ("verify/probes/x.py", "import torch"),
+        ("diagnose/probes/x.py", "import torch"),
         ("devices/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     ],
 )

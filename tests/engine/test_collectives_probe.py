@@ -12,11 +12,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from patience import GIVE_UP_S
 from torchmuster import distributed
-from torchmuster.verify.probes import exact_values, matmul, pairs
-from torchmuster.verify.probes.exact_values import OPERATIONS, Seat, compare, numbers, sums
-from torchmuster.verify.probes.health import Quota
-from torchmuster.verify.probes.together import Absent, Hangs, Pulse, Together, in_time
-from torchmuster.verify.rank_record import Values
+from torchmuster.diagnose.probes import exact_values, matmul, pairs
+from torchmuster.diagnose.probes.exact_values import OPERATIONS, Seat, compare, numbers, sums
+from torchmuster.diagnose.probes.health import Quota
+from torchmuster.diagnose.probes.together import Absent, Hangs, Pulse, Together, in_time
+from torchmuster.diagnose.rank_record import Values
 
 pytestmark = pytest.mark.engine
 

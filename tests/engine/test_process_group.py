@@ -22,11 +22,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from patience import GIVE_UP_S
 from torchmuster import distributed
+from torchmuster.diagnose.probes import communication, exact_values
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import backend, meeting, membership, process_group
 from torchmuster.launch.probes.backend import Choice, Surroundings
 from torchmuster.launch.probes.meeting import Offer
-from torchmuster.verify.probes import communication, exact_values
 
 pytestmark = pytest.mark.engine
 

@@ -9,9 +9,9 @@ import torch
 
 from muster_command import Muster
 from patience import GIVE_UP_S
+from torchmuster.diagnose.machine.torch_at_work import PROBE, Trial, attempt, judge
+from torchmuster.diagnose.probes.torch_at_work import _is_right
 from torchmuster.finding import Status
-from torchmuster.verify.machine.torch_at_work import PROBE, Trial, attempt, judge
-from torchmuster.verify.probes.torch_at_work import _is_right
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from hosts.examining import examiners_on
 from hosts.lab import Lab
-from torchmuster.verify.links.messages import Call, Target
-from torchmuster.verify.links.opening import Found, ask_to_call, serve_all
+from torchmuster.diagnose.links.messages import Call, Target
+from torchmuster.diagnose.links.opening import Found, ask_to_call, serve_all
 
 REPEATS = 20
 MANY = 200

@@ -12,14 +12,14 @@ from typing import Any
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
 from patience import GIVE_UP_S
+from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.model import Link
+from torchmuster.diagnose.links.survey import survey
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.verify.links.judge import judge
-from torchmuster.verify.links.model import Link
-from torchmuster.verify.links.survey import survey
 
-_PROGRAM = [sys.executable, "-m", "torchmuster.verify.examiner"]
+_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.examiner"]
 
 
 class LabExaminer:

@@ -25,7 +25,7 @@ from patience import BUSY_S
 _ASK = """
 import asyncio, json, sys, time
 from torchmuster.finding import Finding, Status
-from torchmuster.verify.away import why_all_away
+from torchmuster.diagnose.away import why_all_away
 name, *hosts = sys.argv[1:]
 trouble = Finding(name=name, status=Status.FAILURE, what="cannot take part", evidence="timed out")
 began = time.monotonic()

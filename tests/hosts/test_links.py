@@ -27,8 +27,8 @@ from hosts.faults import (
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import NoRoute, SlowLink
+from torchmuster.diagnose.links.judge import judge
 from torchmuster.finding import Finding, Status
-from torchmuster.verify.links.judge import judge
 
 WORDS = {"drop": "dropped", "refuse": "refused", "prohibit": "prohibited"}
 NAMES = {

@@ -26,18 +26,18 @@ from hosts.faults import (
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import SilentNameServer, SmallFileSystem
+from torchmuster.diagnose.machine import storage
 from torchmuster.units import MiB
-from torchmuster.verify.machine import storage
 
 # Looks at the machine it runs on, and prints the name and the fix of what is more than a row in a table.
 _PROGRAM = """
 import importlib, json, os, sys
-from torchmuster.verify.check import Cost, Surroundings
-from torchmuster.verify.examination import examine
+from torchmuster.diagnose.check import Cost, Surroundings
+from torchmuster.diagnose.examination import examine
 checks = [
     check
     for subject in sys.argv[1].split(",")
-    for check in importlib.import_module(f"torchmuster.verify.machine.{subject}").CHECKS
+    for check in importlib.import_module(f"torchmuster.diagnose.machine.{subject}").CHECKS
 ]
 if sys.argv[2:] == ["nobody"]:  # only now: the folders of Python may be root's
     "name".encode("idna")

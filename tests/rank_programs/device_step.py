@@ -10,9 +10,9 @@ from torch import nn
 from host_reads import HostReads, host_reads
 from rank_programs.small_models import data, portion, seeded_model, step_of
 from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.optimizers import MakeOptimizer, named
 from torchmuster.train.precision import BF16, FP16, FP32, Precision
-from torchmuster.train.reporting.reports import Reports
 from torchmuster.train.strategies.choose import Name, build
 from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.sharding import Sharding

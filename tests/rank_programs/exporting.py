@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rank_programs.saving import Training
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.train.saving.checkpointer import Checkpointer
+from torchmuster.train.checkpointing.checkpointer import Checkpointer
 from torchmuster.train.weights import save_weights
 from torchmuster.train.world import World
 

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
+from torchmuster.train.checkpointing.in_training import Saving
 from torchmuster.train.data.foreign import ForeignLoader
 from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.precision import FP16, FP32
 from torchmuster.train.progress import progress
-from torchmuster.train.reporting.reports import Reports
-from torchmuster.train.saving.in_training import Saving
 from torchmuster.train.schedules import schedule
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StoppedAtRequest

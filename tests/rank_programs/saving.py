@@ -31,7 +31,7 @@ from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
 from torchmuster.train import random_states
 from torchmuster.train.agreement import tell_all
-from torchmuster.train.saving.checkpointer import Checkpointer, Loaded, Mode, SaveReport
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, Mode, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.protocol import Strategy

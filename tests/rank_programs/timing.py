@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmuster.measure.bus_bandwidth import OPERATIONS
-from torchmuster.measure.collectives import Asked as AskedMessages
-from torchmuster.measure.collectives import RankTimes
-from torchmuster.measure.probes import collectives, scaling
-from torchmuster.measure.scaling import Asked, Study
-from torchmuster.measure.scaling import RankTimes as RankSteps
+from torchmuster.bench.bus_bandwidth import OPERATIONS
+from torchmuster.bench.collectives import Asked as AskedMessages
+from torchmuster.bench.collectives import RankTimes
+from torchmuster.bench.probes import collectives, scaling
+from torchmuster.bench.scaling import Asked, Study
+from torchmuster.bench.scaling import RankTimes as RankSteps
 from torchmuster.plan.job import Work
 from torchmuster.train.world import World
 

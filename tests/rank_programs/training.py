@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from torchmuster.errors import MusterError
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.reporting.reports import Reports
-from torchmuster.train.reporting.step_line import StepRecord
+from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.strategies.choose import Name, build
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.protocol import Strategy

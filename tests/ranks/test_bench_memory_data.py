@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from torchmuster.measure import record
+from torchmuster.bench import record
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 

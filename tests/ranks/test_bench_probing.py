@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from torchmuster.bench.probing import run_probe
 from torchmuster.errors import MusterError
-from torchmuster.measure.probing import run_probe
 
 pytestmark = pytest.mark.ranks
 

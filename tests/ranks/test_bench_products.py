@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster_command import Muster
-from torchmuster.measure import record
+from torchmuster.bench import record
 
 pytestmark = pytest.mark.ranks
 

@@ -8,8 +8,8 @@ import pytest
 from muster_command import Muster
 from rank_group import RunRanks
 from rank_programs import timing
-from torchmuster.measure import collectives, record, scaling
-from torchmuster.measure.bus_bandwidth import OPERATIONS
+from torchmuster.bench import collectives, record, scaling
+from torchmuster.bench.bus_bandwidth import OPERATIONS
 
 pytestmark = pytest.mark.ranks
 

@@ -9,13 +9,13 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ranks.conftest import Ran, Torchrun
+from torchmuster.diagnose import collectives
+from torchmuster.diagnose.rank_record import RankRecord, records_from
 from torchmuster.finding import Finding, Status
-from torchmuster.verify import collectives
-from torchmuster.verify.rank_record import RankRecord, records_from
 
 pytestmark = pytest.mark.ranks
 
-MODULE = "torchmuster.verify.probes.collectives"
+MODULE = "torchmuster.diagnose.probes.collectives"
 FAULTY = Path(__file__).parent / "faulty"
 
 

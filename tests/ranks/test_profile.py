@@ -7,10 +7,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
+from torchmuster.bench.profile import capture, verifying
+from torchmuster.bench.profile.changes import Change
+from torchmuster.bench.profile.recording_words import Asked, RankFacts
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.measure.profile import capture, verifying
-from torchmuster.measure.profile.changes import Change
-from torchmuster.measure.profile.recording_words import Asked, RankFacts
 
 pytestmark = pytest.mark.ranks
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulated_group import SimulatedGroup
-from torchmuster.verify.rounds import Pair
-from torchmuster.verify.search.find import Links, find_bad
-from torchmuster.verify.search.model import Fault
+from torchmuster.diagnose.rounds import Pair
+from torchmuster.diagnose.search.find import Links, find_bad
+from torchmuster.diagnose.search.model import Fault
 
 
 @dataclass(frozen=True, kw_only=True)

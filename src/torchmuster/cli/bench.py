@@ -17,7 +17,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import exit_code
 
 if TYPE_CHECKING:
-    from torchmuster.measure.report.report import Report
+    from torchmuster.bench.report.report import Report
 
 # Where each bench lives, and its line in the help. Its module has add_arguments(parser) and
 # run(options), and imports in run what takes time to import.
@@ -89,10 +89,10 @@ def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
 
     That the machine was busy with other things is added to what was found.
     """
-    from torchmuster.measure import record  # not for --help
-    from torchmuster.measure.environment import disturbance
-    from torchmuster.measure.report.keeping import keep
-    from torchmuster.measure.report.terminal import screen
+    from torchmuster.bench import record  # not for --help
+    from torchmuster.bench.environment import disturbance
+    from torchmuster.bench.report.keeping import keep
+    from torchmuster.bench.report.terminal import screen
 
     disturbed = disturbance(report.record.environment)
     if disturbed is not None:

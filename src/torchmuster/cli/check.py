@@ -19,10 +19,10 @@ from torchmuster.runfolder import RunFolder, create
 from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
-    from torchmuster.verify.group import GroupCheck
-    from torchmuster.verify.result import GroupResult
+    from torchmuster.diagnose.group import GroupCheck
+    from torchmuster.diagnose.result import GroupResult
 
-_PROBE = "torchmuster.verify.probes.collectives"
+_PROBE = "torchmuster.diagnose.probes.collectives"
 # Over ssh machines come by themselves; to those that join, people walk.
 _CALLED_S, _JOINING_S = 120.0, 1800.0
 _RANKS_ON_A_CPU = 2
@@ -142,7 +142,7 @@ def examine(
 
     def make(*words: Any, **named: Any) -> "GroupCheck":
         # Imported once the machines have been called: their keepers start meanwhile.
-        from torchmuster.verify.group import GroupCheck
+        from torchmuster.diagnose.group import GroupCheck
 
         made.append(GroupCheck(*words, **named, quick=quick))
         return made[0]
@@ -159,8 +159,8 @@ def _tell(
     result: "GroupResult", run: RunFolder, *, html: Path | None, as_json: bool, shown: bool
 ) -> None:
     """Write the report and show the result, unless the launcher has said already what is wrong."""
-    from torchmuster.verify import report
-    from torchmuster.verify.result import headline
+    from torchmuster.diagnose import report
+    from torchmuster.diagnose.result import headline
 
     report.write(run.path, result)
     if as_json:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from torchmuster import __version__
 from torchmuster.cli import output, parsers
+from torchmuster.diagnose.machine.all_checks import SUBJECTS
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status, exit_code, render, worst_first
 from torchmuster.units import plural
-from torchmuster.verify.machine.all_checks import SUBJECTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +62,9 @@ def _explain(options: argparse.Namespace) -> ExitCode:
 
 
 def _list(only: Sequence[str]) -> ExitCode:
-    from torchmuster.verify.check import Cost
-    from torchmuster.verify.examination import chosen_of
-    from torchmuster.verify.machine.all_checks import by_subject
+    from torchmuster.diagnose.check import Cost
+    from torchmuster.diagnose.examination import chosen_of
+    from torchmuster.diagnose.machine.all_checks import by_subject
 
     for subject, checks in by_subject(only).items():
         title = subject
@@ -76,9 +76,9 @@ def _list(only: Sequence[str]) -> ExitCode:
 
 
 def _examine(options: argparse.Namespace) -> ExitCode:
-    from torchmuster.verify.check import Check, Cost, Surroundings
-    from torchmuster.verify.examination import examine
-    from torchmuster.verify.machine.all_checks import by_subject
+    from torchmuster.diagnose.check import Check, Cost, Surroundings
+    from torchmuster.diagnose.examination import examine
+    from torchmuster.diagnose.machine.all_checks import by_subject
 
     def still_waiting(checks: Sequence[Check]) -> None:
         names = ", ".join(check.name for check in checks)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchmuster.bench.profile.recording_words import WARM_UP_STEPS, Asked
 from torchmuster.cli import output, parsers
 from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.cli.job_flags import count
@@ -18,13 +19,12 @@ from torchmuster.config.written import as_words
 from torchmuster.devices import snapshot
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.measure.profile.recording_words import WARM_UP_STEPS, Asked
 from torchmuster.units import parse_bytes
 
 if TYPE_CHECKING:
-    from torchmuster.measure.profile.advice import Advice
-    from torchmuster.measure.profile.analysis import Analysis
-    from torchmuster.measure.profile.changes import Trial
+    from torchmuster.bench.profile.advice import Advice
+    from torchmuster.bench.profile.analysis import Analysis
+    from torchmuster.bench.profile.changes import Trial
 
 _WORKER = "torchmuster.worker"
 _USUAL_STEPS = (20, 23)
@@ -119,7 +119,7 @@ def _size(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # What analyses is imported where there is something to analyse.
-    from torchmuster.measure.profile import advice, analysis, kept, verifying
+    from torchmuster.bench.profile import advice, analysis, kept, verifying
 
     asked = None
     if options.of is not None:
@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> Asked:
     """Return the question; everything that would stand in its way is said before anything runs."""
-    from torchmuster.measure.profile.capture import new_folder
+    from torchmuster.bench.profile.capture import new_folder
 
     device, devices = _device(options)
     config = _config(options)
@@ -229,7 +229,7 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
 
 
 def _record(asked: Asked) -> None:
-    from torchmuster.measure.profile.capture import record
+    from torchmuster.bench.profile.capture import record
 
     where = "the CPU" if asked.device == "cpu" else "GPUs"
     output.say(
@@ -241,7 +241,7 @@ def _record(asked: Asked) -> None:
 
 def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
     """Make the change that is advised first, and measure; None where no change can be made from here."""
-    from torchmuster.measure.profile import verifying
+    from torchmuster.bench.profile import verifying
 
     if not advised:
         output.say("nothing is advised, so there is nothing to verify")
@@ -269,7 +269,7 @@ def _show(
     advised: Sequence["Advice"],
     proof: "Trial | None",
 ) -> None:
-    from torchmuster.measure.report import profile_page, profile_terminal
+    from torchmuster.bench.report import profile_page, profile_terminal
     from torchmuster.runfolder import write_atomically
 
     write_atomically(folder / "report.html", profile_page.page(found, advised, proof))

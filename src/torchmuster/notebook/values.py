@@ -69,7 +69,7 @@ def _packed(value: Any, where: str) -> object:
 
 
 def _of_tensor(tensor: Any, where: str) -> msgspec.msgpack.Ext:
-    from torchmuster.train.saving.host_bytes import WORDS, pieces
+    from torchmuster.train.checkpointing.host_bytes import WORDS, pieces
 
     if tensor.dtype not in WORDS or not _is_strided(tensor):
         raise _refusal(f"{where} cannot be pulled: it is {tensor.dtype}, {tensor.layout}")
@@ -99,7 +99,7 @@ def _unpacked(code: int, data: memoryview) -> object:
 def _to_tensor(array: _Array) -> object:
     import torch
 
-    from torchmuster.train.saving.host_bytes import DTYPES
+    from torchmuster.train.checkpointing.host_bytes import DTYPES
 
     dtype = DTYPES[array.dtype]
     if not array.content:  # frombuffer takes no empty one

@@ -32,21 +32,21 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import render
 from torchmuster.train import assembly
 from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.checkpointing import of_trainer
+from torchmuster.train.checkpointing.checkpointer import Loaded
+from torchmuster.train.checkpointing.in_training import Saves, Saving
 from torchmuster.train.counted_flops import FlopsPerSample
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import Measure, evaluate
+from torchmuster.train.metrics.banner import banner
+from torchmuster.train.metrics.communication import communication_of
+from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.metrics.step_line import StepRecord
+from torchmuster.train.metrics.step_lines import StepLines
+from torchmuster.train.metrics.tally import Tally
 from torchmuster.train.out_of_memory import naming_memory
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress as now
-from torchmuster.train.reporting.banner import banner
-from torchmuster.train.reporting.communication import communication_of
-from torchmuster.train.reporting.reports import Reports
-from torchmuster.train.reporting.step_line import StepRecord
-from torchmuster.train.reporting.step_lines import StepLines
-from torchmuster.train.reporting.tally import Tally
-from torchmuster.train.saving import of_trainer
-from torchmuster.train.saving.checkpointer import Loaded
-from torchmuster.train.saving.in_training import Saves, Saving
 from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.update import Outcome, Update
 from torchmuster.train.world import World

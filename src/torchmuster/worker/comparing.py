@@ -7,8 +7,8 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.proof import comparison
 from torchmuster.plan.proof.comparison import COMPARED_AFTER, Measured, Promise
 from torchmuster.train.agreement import tell_all
-from torchmuster.train.reporting.reports import Reports
-from torchmuster.train.reporting.step_line import StepRecord
+from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.world import World
 from torchmuster.worker.speaking import say
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchmuster.measure.loader import LoaderAnswer, LoaderRequest, Reading
-from torchmuster.measure.probes.loader import to_device, visit_all
+from torchmuster.bench.loader import LoaderAnswer, LoaderRequest, Reading
+from torchmuster.bench.probes.loader import to_device, visit_all
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.assembly import portions_of
 from torchmuster.train.data.kinds import loader_for

@@ -1,6 +1,6 @@
 """Words that one rank says for all."""
 
-from torchmuster.train.reporting.progress import Lines
+from torchmuster.train.metrics.progress import Lines
 from torchmuster.train.world import World
 
 

@@ -14,13 +14,13 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision, schedules
 from torchmuster.train.agreement import tell_all
 from torchmuster.train.assembly import portions_of
+from torchmuster.train.checkpointing.in_training import Saving
 from torchmuster.train.data.kinds import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
 from torchmuster.train.models import lora, named
 from torchmuster.train.models.making import Recipe, with_weights_of
 from torchmuster.train.out_of_memory import naming_memory
-from torchmuster.train.saving.in_training import Saving
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Trainer

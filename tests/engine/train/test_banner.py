@@ -10,7 +10,7 @@ from torch import nn
 from made_up_worlds import made_up_world
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.portions import choose_portions
-from torchmuster.train.reporting.banner import banner, batch_line
+from torchmuster.train.metrics.banner import banner, batch_line
 from torchmuster.train.schedules import schedule
 
 pytestmark = pytest.mark.engine

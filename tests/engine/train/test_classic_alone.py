@@ -20,9 +20,9 @@ from torchmuster.distributed import (
 )
 from torchmuster.errors import Impossible
 from torchmuster.train import random_states
-from torchmuster.train.classic import board
-from torchmuster.train.classic.board import Board
-from torchmuster.train.classic.presence import present_world
+from torchmuster.train.legacy import board
+from torchmuster.train.legacy.board import Board
+from torchmuster.train.legacy.presence import present_world
 
 pytestmark = pytest.mark.engine
 

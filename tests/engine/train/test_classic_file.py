@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.classic import one_file, states
+from torchmuster.train.legacy import one_file, states
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from made_up_worlds import made_up_world
 from torchmuster.train.counted_flops import CountedFlops, FlopsPerSample, is_compiled
-from torchmuster.train.reporting.communication import communication_of
-from torchmuster.train.reporting.tally import Tally
+from torchmuster.train.metrics.communication import communication_of
+from torchmuster.train.metrics.tally import Tally
 from torchmuster.worker.peak import peak_flop_s
 
 pytestmark = pytest.mark.engine

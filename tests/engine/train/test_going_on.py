@@ -17,11 +17,11 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
-from torchmuster.train.reporting.communication import communication_of
-from torchmuster.train.reporting.metrics_file import MetricsFile
-from torchmuster.train.reporting.tally import Tally, _add_exactly
-from torchmuster.train.saving.checkpointer import SaveReport
-from torchmuster.train.saving.in_training import Saves, Saving, words_for
+from torchmuster.train.checkpointing.checkpointer import SaveReport
+from torchmuster.train.checkpointing.in_training import Saves, Saving, words_for
+from torchmuster.train.metrics.communication import communication_of
+from torchmuster.train.metrics.metrics_file import MetricsFile
+from torchmuster.train.metrics.tally import Tally, _add_exactly
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.worker.data import batches_of
 

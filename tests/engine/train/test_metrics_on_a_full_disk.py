@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.reporting import metrics_file
-from torchmuster.train.reporting.metrics_file import MetricsFile
-from torchmuster.train.reporting.progress import Lines
+from torchmuster.train.metrics import metrics_file
+from torchmuster.train.metrics.metrics_file import MetricsFile
+from torchmuster.train.metrics.progress import Lines
 
 pytestmark = pytest.mark.engine
 

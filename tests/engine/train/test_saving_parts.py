@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.train.saving.checkpointer import Checkpointer, _changing
-from torchmuster.train.saving.fitting import never_stepped
-from torchmuster.train.saving.host_bytes import DTYPES, pieces
-from torchmuster.train.saving.pace import Pace
-from torchmuster.train.saving.staging import Staging
-from torchmuster.train.saving.tree import put_together, same_memory, taken_apart
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, _changing
+from torchmuster.train.checkpointing.fitting import never_stepped
+from torchmuster.train.checkpointing.host_bytes import DTYPES, pieces
+from torchmuster.train.checkpointing.pace import Pace
+from torchmuster.train.checkpointing.staging import Staging
+from torchmuster.train.checkpointing.tree import put_together, same_memory, taken_apart
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.reporting.step_line import StepRecord, render, verdict
+from torchmuster.train.metrics.step_line import StepRecord, render, verdict
 
 pytestmark = pytest.mark.engine
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from torchmuster.diagnose.torch_private import collectives_begun
 from torchmuster.train import torch_private
 from torchmuster.train.strategies import gradients
-from torchmuster.verify.torch_private import collectives_begun
 
 pytestmark = pytest.mark.engine
 

@@ -19,9 +19,9 @@ from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Step
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Iterables
-from torchmuster.train.reporting import progress, reports
-from torchmuster.train.reporting.reports import Reports
-from torchmuster.train.reporting.step_line import StepRecord
+from torchmuster.train.metrics import progress, reports
+from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.schedules import schedule
 from torchmuster.train.trainer import Evaluation, Trainer
 

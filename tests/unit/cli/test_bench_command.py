@@ -14,13 +14,13 @@ from syrupy.assertion import SnapshotAssertion
 from made_up_records import elsewhere, keep, made_up
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
+from torchmuster.bench import record
+from torchmuster.bench.report.report import Picture, Report, Table
 from torchmuster.cli import bench
 from torchmuster.cli.main import main
 from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.measure import record
-from torchmuster.measure.report.report import Picture, Report, Table
 from torchmuster.pages.charts import Bar, bars
 
 EVIL = "<script>alert(1)</script>"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from torchmuster.bench import attention, environment, matmul, precision
+from torchmuster.bench.attention import AttentionAnswer, Measured
+from torchmuster.bench.matmul import MatmulAnswer, Product, squares
+from torchmuster.bench.precision import PrecisionAnswer, Way
 from torchmuster.cli.main import main
-from torchmuster.measure import attention, environment, matmul, precision
-from torchmuster.measure.attention import AttentionAnswer, Measured
-from torchmuster.measure.matmul import MatmulAnswer, Product, squares
-from torchmuster.measure.precision import PrecisionAnswer, Way
 
 TIMES = (0.01,) * 7
 

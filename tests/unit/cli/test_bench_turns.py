@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from torchmuster.bench.side_by_side import Command, parsed
 from torchmuster.cli.main import main
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.measure.side_by_side import Command, parsed
 
 # A bench without torch: it takes its turns, and says that each sample took as long as its first word tells.
 BENCH = """\
 import dataclasses, os, sys
 from pathlib import Path
-from torchmuster.measure import environment, record
-from torchmuster.measure.turn_taking import Turns
+from torchmuster.bench import environment, record
+from torchmuster.bench.turn_taking import Turns
 
 took_s, samples, *_, place = sys.argv[1:]
 if took_s == "broken":

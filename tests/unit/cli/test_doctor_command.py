@@ -19,7 +19,7 @@ from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
-from torchmuster.verify.machine.all_checks import SUBJECTS
+from torchmuster.diagnose.machine.all_checks import SUBJECTS
 
 LIMIT_S = 2.0
 # What a machine's administrator decides about, not this test's machine.

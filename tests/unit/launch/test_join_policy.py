@@ -15,14 +15,14 @@ from torchmuster.cli.job_flags import _LIBRARY_VARIABLES
 from torchmuster.config import fields
 from torchmuster.config.layers import OTHER_VARIABLES, variable_name
 from torchmuster.config.training import FUNCTIONS
+from torchmuster.diagnose.conversation import PROGRAM as EXAMINER
+from torchmuster.diagnose.probing import PROGRAM as COLLECTIVES
 from torchmuster.errors import NotTrusted
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import error_from
 from torchmuster.launch.node import join_policy
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.launch.node.join_policy import allowed
-from torchmuster.verify.conversation import PROGRAM as EXAMINER
-from torchmuster.verify.probing import PROGRAM as COLLECTIVES
 
 START = protocol.Start(
     attempt=0,
@@ -187,7 +187,7 @@ def test_modules_inside_the_folder_run(folder: Path, module: str) -> None:
             "torchmuster.notebook.rank_loop",
             "torchmuster.cli",
         ),
-        *("torchmuster.notebook.launcher_process", "torchmuster.verify.examiner", "loop", "x\0y"),
+        *("torchmuster.notebook.launcher_process", "torchmuster.diagnose.examiner", "loop", "x\0y"),
     ],
 )
 def test_other_modules_are_refused(folder: Path, module: str) -> None:

@@ -11,7 +11,7 @@ from torchmuster.cli.benches.sizes import size
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
-    from torchmuster.measure.attention import AttentionRequest
+    from torchmuster.bench.attention import AttentionRequest
 
 # So many that a device has something to do, and few enough for the scores of plain attention.
 _ON_CPU, _ON_GPU = (1, 8, 64), (4, 16, 64)
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.measure import attention, attention_report, environment
+    from torchmuster.bench import attention, attention_report, environment
 
     begun = time.monotonic()
     where = device_of(options)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 
 def _request(options: argparse.Namespace, *, on_cpu: bool) -> "AttentionRequest":
-    from torchmuster.measure import attention
+    from torchmuster.bench import attention
 
     batch, heads, head_size = _ON_CPU if on_cpu else _ON_GPU
     lengths = attention.LENGTHS_QUICK if options.quick else attention.LENGTHS

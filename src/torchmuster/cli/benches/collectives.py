@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from torchmuster.bench.bus_bandwidth import OPERATIONS
 from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.job_flags import count
 from torchmuster.errors import ExitCode
 from torchmuster.launch.job import Host, JobSpec, Limits, parse_hosts
-from torchmuster.measure.bus_bandwidth import OPERATIONS
 from torchmuster.units import KiB, MiB, parse_bytes
 
 _SMALLEST_BYTES = 1 * KiB
@@ -80,8 +80,8 @@ def _size(text: str) -> int:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure, keep it and say it."""
-    from torchmuster.measure import collectives, environment
-    from torchmuster.measure.collectives_report import report
+    from torchmuster.bench import collectives, environment
+    from torchmuster.bench.collectives_report import report
 
     begun_s = time.monotonic()
     device = device_of(options)

@@ -46,9 +46,9 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> ExitCode:
     """Read both sides, compare them, and show what came of it."""
-    from torchmuster.measure.comparison import compare
-    from torchmuster.measure.kept_records import records_at
-    from torchmuster.measure.report import comparing
+    from torchmuster.bench.comparison import compare
+    from torchmuster.bench.kept_records import records_at
+    from torchmuster.bench.report import comparing
 
     before, after = (
         comparing.Side(name=str(path), records=records_at(path))

@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from torchmuster.cli import output, parsers
-from torchmuster.cli.bench import add_common_flags, device_of, finish, now
-from torchmuster.cli.config import add_setting_flags, settings_from
-from torchmuster.cli.job_flags import count
-from torchmuster.config.layers import Flag
-from torchmuster.config.settings import Settings
-from torchmuster.errors import ExitCode, Impossible
-from torchmuster.measure import environment, loader_choice, loader_report
-from torchmuster.measure.loader import (
+from torchmuster.bench import environment, loader_choice, loader_report
+from torchmuster.bench.loader import (
     LoaderAnswer,
     LoaderRequest,
     Reading,
@@ -24,6 +17,13 @@ from torchmuster.measure.loader import (
     readings_for,
     together,
 )
+from torchmuster.cli import output, parsers
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now
+from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.job_flags import count
+from torchmuster.config.layers import Flag
+from torchmuster.config.settings import Settings
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0

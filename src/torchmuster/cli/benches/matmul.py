@@ -14,7 +14,7 @@ from torchmuster.config.layers import Flag
 from torchmuster.errors import ExitCode, Impossible
 
 if TYPE_CHECKING:
-    from torchmuster.measure.matmul import MatmulRequest
+    from torchmuster.bench.matmul import MatmulRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.measure import environment, matmul, matmul_report
+    from torchmuster.bench import environment, matmul, matmul_report
 
     begun = time.monotonic()
     where = device_of(options)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 
 def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "MatmulRequest":
-    from torchmuster.measure import matmul
+    from torchmuster.bench import matmul
     from torchmuster.plan.asked import work_of
 
     rounds = matmul.ROUNDS_QUICK if options.quick else matmul.ROUNDS

@@ -5,6 +5,10 @@ import dataclasses
 import time
 from pathlib import Path
 
+from torchmuster.bench import environment, memory_report, memory_stages
+from torchmuster.bench.memory_figures import Measured
+from torchmuster.bench.memory_forecast import Forecast, forecast
+from torchmuster.bench.memory_stages import MemoryAnswer, MemoryRequest
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.config import add_setting_flags, settings_from
@@ -12,10 +16,6 @@ from torchmuster.cli.job_flags import count
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode
-from torchmuster.measure import environment, memory_report, memory_stages
-from torchmuster.measure.memory_figures import Measured
-from torchmuster.measure.memory_forecast import Forecast, forecast
-from torchmuster.measure.memory_stages import MemoryAnswer, MemoryRequest
 from torchmuster.plan.asked import work_of
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.tracing.cache_folder import cache_folder
@@ -26,7 +26,7 @@ from torchmuster.units import parse_bytes
 _ROUNDS, _ROUNDS_QUICK = 11, 3
 _USUAL_MICRO_BATCH_SIZE = 8
 _SMALL_GPT = Work(
-    build="torchmuster.measure.probes.small_gpt:make", loss="language_model", sequence_length=128
+    build="torchmuster.bench.probes.small_gpt:make", loss="language_model", sequence_length=128
 )
 _SMALL_GPT_NAME = "a small GPT of ours (8 blocks, 2 million parameters)"
 

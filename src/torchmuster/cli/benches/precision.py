@@ -13,7 +13,7 @@ from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
-    from torchmuster.measure.precision import PrecisionRequest
+    from torchmuster.bench.precision import PrecisionRequest
 
 _STEPS, _STEPS_QUICK = 40, 6
 _ROUNDS, _ROUNDS_QUICK = 15, 5
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.measure import environment, precision, precision_report
+    from torchmuster.bench import environment, precision, precision_report
 
     begun = time.monotonic()
     where = device_of(options)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 
 def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "PrecisionRequest":
-    from torchmuster.measure import precision
+    from torchmuster.bench import precision
     from torchmuster.plan.asked import work_of
 
     work, samples = precision.SMALL_GPT, _MICRO_BATCH_SIZE

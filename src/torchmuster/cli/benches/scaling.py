@@ -16,14 +16,14 @@ from torchmuster.finding import Finding, Status
 from torchmuster.units import plural
 
 if TYPE_CHECKING:
-    from torchmuster.measure.environment import Environment
-    from torchmuster.measure.scaling import Study
+    from torchmuster.bench.environment import Environment
+    from torchmuster.bench.scaling import Study
 
 _USUAL_RANKS = (1, 2, 4)
 _USUAL_SAMPLES_OF_THE_MOST = 2  # with strong scaling, of each of the most ranks
 _ROUNDS, _PASSES = 8, 2
 _QUICK_ROUNDS, _QUICK_PASSES = 4, 1
-_SMALL_GPT = "torchmuster.measure.probes.small_gpt:make"
+_SMALL_GPT = "torchmuster.bench.probes.small_gpt:make"
 _SMALL_GPT_LENGTH = 128
 
 
@@ -75,8 +75,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure, keep it and say it."""
-    from torchmuster.measure import environment, scaling
-    from torchmuster.measure.scaling_report import report
+    from torchmuster.bench import environment, scaling
+    from torchmuster.bench.scaling_report import report
 
     begun_s = time.monotonic()
     device = device_of(options)
@@ -119,7 +119,7 @@ def _study(
     device: Decision[Literal["cpu", "gpu"]],
     seen: "Environment",
 ) -> tuple["Study", list[Decision[str]]]:
-    from torchmuster.measure.scaling import Study
+    from torchmuster.bench.scaling import Study
     from torchmuster.plan.asked import asked_of
     from torchmuster.plan.hardware import here
     from torchmuster.plan.job import Work

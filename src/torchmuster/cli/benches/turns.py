@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
+from torchmuster.bench.turn_taking import PAIRS
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import new_folder
 from torchmuster.cli.benches import compare
 from torchmuster.cli.benches.sizes import size
 from torchmuster.errors import ExitCode
-from torchmuster.measure.turn_taking import PAIRS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure both sides in turns, compare them, and show what came of it."""
-    from torchmuster.measure.side_by_side import measure_pairs, parsed
+    from torchmuster.bench.side_by_side import measure_pairs, parsed
 
     commands = {"before": parsed(options.before), "after": parsed(options.after)}
     folder = options.out or new_folder("turns")

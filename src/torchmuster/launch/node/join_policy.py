@@ -30,9 +30,9 @@ from torchmuster.redaction import printable
 
 WORKER = "torchmuster.worker"
 # Modules of torchmuster that ranks may run, without arguments.
-PROBES = frozenset({"torchmuster.launch.probes.smoke", "torchmuster.verify.probes.collectives"})
+PROBES = frozenset({"torchmuster.launch.probes.smoke", "torchmuster.diagnose.probes.collectives"})
 # Programs that may run beside the node agent.
-SIDECARS = frozenset({"torchmuster.verify.examiner"})
+SIDECARS = frozenset({"torchmuster.diagnose.examiner"})
 # The others unpickle what they read from a store that the host may have written to.
 RENDEZVOUS = "muster"
 

@@ -21,7 +21,7 @@ from torchmuster.launch import torch_private
 from torchmuster.launch.torch_private import flight_recorders, group_names
 
 _ENTRIES_KEPT = 400
-_SAVES = "muster-saving"  # the thread that saves checkpoints (train/saving/checkpointer.py)
+_SAVES = "muster-saving"  # the thread that saves checkpoints (train/checkpointing/checkpointer.py)
 
 
 def status() -> bytes:

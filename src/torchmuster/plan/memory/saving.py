@@ -1,6 +1,6 @@
 """What saving takes: copies in the host's memory while a checkpoint is written, and room on the disk.
 
-The same counts as in ``train/saving``: a checkpoint has every parameter and the optimiser's states once, ranks divide
+The same counts as in ``train/checkpointing``: a checkpoint has every parameter and the optimiser's states once, ranks divide
 evenly what they write, and saving beside the training keeps a copy of what a machine's ranks write.
 """
 

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.diagnose.probes.exact_values import wait_for_device
 from torchmuster.plan.hardware.model import Link
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.timing.calibration import Asked, RankRates
 from torchmuster.plan.timing.rates import key_of
 from torchmuster.train.world import World, join_world
 from torchmuster.units import KiB, MiB
-from torchmuster.verify.probes.exact_values import wait_for_device
 
 _PRODUCT = {"cpu": 768}  # rows and columns; on accelerators:
 _PRODUCT_ON_CARD = 8192

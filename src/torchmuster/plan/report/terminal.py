@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from torchmuster.diagnose.report.terminal import columns
 from torchmuster.finding import render
 from torchmuster.plan.answer import Answer
 from torchmuster.plan.hardware.given import in_words
@@ -14,7 +15,6 @@ from torchmuster.plan.report.picture import parts, place, spare
 from torchmuster.plan.search.decide import passed_over_in_words
 from torchmuster.redaction import harmless
 from torchmuster.units import format_bytes, plural
-from torchmuster.verify.report.terminal import columns
 
 _BAR = 40
 _MOST_ROWS = 10

@@ -1,0 +1,176 @@
+"""Two sides of records of one bench: what got better, what got worse, and what is within the noise.
+
+One process is one sample. Where its memory lies and which core it is on make all of its figures a little larger or
+smaller together, so many samples of one process say little about the next one. With several records on each
+side, each counts once, by its median, and the spread between records is the noise. With too few of them that spread
+is unknown: then all their samples are compared, and only a change beyond ``FLOOR`` counts.
+
+Best are pairs whose samples were taken in turns (``turn_taking.py``): each pair counts once, by how much its two samples of a round
+differ, and what the machine did at that time is in both.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.bench.record import BenchRecord, Series
+from torchmuster.bench.statistics import Shift, fewest, fewest_pairs, middle, shift
+from torchmuster.errors import Impossible
+
+# That nothing at all is called changed where nothing did, over all series together.
+CONFIDENCE = 0.99
+# Where code and data lie in memory alone moves figures by this much: less is no news, however certain.
+LEAST = 0.01
+# Of one process nobody knows how far it is from the next; only what is beyond this counts.
+FLOOR = 0.10
+_EXACT = ("B", "1")  # what is counted or computed can be the same every time; a time cannot
+
+Verdict = Literal["better", "worse", "within noise", "unknown"]
+Counted = Literal["pairs", "records", "samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One series on both sides. ``change`` 0.03 is 3 % more, whether that is good or bad; the interval is around it."""
+
+    series: Series  # as the first record has it
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What came of comparing two sides."""
+
+    changes: tuple[Change, ...]
+    left_out: tuple[str, ...]  # titles of series that not every record has
+    by_records: bool  # each record counted once; else their samples, with FLOOR
+    in_pairs: bool  # records whose samples were taken in turns counted as one
+    records_needed: int  # on each side, so that a change can be certain
+
+    @property
+    def floor(self) -> float:
+        """The least change that counts."""
+        return LEAST if self.by_records else FLOOR
+
+    def would_be_seen(self, change: Change) -> float:
+        """Return how large a change of a series must be to count here, beside all that are compared."""
+        return max(self.floor, change.high - change.change, change.change - change.low)
+
+
+def compare(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
+    """Compare the records ``b`` with the records ``a``, which were there before."""
+    benches = sorted({one.bench for one in (*a, *b)})
+    if len(benches) > 1:
+        raise Impossible(
+            "cannot compare these records",
+            why=f"they are of different benches: {', '.join(benches)}",
+            fix="give records of one bench on both sides",
+        )
+    in_pairs = _are_pairs(a, b)
+    if in_pairs:
+        a, b = (sorted(side, key=lambda one: one.environment.in_turns) for side in (a, b))
+    before, after = _by_key(a), _by_key(b)
+    shared = [
+        key
+        for key, some in before.items()
+        if len(some) == len(a) and len(after.get(key, ())) == len(b)
+    ]
+    if not shared:
+        raise Impossible(
+            "cannot compare these records",
+            why="not one series is in all of them: their names and labels differ",
+            fix="measure both sides with the same flags",
+        )
+    needed = (fewest_pairs if in_pairs else fewest)(len(shared), confidence=CONFIDENCE)
+    by_records = min(len(a), len(b)) >= needed
+    counted: Counted = ("pairs" if in_pairs else "records") if by_records else "samples"
+    return Comparison(
+        changes=tuple(
+            _change(before[key], after[key], counted=counted, compared=len(shared))
+            for key in shared
+        ),
+        left_out=tuple(
+            some[0].title for key, some in {**after, **before}.items() if key not in shared
+        ),
+        by_records=by_records,
+        in_pairs=in_pairs,
+        records_needed=needed,
+    )
+
+
+def _are_pairs(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
+    """Say whether the samples of each record were taken in turns with those of one of the other side."""
+    before, after = (sorted(one.environment.in_turns for one in side) for side in (a, b))
+    return before == after and all(before) and len({*before}) == len(before)
+
+
+def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
+    found: dict[object, list[Series]] = {}
+    for record in records:
+        for series in record.series:
+            found.setdefault(series.key, []).append(series)
+    return found
+
+
+def _change(
+    before: Sequence[Series], after: Sequence[Series], *, counted: Counted, compared: int
+) -> Change:
+    series = before[0]
+    by_records = counted != "samples"
+    a, b = (_values(side, by_records=by_records) for side in (before, after))
+    confidence = 1 - (1 - CONFIDENCE) / compared
+    found = _unmistakable(a, b, exact=series.unit in _EXACT)
+    if found is None and counted == "pairs":
+        apart = [_apart(*pair) for pair in zip(before, after, strict=True)]
+        found = middle(apart, confidence=confidence).as_shares()
+    elif found is None:
+        logarithms = ([*map(math.log, side)] for side in (a, b))
+        found = shift(*logarithms, confidence=confidence).as_shares()
+    verdict: Verdict = "within noise"
+    if not math.isfinite(found.high - found.low):
+        verdict = "unknown"
+    elif (found.low > 0 or found.high < 0) and abs(found.middle) > (LEAST if by_records else FLOOR):
+        verdict = "better" if (found.middle > 0) == (series.better == "higher") else "worse"
+    return Change(
+        series=series,
+        before=statistics.median(a),
+        after=statistics.median(b),
+        change=found.middle,
+        low=found.low,
+        high=found.high,
+        verdict=verdict,
+    )
+
+
+def _values(side: Sequence[Series], *, by_records: bool) -> list[float]:
+    if by_records:
+        return [statistics.median(one.samples) for one in side]
+    return [sample for one in side for sample in one.samples]
+
+
+def _unmistakable(a: Sequence[float], b: Sequence[float], *, exact: bool) -> Shift | None:
+    """Return by which share ``b`` is more than ``a`` where no test is needed, or none is possible."""
+    first, last = statistics.median(a), statistics.median(b)
+    if exact and len({*a}) == len({*b}) == 1:
+        # What is the same every time needs no test: it changed, or it did not.
+        share = 0.0 if first == last else (last / first - 1 if first else math.inf)
+        return Shift(middle=share, low=share, high=share)
+    if min(*a, *b) <= 0:  # no shares of what may be nothing
+        share = last / first - 1 if first else math.nan
+        return Shift(middle=share, low=-math.inf, high=math.inf)
+    return None
+
+
+def _apart(before: Series, after: Series) -> float:
+    """Return how far two series of a pair are apart, as a logarithm: round by round, if both have as many rounds."""
+    if len(before.samples) != len(after.samples):
+        return math.log(statistics.median(after.samples) / statistics.median(before.samples))
+    pairs = zip(before.samples, after.samples, strict=True)
+    return statistics.median(math.log(last / first) for first, last in pairs)

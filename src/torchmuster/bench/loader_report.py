@@ -1,0 +1,229 @@
+"""What measured reading means: which way is best, what it feeds, what starting workers costs."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchmuster.bench import loader_choice
+from torchmuster.bench.environment import Environment
+from torchmuster.bench.loader import LoaderAnswer, Read
+from torchmuster.bench.record import BenchRecord, Json, Series
+from torchmuster.bench.report.report import Picture, Report, Table
+from torchmuster.decision import Decision
+from torchmuster.finding import Finding, Status
+from torchmuster.pages.charts import Bar, bars
+from torchmuster.pages.figures import amount
+from torchmuster.units import format_bytes, plural
+
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that was read."""
+
+    data: str  # as people know it
+    answer: LoaderAnswer  # of the first rank
+    ranks: int
+    cores: int
+    needed_samples_s: float | None  # for each rank; None: nobody has said
+    by_workers: Sequence[Read]
+    chosen: Decision[Read]
+    by_prefetch: Sequence[Read] = ()  # with the chosen number of workers
+    prefetch: Decision[Read] | None = None
+    one_thread: tuple[Read, Read] | None = None  # as it is, and with one thread for each worker
+
+
+def report(
+    measured: Measured,
+    *,
+    where: Decision[str],
+    environment: Environment,
+    settings: Mapping[str, Json],
+    date: str,
+    took_s: float,
+) -> Report:
+    """Return what was measured, as people and programs read it."""
+    answer, chosen = measured.answer, measured.chosen.value
+    return Report(
+        bench="data",
+        question=f"how fast can {measured.data} be read, and by how many workers?",
+        findings=tuple(_findings(measured)),
+        choices=tuple(_choices(measured, where)),
+        tables=tuple(_tables(measured)),
+        pictures=tuple(_pictures(measured)),
+        record=BenchRecord(
+            bench="data",
+            date=date,
+            settings=settings,
+            environment=environment,
+            series=tuple(_series(measured)),
+            facts={
+                "best_workers": chosen.reading.workers,
+                "best_prefetch": None
+                if measured.prefetch is None
+                else measured.prefetch.value.reading.prefetch,
+                "samples_per_step": answer.samples_per_step,
+                "batch_bytes": answer.batch_bytes,
+                "samples": answer.samples,
+                "busy_threads": {
+                    str(one.reading.workers): one.busy_threads for one in measured.by_workers
+                },
+            },
+        ),
+        took_s=took_s,
+    )
+
+
+def _choices(measured: Measured, where: Decision[str]) -> Iterator[Decision[str]]:
+    ranks = f" by {measured.ranks} ranks at once" if measured.ranks > 1 else ""
+    yield Decision(value=f"read for {measured.answer.device}{ranks}", reason=where.reason)
+    workers = measured.chosen.value.reading.workers
+    yield Decision(
+        value=f"{plural(workers, 'worker')} (data.workers: {workers})",
+        reason=measured.chosen.reason,
+    )
+    if measured.prefetch is not None:
+        ahead = measured.prefetch.value.reading.prefetch
+        yield Decision(
+            value=f"{ahead} batches ahead (data.prefetch: {ahead})",
+            reason=measured.prefetch.reason,
+        )
+
+
+def _findings(measured: Measured) -> Iterator[Finding]:
+    chosen = measured.chosen.value
+    yield loader_choice.feeding(
+        chosen,
+        samples_per_step=measured.answer.samples_per_step,
+        needed_samples_s=measured.needed_samples_s,
+    )
+    yield loader_choice.same_data([*measured.by_workers, *measured.by_prefetch])
+    crowded = loader_choice.oversubscription(
+        measured.by_workers, cores=measured.cores, ranks=measured.ranks
+    )
+    if crowded is not None:
+        yield crowded
+    if measured.one_thread is not None:
+        yield loader_choice.one_thread_gain(*measured.one_thread)
+    more = loader_choice.more_might_help(measured.by_workers, chosen)
+    if more is not None:
+        yield more
+    if chosen.reading.workers:
+        yield _starting(chosen)
+    yield _pinning(measured.answer)
+
+
+def _starting(chosen: Read) -> Finding:
+    first = statistics.median(chosen.first_batch_s)
+    later = statistics.median(chosen.next_epoch_s)
+    return Finding(
+        name="data-start",
+        status=Status.OK,
+        what=f"the first batch comes after {amount(first, 's')}, with the start of "
+        f"{chosen.reading.name}; that of a later epoch after {amount(later, 's')}",
+        why="workers that read samples with numbers stay from epoch to epoch; those of a stream start anew",
+    )
+
+
+def _pinning(answer: LoaderAnswer) -> Finding:
+    if not answer.pinned_to_device_s:
+        return Finding(
+            name="data-pinning",
+            status=Status.NOTE,
+            what="what pinned memory gains is not known: there is no accelerator here to copy to",
+        )
+    plain = statistics.median(answer.to_device_s)
+    pinned = statistics.median(answer.pinned_to_device_s)
+    return Finding(
+        name="data-pinning",
+        status=Status.OK,
+        what=f"a batch of {format_bytes(answer.batch_bytes)} takes {amount(pinned, 's')} to the device "
+        f"from pinned memory, {amount(plain, 's')} from ordinary memory",
+        why="on CUDA devices workers of muster train pin what they read",
+    )
+
+
+def _tables(measured: Measured) -> Iterator[Table]:
+    answer = measured.answer
+    each = " a rank" if measured.ranks > 1 else ""
+    yield Table(
+        title=f"samples a second{each}, batches of {answer.samples_per_batch} "
+        f"({format_bytes(answer.batch_bytes)})",
+        head=(
+            *("workers", "samples/s", "±", "against 0", "first batch", "next epoch"),
+            *("busy cores", "threads"),
+        ),
+        rows=tuple(_row(one, measured.by_workers[0]) for one in measured.by_workers),
+        note=f"Nothing is computed beside reading, on {measured.cores} cores. Threads are those that "
+        "compute in one worker, or without workers in the rank.",
+    )
+    if measured.by_prefetch:
+        yield Table(
+            title=f"batches ahead, with {measured.chosen.value.reading.name}",
+            head=("prefetch", "samples/s", "±", "first batch"),
+            rows=tuple(
+                (
+                    str(one.reading.prefetch),
+                    f"{one.rate.median:,.0f}",
+                    f"{one.rate.noise * 100:.0f} %",
+                    amount(statistics.median(one.first_batch_s), "s"),
+                )
+                for one in measured.by_prefetch
+            ),
+        )
+
+
+def _row(one: Read, first: Read) -> tuple[str, ...]:
+    ratio = one.rate.median / first.rate.median
+    return (
+        str(one.reading.workers),
+        f"{one.rate.median:,.0f}",
+        f"{one.rate.noise * 100:.0f} %",
+        f"{ratio:.2f} x",
+        amount(statistics.median(one.first_batch_s), "s"),
+        amount(statistics.median(one.next_epoch_s), "s"),
+        _UNKNOWN if one.busy_cores is None else f"{one.busy_cores:.1f}",
+        _UNKNOWN if one.busy_threads is None else str(one.busy_threads),
+    )
+
+
+def _pictures(measured: Measured) -> Iterator[Picture]:
+    reads = [*measured.by_workers, *measured.by_prefetch]
+    shown = {one.reading: one for one in reads}.values()
+    yield Picture(
+        title="samples a second",
+        svg=bars(
+            "Samples a second by the number of workers",
+            "samples/s",
+            [
+                Bar(
+                    name=one.reading.name,
+                    value=one.rate.median,
+                    low=one.rate.low,
+                    high=one.rate.high,
+                    label=f"{one.rate.median:,.0f}",
+                )
+                for one in shown
+            ],
+        ),
+        caption="The lines show where the true median lies with 95 %.",
+    )
+
+
+def _series(measured: Measured) -> Iterator[Series]:
+    reads = {one.reading: one for one in (*measured.by_prefetch, *measured.by_workers)}
+    for one in reads.values():
+        labels: dict[str, str | int | float] = {
+            "workers": one.reading.workers,
+            "prefetch": one.reading.prefetch,
+        }
+        yield Series(
+            name="rate", unit="samples/s", better="higher", samples=one.samples_s, labels=labels
+        )
+        yield Series(
+            name="first_batch", unit="s", better="lower", samples=one.first_batch_s, labels=labels
+        )
+        yield Series(
+            name="next_epoch", unit="s", better="lower", samples=one.next_epoch_s, labels=labels
+        )

@@ -1,0 +1,186 @@
+"""Computes attention in every way that torch has here, in turns, and compares what comes out."""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchmuster.bench.attention import AttentionAnswer, AttentionRequest, Measured
+from torchmuster.bench.probes.attention_kinds import Attention, Inputs, Kind, available, plain
+from torchmuster.bench.probes.clock import interleaved
+from torchmuster.bench.probes.on_device import device_name, device_of, number_types, quickest_s
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.plan.torch_private import single_allocations
+from torchmuster.train.out_of_memory import recognise
+
+# What rounding can explain, of the norm: probabilities and outputs are rounded to the type on the way.
+_MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_ROWS_CHECKED = 64  # at the beginning and at the end of a sequence
+
+
+def measure(request: AttentionRequest) -> AttentionAnswer:
+    """Compute every kind at every length."""
+    device = device_of(request.device)
+    dtype = _dtype(request, device)
+    shortest = _inputs(replace(request, batch=1), min(request.lengths), device, dtype)
+    kinds, missing = available(request.kinds, shortest, causal=request.causal)
+    last_s: dict[str, float] = {}  # what a call took at the length before
+    found: list[Measured] = []
+    for length in sorted(set(request.lengths)):
+        found += _at_length(request, length, kinds, device, dtype, last_s)
+    return AttentionAnswer(
+        device=str(device),
+        device_name=device_name(device),
+        number_type=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        missing=missing,
+        measured=tuple(found),
+        compile_s=last_s.get("compiling"),
+    )
+
+
+def _dtype(request: AttentionRequest, device: torch.device) -> torch.dtype:
+    name: str = request.number_type
+    if name == "auto":
+        types, _ = number_types(device)
+        wanted = ("float32",) if device.type == "cpu" else ("bfloat16", "float16", "float32")
+        name = next(one for one in wanted if one in types)
+    return {one: one_type for one_type in _MOST_ERROR for one in [str(one_type)[6:]]}[name]
+
+
+def _inputs(
+    request: AttentionRequest, length: int, device: torch.device, dtype: torch.dtype
+) -> Inputs:
+    maker = torch.Generator().manual_seed(length)
+    size = (request.batch, request.heads, length, request.head_size)
+    made = (torch.randn(size, generator=maker).to(device, dtype) for _ in range(3))
+    queries, keys, values = (one.requires_grad_() for one in made)
+    return queries, keys, values
+
+
+def _at_length(
+    request: AttentionRequest,
+    length: int,
+    kinds: dict[str, Kind],
+    device: torch.device,
+    dtype: torch.dtype,
+    last_s: dict[str, float],
+) -> Iterator[Measured]:
+    inputs = _inputs(request, length, device, dtype)
+    turns: dict[str, Callable[[], object]] = {}
+    found: dict[str, Measured] = {}
+    for name, kind in kinds.items():
+        expected_s = 4 * last_s.get(name, 0.0)  # lengths double, and the work is their square
+        if request.longest_s is not None and expected_s > request.longest_s:
+            reason = f"a forward and backward would take about {expected_s:.2g} s"
+            found[name] = Measured(kind=name, length=length, left_out=reason)
+            continue
+        begun_s = time.perf_counter()
+        attend = kind.make(length)
+        forward, training = partial(_forward, attend, inputs), partial(_training, attend, inputs)
+        try:
+            one = _checked(name, length, attend, inputs, request.causal, kind)
+            if name == "flex":
+                so_far_s = last_s.get("compiling", 0.0)
+                last_s["compiling"] = so_far_s + time.perf_counter() - begun_s
+            one = replace(one, forward_bytes=_peak_bytes(forward, device))
+            turns[f"{name} forward"] = forward
+            if not kind.forward_only:
+                one = replace(one, training_bytes=_peak_bytes(training, device))
+                turns[f"{name} training"] = training
+            last_s[name] = quickest_s(forward if kind.forward_only else training, device)
+        except Exception as error:
+            if not recognise(error):
+                raise
+            turns = {key: turn for key, turn in turns.items() if not key.startswith(f"{name} ")}
+            one = Measured(kind=name, length=length, left_out="memory ran out")
+            _give_back(device)
+        found[name] = one
+    taken = interleaved(
+        turns, device=device, rounds=request.rounds, least_sample_s=request.least_sample_s
+    )
+    for name, one in found.items():
+        yield replace(
+            one,
+            forward_s=taken.get(f"{name} forward", ()),
+            training_s=taken.get(f"{name} training", ()),
+        )
+
+
+def _forward(attend: Attention, inputs: Inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return attend(*inputs)
+
+
+def _training(attend: Attention, inputs: Inputs) -> Sequence[torch.Tensor]:
+    output = attend(*inputs)
+    return torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+
+def _checked(
+    name: str, length: int, attend: Attention, inputs: Inputs, causal: bool, kind: Kind
+) -> Measured:
+    """Compare the output with float64: the first and last places of one head; gradients with short sequences."""
+    rows = sorted(
+        {*range(min(_ROWS_CHECKED, length)), *range(max(0, length - _ROWS_CHECKED), length)}
+    )
+    queries, keys, values = (one[0, 0].detach().cpu().double() for one in inputs)
+    queries, keys, values = (one.requires_grad_() for one in (queries, keys, values))
+    later = torch.arange(length) > torch.tensor(rows)[:, None] if causal else None
+    expected = plain(later, queries[rows], keys, values)
+    output = attend(*inputs)
+    error = _difference(output[0, 0][rows], expected)
+    if len(rows) == length and not kind.forward_only:
+        wanted = torch.autograd.grad(expected.sum(), (queries, keys, values))
+        given = torch.autograd.grad(output.sum(), inputs)
+        pairs = zip(given, wanted, strict=True)
+        error = max(error, *(_difference(one[0, 0], exact) for one, exact in pairs))
+    most = _MOST_ERROR[inputs[0].dtype]
+    return Measured(
+        kind=name, length=length, error=error, right=error <= most, forward_only=kind.forward_only
+    )
+
+
+def _difference(given: torch.Tensor, expected: torch.Tensor) -> float:
+    exact = expected.detach()
+    return float((given.detach().cpu().double() - exact).norm() / exact.norm())
+
+
+def _peak_bytes(turn: Callable[[], object], device: torch.device) -> int:
+    """Return what a call takes at most beside what is there before it."""
+    if device.type != "cpu":
+        before = int(torch.accelerator.memory_allocated(device))
+        torch.accelerator.reset_peak_memory_stats(device)
+        turn()
+        return int(torch.accelerator.max_memory_allocated(device)) - before
+    # The profiler sees also what compiled code and kernels take for themselves.
+    # acc_events: torch 2.12 warns of its default, which makes a difference only where a profiler starts twice.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        result = turn()
+    peak = max(accumulate(single_allocations(seen)), default=0)
+    del result
+    return max(peak, 0)
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def main(request: str, answers: str) -> None:
+    """Read what is asked for, compute, and leave the answer."""
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=AttentionRequest)
+    leave_answer(answers, 0, msgspec.json.encode(measure(asked)).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Multiplies matrices in turns, in every number type that the device has, and checks what comes out."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from torchmuster.bench.matmul import MatmulAnswer, MatmulRequest, Product, Shape
+from torchmuster.bench.probes.clock import interleaved
+from torchmuster.bench.probes.linear_layers import linear_shapes
+from torchmuster.bench.probes.on_device import CPU, device_name, device_of, number_types, quickest_s
+from torchmuster.bench.statistics import estimate
+from torchmuster.errors import Impossible
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+
+_DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# What rounding can explain, of the norm: a few times the type's own step. Sums in 16 bits would be far beyond.
+_MOST_ERROR = {"float32": 1e-5, "tf32": 2e-3, "bfloat16": 1e-2, "float16": 2e-3}
+_ROWS_CHECKED = 8
+
+
+def products(request: MatmulRequest) -> MatmulAnswer:
+    """Multiply everything that is asked for: on the accelerator and on the CPU, or only there."""
+    shapes = request.shapes
+    if request.work is not None:
+        shapes = linear_shapes(request.work, request.micro_batch_size)
+    device = device_of(request.device)
+    types, missing = number_types(device)
+    found = _on(device, shapes, types, request)
+    if device.type != "cpu":
+        found += _on(CPU, shapes, number_types(CPU)[0], request)
+    return MatmulAnswer(
+        device=str(device),
+        device_name=device_name(device),
+        threads=torch.get_num_threads(),
+        products=tuple(found),
+        missing_types=missing,
+    )
+
+
+def _on(
+    device: torch.device, shapes: Sequence[Shape], types: Sequence[str], request: MatmulRequest
+) -> list[Product]:
+    """Multiply in turns what does not take too long; in the order of shapes, then of types."""
+    turns: dict[str, Callable[[], object]] = {}
+    found: dict[tuple[int, int], Product] = {}
+    for kind, number_type in enumerate(types):
+        best_flops_s = 0.0
+        for number, shape in sorted(enumerate(shapes), key=lambda one: one[1].flops):
+            product = Product(shape=shape, number_type=number_type, on_cpu=device.type == "cpu")
+            expected_s = shape.flops / best_flops_s if best_flops_s else 0.0
+            if request.longest_s is not None and expected_s > request.longest_s:
+                reason = f"one product would take about {expected_s:.2g} s"
+                found[number, kind] = replace(product, left_out=reason)
+                continue
+            left, right = _factors(shape, number_type, device)
+            turn = partial(_multiply, left, right, number_type)
+            error = _error(turn(), left, right)
+            best_flops_s = max(best_flops_s, shape.flops / quickest_s(turn, device))
+            is_right = error <= _MOST_ERROR[number_type]
+            found[number, kind] = replace(product, error=error, right=is_right)
+            turns[f"{number} {kind}"] = turn
+    taken = interleaved(turns, device=device, rounds=request.rounds)
+    return [
+        replace(found[key], call_s=taken.get(f"{key[0]} {key[1]}", ())) for key in sorted(found)
+    ]
+
+
+def _factors(
+    shape: Shape, number_type: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    maker = torch.Generator().manual_seed(shape.flops)
+    sizes = (shape.rows, shape.inner), (shape.inner, shape.columns)
+    left, right = (
+        torch.randn(size, generator=maker).to(device, _DTYPES[number_type]) for size in sizes
+    )
+    return left, right
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, number_type: str) -> torch.Tensor:
+    if number_type != "tf32":
+        return left @ right
+    torch.set_float32_matmul_precision("high")
+    try:
+        return left @ right
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def _error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return how far the first and the last rows are from what float64 gives on the CPU."""
+    rows = [*range(min(_ROWS_CHECKED, len(left))), len(left) - 1]
+    expected = left[rows].cpu().double() @ right.cpu().double()
+    return float((product[rows].cpu().double() - expected).norm() / expected.norm())
+
+
+def benchmark_matmul(
+    device: str | torch.device, size: int, iterations: int = 100
+) -> dict[str, Any]:
+    """Multiply two square matrices of float32 on a device; the classic function of ``distributed``."""
+    if size < 1 or iterations < 1:
+        raise Impossible(
+            f"benchmark_matmul with size {size} and {iterations} iterations",
+            why="both are numbers from 1 on",
+            fix='benchmark_matmul("cpu", 1024, 100)',
+        )
+    place = torch.device(device)
+    shape = Shape(rows=size, inner=size, columns=size)
+    left, right = _factors(shape, "float32", place)
+    turns = {"product": partial(_multiply, left, right, "float32")}
+    found = estimate(interleaved(turns, device=place, rounds=iterations)["product"])
+    return {
+        "device": str(place),
+        "size": size,
+        "iterations": iterations,
+        "seconds": found.median,
+        "tflops": shape.flops / found.median / 1e12,
+        "noise": found.noise,
+    }
+
+
+def main(request: str, answers: str) -> None:
+    """Read what is asked for, multiply, and leave the answer."""
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=MatmulRequest)
+    leave_answer(answers, 0, msgspec.json.encode(products(asked)).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

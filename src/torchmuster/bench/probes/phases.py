@@ -1,0 +1,186 @@
+"""A clock that knows what the training is doing: every moment of a step belongs to one phase, the innermost."""
+
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from torchmuster.bench.profile.recording_words import Collective, Step
+
+_REST = ""
+_UNMARKED = nullcontext()
+_MOST_COLLECTIVES = 64  # of one step; a script that makes more of them shows its habit with these
+# Where a script's own reading of values shows; elsewhere it is part of what is being done.
+_READING_SHOWS_IN = (_REST, "forward", "communication")
+
+
+class Phases:
+    """Sums the time of each phase in the step that goes on; only the thread that trains uses it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.marks = False  # whether phases are marked in the profiler's trace as well
+        self._open: list[tuple[str, record_function | None]] = []
+        self._waits: tuple[float, float] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.times: Counter[str] = Counter()
+        self.first_at_s: dict[str, float] = {}
+        self.last_end_at_s: dict[str, float] = {}
+        self.collectives: list[Collective] = []
+        self.gradient_ready_at_s: float | None = None
+        self.waiting_s = 0.0
+        self._switches = _switches()
+        self._cpu_s = time.process_time()
+        self.begun_at_s = self._since_s = self._clock()
+
+    @property
+    def now(self) -> str:
+        """The innermost phase; empty where none goes on."""
+        return self._open[-1][0] if self._open else _REST
+
+    def enter(self, phase: str) -> None:
+        """Go into a phase; the one around it stands still."""
+        mark = None
+        if self.marks:
+            mark = record_function(f"muster:{phase}")
+            mark.__enter__()  # type: ignore[no-untyped-call]
+        at_s = self._clock()
+        self.seconds[self.now] += at_s - self._since_s
+        self._since_s = at_s
+        self.times[phase] += 1
+        self.first_at_s.setdefault(phase, at_s)
+        self._open.append((phase, mark))
+
+    def leave(self) -> None:
+        """Leave the innermost phase."""
+        at_s = self._clock()
+        phase, mark = self._open.pop()
+        self.seconds[phase] += at_s - self._since_s
+        self._since_s = self.last_end_at_s[phase] = at_s
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+    def left_of(self, depth: int) -> None:
+        """Leave all phases but the outer ones: those that an exception has ended."""
+        while len(self._open) > depth:
+            self.leave()
+
+    @property
+    def depth(self) -> int:
+        """How many phases are open."""
+        return len(self._open)
+
+    @property
+    def reading_shows(self) -> bool:
+        """Whether a value that is read now is read by the script's own loop."""
+        return self.now in _READING_SHOWS_IN
+
+    def marked(self, name: str) -> AbstractContextManager[object]:
+        """Mark what is inside the ``with`` in the trace, while there is one."""
+        return record_function(f"muster:{name}") if self.marks else _UNMARKED
+
+    def read(self, seconds: float) -> None:
+        """Count the reading of a value, which has just ended."""
+        at_s = self._clock()
+        self.seconds[self.now] += at_s - self._since_s - seconds
+        self._since_s = at_s
+        self.seconds["reads"] += seconds
+        self.times["reads"] += 1
+
+    def begin_wait(self) -> None:
+        """Note that from now on the loop may be waiting for data; another call begins anew."""
+        self._waits = (self._clock(), self.seconds["data"])
+
+    def end_wait(self) -> None:
+        """Count what was waited since :meth:`begin_wait` as data, but for what is counted already."""
+        if self._waits is None:
+            return
+        at_s, (since_s, counted_s) = self._clock(), self._waits
+        self._waits = None
+        begun_s = max(since_s, self.begun_at_s)  # a step may have ended in between
+        waited_s = at_s - begun_s - max(0.0, self.seconds["data"] - counted_s)
+        self.seconds[self.now] += at_s - self._since_s - waited_s
+        self._since_s = self.last_end_at_s["data"] = at_s
+        self.seconds["data"] += waited_s
+
+    def gradient_ready(self) -> None:
+        """Note that another parameter has its gradient; the last one of a backward counts."""
+        self.gradient_ready_at_s = self._clock()
+
+    def backward_ended(self) -> None:
+        """Note what a backward waited after its last gradient."""
+        ended_at_s = self.last_end_at_s["backward"]
+        if self.gradient_ready_at_s is not None:
+            self.waiting_s += max(0.0, ended_at_s - self.gradient_ready_at_s)
+
+    def called(self, name: str, begun_at_s: float, size_bytes: int | None) -> None:
+        """Keep a call of torch.distributed that has just ended."""
+        if len(self.collectives) < _MOST_COLLECTIVES:
+            self.collectives.append(
+                Collective(
+                    name=name,
+                    begun_at_s=begun_at_s,
+                    ended_at_s=self._clock(),
+                    size_bytes=size_bytes,
+                )
+            )
+
+    def end(self, number: int, *, profiled: bool, memory_bytes: int | None) -> Step:
+        """Return the step that has just ended."""
+        at_s = self._clock()
+        seconds = self.seconds
+        return Step(
+            number=number,
+            profiled=profiled,
+            begun_at_s=self.begun_at_s,
+            took_s=at_s - self.begun_at_s,
+            data_s=seconds["data"],
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            waiting_s=self.waiting_s,
+            communication_s=seconds["communication"],
+            optimizer_s=seconds["optimizer"],
+            save_s=seconds["save"],
+            saves=self.times["save"],
+            reads_s=seconds["reads"],
+            reads=self.times["reads"],
+            micro_batches=self.times["backward"],
+            data_ended_at_s=self.last_end_at_s.get("data"),
+            forward_begun_at_s=self.first_at_s.get("forward"),
+            backward_begun_at_s=self.first_at_s.get("backward"),
+            gradients_ready_at_s=self.gradient_ready_at_s,
+            backward_ended_at_s=self.last_end_at_s.get("backward"),
+            cpu_s=time.process_time() - self._cpu_s,
+            switches=_switches() - self._switches,
+            memory_bytes=memory_bytes,
+            collectives=tuple(self.collectives),
+        )
+
+
+def _switches() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def first_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor of a batch of any make."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+    parts: Any = ()
+    if isinstance(batch, dict):
+        parts = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    for part in parts:
+        found = first_tensor(part)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,319 @@
+"""Trains one model in every number type from the same weights with the same data, and times the steps in turns."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.data import default_collate
+
+from torchmuster.bench.precision import PrecisionAnswer, PrecisionRequest, Way
+from torchmuster.bench.probes import stability
+from torchmuster.bench.probes.clock import interleaved
+from torchmuster.bench.probes.on_device import device_name, number_types
+from torchmuster.errors import Impossible
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.probes.building import Built, build
+from torchmuster.plan.probes.tensor_memory import tensor_memory
+from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.data.nested import changed, placed, tensors_in
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.models import named
+from torchmuster.train.precision import PRECISIONS
+from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.update import Outcome, Update
+from torchmuster.train.world import World, join_world
+
+_FOLLOWED = 3  # steps whose memory is looked at; the last of them is like all later ones
+_HELD = 2  # batches that are not trained on
+_STUDY_STEPS = 60
+_NEVER = 10**9
+_MOST_TRIES = 24  # of a step: halved so often, the first loss scale is less than 1
+_NUMBER_TYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def measure(request: PrecisionRequest, world: World) -> PrecisionAnswer:
+    """Train in each precision, then time all of them in turns."""
+    names, missing = _precisions(world.device)
+    samples = _samples(request)
+    first = _built(request, "fp32", world)
+    batches = _batches(request, first, samples)
+    reference = _reference(first, batches[0])
+    del first
+    ways = []
+    for name in names:
+        try:
+            ways.append(_Training(request, name, world, reference).way(batches))
+        except Impossible as error:  # weights of 16 bits cannot be trained with a loss scale
+            missing[name] = f"{error.what}: {error.why}"
+    other_order = [*batches[:_HELD], *reversed(batches[_HELD:])]
+    again = _Training(request, "fp32", world, reference).way(other_order)
+    first = _built(request, "fp32", world)
+    taken = _times(request, first, [one.precision for one in ways], batches[0])
+    return PrecisionAnswer(
+        device=str(world.device),
+        device_name=device_name(world.device),
+        parameter_count=first.parameter_count,
+        ways=tuple(replace(one, step_s=taken[one.precision]) for one in ways),
+        missing=missing,
+        other_order_loss=again.held_loss,
+        courses=stability.study(world, [one for one in names if one != "tf32"], _STUDY_STEPS)
+        if request.study
+        else (),
+    )
+
+
+def _precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """Return what a training can be in on a device, and why the rest is left out."""
+    types, missing = number_types(device)
+    # CPUs can train in fp16 too, if only to see what becomes of it.
+    there = {*types, "float16"} if device.type == "cpu" else set(types)
+    return (
+        [name for name, one in _NUMBER_TYPES.items() if one in there],
+        {name: missing[one] for name, one in _NUMBER_TYPES.items() if one not in there},
+    )
+
+
+def _built(request: PrecisionRequest, name: str, world: World) -> Built:
+    """Build the training with the weights that all of them begin with."""
+    gc.collect()
+    torch.manual_seed(0)
+    one_rank = Candidate(
+        strategy="single",
+        layout=Layout(copies=1, shards=1),
+        precision="fp32" if name == "tf32" else name,  # type: ignore[arg-type]
+        micro_batch_size=request.micro_batch_size,
+    )
+    return build(request.work, one_rank, world)
+
+
+def _samples(request: PrecisionRequest) -> list[Any]:
+    """Return as many samples of the dataset as are needed, or all; none where rows of text are drawn."""
+    if request.work.dataset is None:
+        return []
+    torch.manual_seed(0)
+    with contextlib.chdir(request.work.folder):
+        dataset = named.call(request.work.dataset, "data.dataset")
+    found = list(itertools.islice(dataset, (request.steps + _HELD) * request.micro_batch_size))
+    if not found:
+        raise Impossible(
+            f"{request.work.dataset} (data.dataset) has no samples",
+            why="there is nothing to train on",
+            fix="return some from that function",
+        )
+    return found
+
+
+def _batches(request: PrecisionRequest, built: Built, samples: Sequence[Any]) -> list[Any]:
+    """Return the held ones and one for each step; a dataset that is too small comes again."""
+    count, size = request.steps + _HELD, request.micro_batch_size
+    torch.manual_seed(0)
+    if not samples:
+        return [built.batch() for _ in range(count)]
+    endless = itertools.cycle(samples)
+    return [default_collate([next(endless) for _ in range(size)]) for _ in range(count)]
+
+
+def _reference(built: Built, batch: Any) -> torch.Tensor | None:
+    """Return the outputs of the first weights for one sample in float64; None if the model cannot have them."""
+    exact = copy.deepcopy(built.model).to("cpu", torch.float64)
+    try:
+        return _outputs(built, exact, _as_float64(_first_sample(batch)))
+    except RuntimeError:  # its code brings numbers to a type of its own
+        return None
+
+
+def _first_sample(batch: Any) -> Any:
+    return changed(batch, lambda one: one[:1])
+
+
+def _as_float64(batch: Any) -> Any:
+    return changed(batch, lambda one: one.double() if one.is_floating_point() else one)
+
+
+def _outputs(built: Built, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Return the first tensor that the model gives when its loss is computed, in float64 on the CPU."""
+    seen: list[torch.Tensor] = []
+    hook = model.register_forward_hook(
+        lambda module, args, output: seen.append(next(tensors_in(output)))
+    )
+    model.eval()
+    try:
+        with torch.no_grad():
+            built.loss(model, batch)
+    finally:
+        hook.remove()
+        model.train()
+    return seen[0].double().cpu()
+
+
+@contextlib.contextmanager
+def _arithmetic(name: str) -> Iterator[None]:
+    """Let accelerators' float32 products be TF32 or not; the weights' own types stay as they are."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+class _Training:
+    """A training of its own in one precision."""
+
+    def __init__(
+        self, request: PrecisionRequest, name: str, world: World, reference: torch.Tensor | None
+    ) -> None:
+        self._request = request
+        self._name = name
+        self._world = world
+        self._reference = reference
+        self._losses: list[float | None] = []
+        self._skipped = 0
+        self._trouble = ""
+
+    def way(self, batches: Sequence[Any]) -> Way:
+        """Train, and say how it went; the first batches are held back for the end."""
+        held, data = batches[:_HELD], batches[_HELD:]
+        with _arithmetic(self._name):
+            with tensor_memory(self._world.device) as look:
+                begin = look().live_bytes
+                built = _built(self._request, self._name, self._world)
+                error = self._output_error(built, held[0])
+                for number, batch in enumerate(data[:_FOLLOWED]):
+                    look()
+                    self._train(built, number, batch)
+                    peak = look().peak_bytes - begin
+            for number, batch in enumerate(data[_FOLLOWED:], _FOLLOWED):
+                self._train(built, number, batch)
+            held_loss = self._held_loss(built, held)
+        scale = built.update.state()["loss_scale"]
+        return Way(
+            precision=self._name,
+            step_s=(),
+            peak_bytes=peak,
+            losses=tuple(self._losses),
+            held_loss=held_loss,
+            output_error=error,
+            skipped=self._skipped,
+            scale=None if scale is None else float(scale["scaler"]["scale"]),
+            trouble=self._trouble,
+        )
+
+    def _output_error(self, built: Built, batch: Any) -> float | None:
+        if self._reference is None:
+            return None
+        sample = placed(_first_sample(batch), self._world.device)
+        with built.precision.autocast(self._world.device):
+            given = _outputs(built, built.model, sample)
+        return _finite((given - self._reference).norm() / self._reference.norm())
+
+    def _train(self, built: Built, number: int, batch: Any) -> None:
+        """Take a step; one that only the scale of the loss has spoilt is taken again with the smaller one.
+
+        So all precisions have learnt from the same data in the end, and a difference is that of their numbers.
+        """
+        for _ in range(_MOST_TRIES):
+            torch.manual_seed(number)  # for dropout
+            loss, outcome = _step(built, number, batch)
+            value = _finite(loss)
+            if outcome.applied:
+                break
+            self._skipped += 1
+            if value is None or not outcome.overflowed:
+                self._look_for_cause(built, number, outcome)
+                break
+        self._losses.append(value)
+
+    def _look_for_cause(self, built: Built, number: int, outcome: Outcome) -> None:
+        if self._trouble:
+            return
+        looking = BadNumbers(
+            built.model, self._world, precision=built.precision, most_in_a_row=_NEVER
+        )
+        found = looking.examine(number, outcome.micro_batches, built.loss)
+        self._trouble = found.what.partition("; all ranks")[0]
+
+    def _held_loss(self, built: Built, held: Sequence[Any]) -> float | None:
+        built.model.eval()
+        with torch.no_grad():
+            losses = [_mean(*built.loss_of(placed(one, self._world.device))) for one in held]
+        built.model.train()
+        return _finite(torch.stack(losses).mean())
+
+
+def _step(built: Built, number: int, batch: Any) -> tuple[torch.Tensor, Outcome]:
+    """Make one whole step with a batch."""
+    size = built.candidate.micro_batch_size
+    step = Step(
+        epoch=0,
+        number=number,
+        rounds=1,
+        samples=size,
+        nominal_samples=size,
+        micro_batches=[MicroBatch(batch=placed(batch, built.world.device), samples=size)],
+    )
+    for micro in built.update.accumulate(step):
+        loss, count = built.loss_of(micro.batch)
+        built.update.backward(loss, count)
+    return _mean(loss.detach(), count), built.update.apply()
+
+
+def _mean(loss: torch.Tensor, count: int | torch.Tensor | None) -> torch.Tensor:
+    return loss if count is None else loss / count
+
+
+def _finite(value: torch.Tensor) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def _times(
+    request: PrecisionRequest, built: Built, names: Sequence[str], batch: Any
+) -> dict[str, tuple[float, ...]]:
+    """Time steps of one model that is trained in all precisions in turns."""
+    turns: dict[str, Callable[[], object]] = {}
+    for name in names:
+        precision = PRECISIONS["fp32" if name == "tf32" else name]
+        update = Update(
+            built.model,
+            built.optimizer,
+            built.strategy,
+            built.world,
+            precision=precision,
+            clip_norm=request.work.clip_norm,
+        )
+        turns[name] = partial(
+            _timed_step, name, replace(built, update=update, precision=precision), batch
+        )
+    return interleaved(
+        turns, device=built.world.device, rounds=request.rounds, warm_up_s=request.warm_up_s
+    )
+
+
+def _timed_step(name: str, built: Built, batch: Any) -> None:
+    with _arithmetic(name):
+        _step(built, 0, batch)
+
+
+def main(request: str, answers: str) -> None:
+    """Read what is asked for, train, and leave the answer."""
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=PrecisionRequest)
+    with join_world(asked.device) as world:
+        found = measure(asked, world)
+    leave_answer(answers, 0, msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""What would make a training faster, the best first, each with its expected gain and how that is known."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.bench.profile.analysis import Analysis
+from torchmuster.bench.profile.cause import Cause, Look
+from torchmuster.bench.profile.causes_of_computing import (
+    full_precision,
+    tiny_batch,
+    too_many_threads,
+)
+from torchmuster.bench.profile.causes_of_sending import no_overlap, sent_each_micro_batch
+from torchmuster.bench.profile.causes_of_waiting import (
+    host_reads,
+    many_saves,
+    starved_loader,
+    straggler,
+)
+from torchmuster.bench.profile.changes import Change, Trial
+from torchmuster.bench.profile.shares import WORDS
+from torchmuster.finding import Finding, Status
+from torchmuster.pages.figures import amount
+
+# A change of what is trained has to promise more than one that only makes the same training faster.
+_WEIGHT_OF_ANOTHER_TRAINING = 0.4
+_CAUSES: tuple[Look, ...] = (
+    starved_loader,
+    host_reads,
+    many_saves,
+    straggler,
+    no_overlap,
+    sent_each_micro_batch,
+    too_many_threads,
+    full_precision,
+    tiny_batch,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing to mend. ``gain`` is how many times as many samples per second there would be; None: unknown."""
+
+    cause: str
+    gain: float | None
+    known_by: Literal["trace", "trial"]
+    finding: Finding
+    change: Change | None  # what --verify can apply; None: only a person can
+
+
+def advise(analysis: Analysis, trials: Sequence[Trial] = ()) -> tuple[Advice, ...]:
+    """Return what to mend, the best first; nothing where nothing is worth it."""
+    if not analysis.steps:
+        return ()
+    found = [one for look in _CAUSES if (one := look(analysis, trials)) is not None]
+    return tuple(_advice(one) for one in sorted(found, key=_worth, reverse=True))
+
+
+def _worth(cause: Cause) -> float:
+    if cause.gain is None:
+        return 0.0
+    return (cause.gain - 1) * (_WEIGHT_OF_ANOTHER_TRAINING if cause.another_training else 1.0)
+
+
+def _advice(cause: Cause) -> Advice:
+    would = "the gain is unknown until it is tried"
+    if cause.gain is not None:
+        would = f"{cause.would} {cause.gain:.1f}x"
+    known = (
+        "tried on this training"
+        if cause.known_by == "trial"
+        else "computed from the steps' own times"
+    )
+    return Advice(
+        cause=cause.name,
+        gain=cause.gain,
+        known_by=cause.known_by,
+        finding=Finding(
+            name=cause.name,
+            status=Status.WARNING if cause.gain is not None else Status.NOTE,
+            what=f"{cause.what}: {would}",
+            why=cause.why,
+            fix=cause.fix,
+            evidence=f"{cause.evidence}\ngain {known}"
+            if cause.gain is not None
+            else cause.evidence,
+        ),
+        change=cause.change,
+    )
+
+
+def nothing_to_mend(analysis: Analysis, trials: Sequence[Trial] = ()) -> Finding:
+    """Say of a training without advice what limits it."""
+    limiting = limit(analysis)
+    tried = "".join(f"\ntried: {one.change}: {one.gain:.2f}x" for one in trials)
+    return Finding(
+        name="nothing-to-mend",
+        status=Status.OK,
+        what=f"nothing to mend: {limiting}",
+        why="no part of the step is both large and avoidable",
+        evidence=f"a step takes {amount(analysis.step_s, 's')}{tried}",
+    )
+
+
+def limit(analysis: Analysis) -> str:
+    """Name what takes most of the step, of all ranks together, and the operation that takes most of that."""
+    names = dict.fromkeys(WORDS, 0.0)
+    for rank in analysis.ranks:
+        for name in names:
+            names[name] += rank.shares.part(name) / len(analysis.ranks)
+    names["compute"] += names.pop("overlapped")
+    most = max(names, key=lambda name: names[name])
+    words = f"{names[most]:.0%} of the step is {WORDS[most]}"
+    traced = next((one.trace for one in analysis.ranks if one.trace is not None), None)
+    if most == "compute" and traced is not None and traced.operations.top:
+        words += f", most of it {traced.operations.top[0].name}"
+    return words

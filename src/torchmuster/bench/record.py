@@ -1,0 +1,108 @@
+"""What a bench leaves behind: what was measured, how, and on what, as JSON that can be compared years later."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from torchmuster.bench.environment import Environment
+from torchmuster.errors import Impossible
+from torchmuster.redaction import harmless
+from torchmuster.runfolder import write_atomically
+
+FILE = "record.json"
+VERSION = 1
+
+Json = Any  # None, texts, numbers, and lists and mappings of them
+Unit = Literal["s", "B", "B/s", "FLOP/s", "samples/s", "tokens/s", "1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One thing that was measured repeatedly; name and labels tell it from all others of a record."""
+
+    name: str
+    unit: Unit
+    better: Literal["lower", "higher"]
+    samples: tuple[float, ...]
+    labels: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.samples or not all(math.isfinite(one) for one in self.samples):
+            raise ValueError(f"the samples of {self.title} are missing, or not all numbers")
+
+    @property
+    def title(self) -> str:
+        """The name with its labels, as people see it."""
+        labels = ", ".join(f"{key} {value}" for key, value in self.labels.items())
+        return f"{self.name} ({labels})" if labels else self.name
+
+    @property
+    def key(self) -> tuple[str, frozenset[tuple[str, str]]]:
+        """What makes two series of two records the same thing."""
+        return self.name, frozenset((key, str(value)) for key, value in self.labels.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecord:
+    """One run of a bench.
+
+    ``settings`` are what it was told to do. ``facts`` are whatever else is worth keeping: values that were
+    checked, fits, the best that was found.
+    """
+
+    bench: str
+    date: str  # ISO 8601, with its time zone
+    settings: Mapping[str, Json]
+    environment: Environment
+    series: tuple[Series, ...]
+    facts: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len({one.key for one in self.series}) < len(self.series):
+            raise ValueError("two series have the same name and labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    version: int
+    record: msgspec.Raw
+
+
+def encode(record: BenchRecord) -> bytes:
+    """Return a record as JSON."""
+    document = {"version": VERSION, "record": record}
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def write(path: Path, record: BenchRecord) -> None:
+    """Write a record to a file."""
+    write_atomically(path, encode(record).decode())
+
+
+def read(path: Path) -> BenchRecord:
+    """Read a record from its file; one that is of another kind or damaged is refused with the reason."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        if document.version != VERSION:
+            raise Impossible(
+                f"{path} cannot be read",
+                why=f"its layout is version {document.version}, this torchmuster knows {VERSION}",
+                fix="use the torchmuster that wrote it, or measure again",
+            )
+        return msgspec.json.decode(document.record, type=BenchRecord)
+    except OSError as error:
+        raise Impossible(
+            f"there is no record at {path}",
+            why=error.strerror or str(error),
+            fix="give a record.json of muster bench, or the folder that it is in",
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Impossible(
+            f"{path} is no record of muster bench",
+            why=harmless(str(error)),
+            fix="give a record.json of muster bench, or the folder that it is in",
+        ) from error

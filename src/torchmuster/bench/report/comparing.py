@@ -1,0 +1,294 @@
+"""Two measurements side by side: for the terminal, for programs, and as a page."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Change, Comparison
+from torchmuster.bench.environment import Environment, differences, disturbance
+from torchmuster.bench.kept_records import take_turns
+from torchmuster.bench.record import BenchRecord
+from torchmuster.bench.turn_taking import PAIRS
+from torchmuster.diagnose.report.terminal import columns
+from torchmuster.finding import Finding, Status, render, worst_first
+from torchmuster.pages import frame
+from torchmuster.pages.charts import Bar, bars
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, table
+from torchmuster.redaction import harmless
+from torchmuster.units import plural
+
+_ORDER = ("worse", "better", "unknown", "within noise")
+_MOST_ROWS = 24
+_MOST_NAMED = 8
+_LONGEST_VALUES = 80
+_HEAD = ("what", "before", "after", "change", "interval", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two: how people call it, and its records."""
+
+    name: str
+    records: Sequence[BenchRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A comparison with the two sides it was made of."""
+
+    before: Side
+    after: Side
+    comparison: Comparison
+
+    @property
+    def changes(self) -> list[Change]:
+        """What got worse first, and of that what changed most."""
+        return sorted(
+            self.comparison.changes, key=lambda one: (_ORDER.index(one.verdict), -_size(one.change))
+        )
+
+
+def _size(change: float) -> float:
+    return 0.0 if math.isnan(change) else abs(change)
+
+
+def question(compared: Compared) -> str:
+    """Say in one line what was compared."""
+    before, after = compared.before, compared.after
+    return (
+        f"muster bench {before.records[0].bench}: is {after.name} ({_counted(after)}) better or worse "
+        f"than {before.name} ({_counted(before)})?"
+    )
+
+
+def _counted(side: Side) -> str:
+    return plural(len(side.records), "record")
+
+
+def not_alike(compared: Compared) -> list[str]:
+    """Say in what else the two sides differ, so that nobody takes it for the change they made."""
+    before, after = compared.before.records, compared.after.records
+    seen = [_usual(before), _usual(after)]
+    if compared.comparison.in_pairs:  # each had the other beside it, and both alike everybody else
+        seen = [
+            dataclasses.replace(one, busy_before_cores=None, busy_after_cores=None) for one in seen
+        ]
+    found = differences(*seen)
+    one, other = before[0].settings, after[0].settings
+    for key in dict.fromkeys((*one, *other)):
+        if one.get(key) != other.get(key):
+            values = f": {one.get(key)} and {other.get(key)}"
+            found.append(f"not the same {key}{values if len(values) <= _LONGEST_VALUES else ''}")
+    return found
+
+
+def _usual(records: Sequence[BenchRecord]) -> Environment:
+    """Return the first record's environment, as busy as the machine usually was on this side."""
+    busy = [
+        cores
+        for one in records
+        for cores in (one.environment.busy_before_cores, one.environment.busy_after_cores)
+        if cores is not None
+    ]
+    middle = statistics.median(busy) if busy else None
+    return dataclasses.replace(
+        records[0].environment, busy_before_cores=middle, busy_after_cores=middle
+    )
+
+
+def _busy(environment: Environment) -> float:
+    return environment.busy_before_cores or 0.0
+
+
+def findings(compared: Compared) -> list[Finding]:
+    """Return the verdict, and what must be known to trust it."""
+    return [*_verdict(compared), *_doubts(compared)]
+
+
+def _verdict(compared: Compared) -> Iterator[Finding]:
+    changes = compared.changes
+    worse = [one for one in changes if one.verdict == "worse"]
+    better = [one for one in changes if one.verdict == "better"]
+    unknown = [one for one in changes if one.verdict == "unknown"]
+    for some, status, word in ((worse, Status.FAILURE, "worse"), (better, Status.OK, "better")):
+        if some:
+            yield Finding(
+                name=word,
+                status=status,
+                what=f"{len(some)} of {len(changes)} got {word}, by {_percent(some[0].change)} at most",
+                evidence="\n".join(map(_in_words, some[:_MOST_NAMED])),
+            )
+    if unknown:
+        yield Finding(
+            name="unknown",
+            status=Status.NOTE,
+            what=f"of {len(unknown)} nothing can be said: too few samples, or values of 0",
+            evidence="\n".join(one.series.title for one in unknown[:_MOST_NAMED]),
+        )
+    if not worse and not better and len(unknown) < len(changes):
+        seen = [
+            compared.comparison.would_be_seen(one)
+            for one in changes
+            if one.verdict == "within noise"
+        ]
+        yield Finding(
+            name="within-noise",
+            status=Status.OK,
+            what="nothing changed beyond the noise",
+            why=f"a change of {statistics.median(seen):.1%} would have been seen in half of the series, "
+            f"one of {max(seen):.1%} in every one",
+        )
+
+
+def _doubts(compared: Compared) -> Iterator[Finding]:
+    comparison, before, after = compared.comparison, compared.before, compared.after
+    busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
+    # Of a pair each side sees the other at work, and both suffer alike from everybody else.
+    if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
+        yield disturbed
+    bench, needed = before.records[0].bench, max(comparison.records_needed, PAIRS)
+    in_turns = (
+        f'muster bench turns --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
+        "  the commands as they were and as they are now"
+    )
+    if not comparison.by_records:
+        yield Finding(
+            name="few-records",
+            status=Status.NOTE,
+            what=f"only changes beyond {FLOOR:.0%} count: how much equal processes differ is not known",
+            why=f"for {len(comparison.changes)} series it takes at least {comparison.records_needed} records on "
+            "each side, each of a fresh process, measured in turns",
+            fix=in_turns,
+        )
+    elif not take_turns(before.records, after.records):
+        yield Finding(
+            name="not-in-turns",
+            status=Status.WARNING,
+            what=f"all records of one side are older than all of the other ({before.name}, {after.name})",
+            why="what happened to the machine in between would be taken for a change",
+            fix=in_turns,
+        )
+    if comparison.left_out:
+        yield Finding(
+            name="left-out",
+            status=Status.NOTE,
+            what=f"{len(comparison.left_out)} series are not in every record and were left out",
+            evidence="\n".join(comparison.left_out[:_MOST_NAMED]),
+        )
+
+
+def _in_words(one: Change) -> str:
+    unit = one.series.unit
+    return (
+        f"{one.series.title}: {amount(one.before, unit)} before, {amount(one.after, unit)} after, "
+        f"{_percent(one.change)} ({_interval(one)})"
+    )
+
+
+def _percent(share: float) -> str:
+    return "?" if not math.isfinite(share) else f"{share:+.1%}"
+
+
+def _interval(one: Change) -> str:
+    return f"{_percent(one.low)} to {_percent(one.high)}"
+
+
+def _rows(compared: Compared) -> list[tuple[str, ...]]:
+    return [
+        (
+            one.series.title,
+            amount(one.before, one.series.unit),
+            amount(one.after, one.series.unit),
+            _percent(one.change),
+            _interval(one),
+            one.verdict,
+        )
+        for one in compared.changes
+    ]
+
+
+def text(compared: Compared, *, width: int = 100, colour: bool = False) -> str:
+    """Return what a terminal shows."""
+    rows = _rows(compared)
+    blocks = [[harmless(question(compared)), *(f"  {one}" for one in _beside(compared))]]
+    blocks.append([*columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
+    if len(rows) > _MOST_ROWS:
+        blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more, which --json and --html have")
+    blocks[-1].append(
+        f"intervals hold for all of them together, with {CONFIDENCE:.0%}{_in_turns(compared)}"
+    )
+    blocks.append([render(findings(compared), width=width, colour=colour)])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _in_turns(compared: Compared) -> str:
+    return "; both sides took turns, sample by sample" if compared.comparison.in_pairs else ""
+
+
+def _beside(compared: Compared) -> list[str]:
+    return [harmless(one) for one in not_alike(compared)] or ["measured alike, as far as is known"]
+
+
+def page(compared: Compared) -> str:
+    """Return the page; everything that came from files is shown as text."""
+    found = findings(compared)
+    failed = any(one.status is Status.FAILURE for one in found)
+    word = '<b class="failure">worse</b>' if failed else '<b class="ok">no worse</b>'
+    drawn = [
+        Bar(
+            name=one.series.title,
+            value=one.change * 100,
+            low=one.low * 100,
+            high=one.high * 100,
+            label=f"{_percent(one.change)} {one.verdict}",
+        )
+        for one in compared.changes
+        if math.isfinite(one.low + one.high + one.change)
+    ]
+    parts = [
+        f"<h1>muster bench compare: {word}</h1>",
+        f"<p>{escape(question(compared))}</p>",
+        "<ul>",
+        *(f"<li>{escape(one)}</li>" for one in _beside(compared)),
+        "</ul>",
+        *(article(one) for one in worst_first(found)),
+    ]
+    if drawn:
+        picture = bars("change, with its interval", "%", drawn)
+        parts.append(f"<figure>{picture}</figure>")
+    parts.append(table(_HEAD, _rows(compared)))
+    return frame.page("muster bench compare", parts)
+
+
+def as_json(compared: Compared) -> dict[str, object]:
+    """Return the comparison as plain JSON types; what is not known or has no bound is null."""
+    return {
+        "bench": compared.before.records[0].bench,
+        "records": [len(compared.before.records), len(compared.after.records)],
+        "by_records": compared.comparison.by_records,
+        "in_pairs": compared.comparison.in_pairs,
+        "not_alike": not_alike(compared),
+        "changes": [
+            {
+                "name": one.series.name,
+                "labels": dict(one.series.labels),
+                "unit": one.series.unit,
+                "before": one.before,
+                "after": one.after,
+                "change": _number(one.change),
+                "low": _number(one.low),
+                "high": _number(one.high),
+                "verdict": one.verdict,
+            }
+            for one in compared.changes
+        ],
+        "findings": [one.as_json() for one in findings(compared)],
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

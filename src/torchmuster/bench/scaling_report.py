@@ -1,0 +1,288 @@
+"""A scaling study as a report: how much faster more ranks are, where the rest goes, and what still more would bring."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from torchmuster.bench.environment import Environment
+from torchmuster.bench.record import BenchRecord, Series
+from torchmuster.bench.report.report import Picture, Report, Table
+from torchmuster.bench.scaling import MODES, Mode, OnRanks, Study
+from torchmuster.bench.scaling_forecast import Checked, Forecast, checked_forecasts, forecast
+from torchmuster.bench.scaling_losses import (
+    BESIDE,
+    COMMUNICATION,
+    DATA,
+    IMBALANCE,
+    LOSSES,
+    SMALLER,
+    Scaled,
+    scaled,
+)
+from torchmuster.decision import Decision
+from torchmuster.finding import Finding, Status
+from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked
+from torchmuster.pages.figures import amount
+
+BENCH = "scaling"
+_GOOD_FORECAST = 0.15
+_GOOD_EFFICIENCY = 0.8
+_ADVICE = {
+    SMALLER: "give each rank more samples: a larger global batch (weak scaling) loses less",
+    BESIDE: "ranks here share cores or memory: fewer ranks on this machine, or more machines",
+    DATA: "more workers that read (data.workers): muster bench data finds how many",
+    IMBALANCE: "one rank is slower than the others: muster profile names it, and where",
+    COMMUNICATION: "send less often (more samples or micro-batches a step), or over faster links: "
+    "muster bench collectives measures these",
+}
+
+
+def report(
+    study: Study,
+    measured: Mapping[int, OnRanks],
+    *,
+    what: str,
+    choices: Sequence[Decision[str]],
+    notes: Sequence[Finding],
+    environment: Environment,
+    date: str,
+    took_s: float,
+) -> Report:
+    """Return the report of a study; ``what`` names the training."""
+    seen = [scaled(study, measured, ranks, mode) for mode in MODES for ranks in study.ranks]
+    checks = checked_forecasts(study, measured)
+    next_ones = _next(study, measured)
+    return Report(
+        bench=BENCH,
+        question=f"What do more ranks bring to {what}?",
+        findings=(
+            *(_verdict(mode, seen) for mode in MODES),
+            *_crowd(study),
+            *(_on_forecast(one) for one in checks),
+            *(_outlook(one, seen) for one in next_ones),
+            *notes,
+        ),
+        choices=tuple(choices),
+        tables=(_speed_table(seen), _loss_table(seen)),
+        pictures=tuple(_pictures(seen, checks)),
+        record=BenchRecord(
+            bench=BENCH,
+            date=date,
+            settings=_settings(study, what),
+            environment=environment,
+            series=tuple(_series(measured)),
+            facts={
+                "parts_s": {f"{one.mode} {one.ranks}": dict(one.parts_s) for one in seen},
+                "speed_up": {f"{one.mode} {one.ranks}": one.speed_up.median for one in seen},
+                "sent_bytes": measured[max(study.ranks)].sent_bytes,
+                "forecasts": [
+                    {**asdict(one.forecast), "error": one.error} for one in checks
+                ] + [asdict(one) for one in next_ones],
+            },
+        ),
+        took_s=took_s,
+    )  # fmt: skip
+
+
+def _next(study: Study, measured: Mapping[int, OnRanks]) -> list[Forecast]:
+    """Forecast twice as many ranks as were measured, where a portion of that size was timed."""
+    most = study.ranks[-1]
+    if study.device == "gpu":  # ranks do not share devices: more ranks would have more of them
+        study = replace(study, slots=None)
+    made = (forecast(study, measured, 2 * most, mode, few=most) for mode in MODES)
+    return [one for one in made if one is not None]
+
+
+def _settings(study: Study, what: str) -> dict[str, object]:
+    return {
+        "training": what,
+        "strategy": study.strategy,
+        "precision": study.precision,
+        "ranks": list(study.ranks),
+        "whole": study.whole,
+        "micro_batch_size": study.micro_batch_size,
+        "workers": study.workers,
+        "device": study.device,
+        "threads": study.threads,
+        "rounds": study.rounds,
+        "passes": study.passes,
+    }
+
+
+def _series(measured: Mapping[int, OnRanks]) -> Iterator[Series]:
+    for ranks, one in measured.items():
+        for portion, taken in one.by_portion.items():
+            labels = {"ranks": ranks, "samples_of_a_rank": portion}
+            for name, samples in (("step", taken.step_s), ("step, nothing sent", taken.alone_s)):
+                if ranks > 1 or name == "step":
+                    yield Series(
+                        name=name, unit="s", better="lower", samples=samples, labels=labels
+                    )
+        for size, samples in one.messages_s.items():
+            yield Series(
+                name="all-reduce",
+                unit="s",
+                better="lower",
+                samples=samples,
+                labels={"ranks": ranks, "size_bytes": size},
+            )
+
+
+def _verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
+    of_mode = [one for one in seen if one.mode == mode]
+    last = of_mode[-1]
+    best = max(of_mode, key=lambda one: one.throughput.median)
+    words = (
+        f"{mode} scaling: {last.ranks} ranks are {last.speed_up.median:.2f} times as fast as one "
+        f"({_rate(last.throughput.median)}): {last.efficiency.median:.0%} of {last.ranks} times"
+    )
+    worst = last.worst_loss
+    share = 0.0 if worst is None else last.parts_s[worst] / last.step_s.median
+    why = fix = ""
+    if worst is not None and last.efficiency.median < _GOOD_EFFICIENCY:
+        why = f"{worst} takes {share:.0%} of a step, more than any other loss"
+        fix = _ADVICE[worst]
+    status = Status.OK if last.efficiency.median >= _GOOD_EFFICIENCY else Status.NOTE
+    if best is not last and last.throughput.high < best.throughput.low:
+        status = Status.WARNING
+        words += f"; {best.ranks} are faster ({_rate(best.throughput.median)})"
+    return Finding(name=f"{mode}-scaling", status=status, what=words, why=why, fix=fix)
+
+
+def _crowd(study: Study) -> Iterator[Finding]:
+    if study.device != "cpu" or study.slots is None:
+        return
+    crowded = [number for number in study.ranks if number > study.slots]
+    if crowded:
+        many = ", ".join(map(str, crowded))
+        yield Finding(
+            name="crowded",
+            status=Status.NOTE,
+            what=f"{many} ranks had to share {study.slots * (study.threads or 1)} cores",
+            why=f"each computes with {study.threads} "
+            f"{'thread' if study.threads == 1 else 'threads'}, so {study.slots} have cores to "
+            "themselves; more take turns and cannot be faster. This says nothing about as many machines "
+            "or devices",
+        )
+
+
+def _on_forecast(one: Checked) -> Finding:
+    few = " and ".join(map(str, one.forecast.from_ranks))
+    good = abs(one.error) <= _GOOD_FORECAST
+    return Finding(
+        name="forecast",
+        status=Status.OK if good else Status.NOTE,
+        what=f"{one.forecast.mode}: from {few} ranks alone, {_rate(one.forecast.throughput)} would have "
+        f"been forecast for {one.forecast.ranks}; measured: {_rate(one.measured.throughput.median)} "
+        f"({one.error:+.0%})",
+        why="" if good else "so do not trust forecasts for still more ranks here",
+    )
+
+
+def _outlook(one: Forecast, seen: Sequence[Scaled]) -> Finding:
+    alone = next(item for item in seen if item.ranks == 1).throughput.median
+    return Finding(
+        name="outlook",
+        status=Status.NOTE,
+        what=f"{one.mode}: {one.ranks} ranks with links and devices as here would have "
+        f"{_rate(one.throughput)}, {one.throughput / alone:.2f} times one (forecast, not measured)",
+    )
+
+
+def _rate(samples_s: float) -> str:
+    return amount(samples_s, "samples/s")
+
+
+def _speed_table(seen: Sequence[Scaled]) -> Table:
+    return Table(
+        title="speed",
+        head=(
+            "",
+            "ranks",
+            "samples of each",
+            "step",
+            "throughput",
+            "speed-up",
+            "95 %",
+            "efficiency",
+        ),
+        rows=tuple(
+            (
+                one.mode,
+                str(one.ranks),
+                str(one.portion),
+                f"{amount(one.step_s.median, 's')} ± {one.step_s.noise:.0%}",
+                _rate(one.throughput.median),
+                f"{one.speed_up.median:.2f}",
+                f"{one.speed_up.low:.2f} to {one.speed_up.high:.2f}",
+                f"{one.efficiency.median:.0%}",
+            )
+            for one in seen
+        ),
+        note="strong: the ranks share one rank's samples; weak: each has as many as one rank had",
+    )
+
+
+def _loss_table(seen: Sequence[Scaled]) -> Table:
+    return Table(
+        title="where a step's time goes",
+        head=("", "ranks", *next(iter(seen)).parts_s),
+        rows=tuple(
+            (
+                one.mode,
+                str(one.ranks),
+                *(f"{part / one.step_s.median:.0%}" for part in one.parts_s.values()),
+            )
+            for one in seen
+            if one.ranks > 1
+        ),
+        note="ideal: what n times as fast would take. All others are losses, each a difference between two "
+        "things that were timed",
+    )
+
+
+def _pictures(seen: Sequence[Scaled], checks: Sequence[Checked]) -> Iterator[Picture]:
+    most = max(one.ranks for one in seen)
+    alone = next(one for one in seen if one.ranks == 1).throughput.median
+    curves = [
+        Curve(
+            name=mode,
+            points=[(one.ranks, one.speed_up.median) for one in seen if one.mode == mode],
+            low=[one.speed_up.low for one in seen if one.mode == mode],
+            high=[one.speed_up.high for one in seen if one.mode == mode],
+        )
+        for mode in MODES
+    ]
+    curves += [
+        Curve(
+            name=f"{one.forecast.mode}, forecast from {'+'.join(map(str, one.forecast.from_ranks))}",
+            points=[(one.forecast.ranks, one.forecast.throughput / alone)],
+        )
+        for one in checks
+    ]
+    curves.append(Curve(name="ideal", points=[(1, 1), (most, most)], dashed=True))
+    yield Picture(
+        title="Speed-up",
+        svg=lines(
+            "Speed-up over one rank", Axis(title="ranks"), Axis(title="times as fast"), curves
+        ),
+        caption="The nearer to the dashed line, the more of each further rank arrives. Bars are 95 % "
+        "intervals.",
+    )
+    yield Picture(
+        title="Where the time goes",
+        svg=stacked(
+            "Where a step's time goes",
+            "%",
+            [
+                Stack(
+                    name=f"{one.mode}, {one.ranks}",
+                    parts={
+                        name: 100 * part / one.step_s.median for name, part in one.parts_s.items()
+                    },
+                )
+                for one in seen
+                if one.ranks > 1
+            ],
+        ),
+        caption=f"Ideal is what n times as fast would take; the rest is lost: {', '.join(LOSSES)}.",
+    )

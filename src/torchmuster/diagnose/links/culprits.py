@@ -1,0 +1,101 @@
+"""Who is to blame for links that are all bad in the same way: one machine, or each link for itself.
+
+If everything that leads to a machine is bad, the machine is named and not its many links.
+"""
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.diagnose.links.model import End, Link, by_places
+
+Kind = Literal["everywhere", "of", "into", "out of", "between", "from"]
+
+# Of a machine with fewer links nobody can say whether it or the other end is to blame.
+_FEWEST_LINKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Bad links that have one cause; ``end`` is the machine to blame, if it is one."""
+
+    kind: Kind
+    links: tuple[Link, ...]
+    end: End | None = None
+
+    @property
+    def words(self) -> str:
+        """``the link from node1 to node2``, ``all links to node2``."""
+        first = self.links[0]
+        return {
+            "everywhere": "all links of the group",
+            "of": f"all links of {self.end.name if self.end else ''}",
+            "into": f"all links to {self.end.name if self.end else ''}",
+            "out of": f"all links from {self.end.name if self.end else ''}",
+            "between": f"the link between {first.source.name} and {first.target.name}",
+            "from": f"the link from {first.source.name} to {first.target.name}",
+        }[self.kind]
+
+    @property
+    def is_one_link(self) -> bool:
+        """Whether it is about a single link, in one direction or both."""
+        return self.kind in ("between", "from")
+
+    @property
+    def suspects(self) -> list[End]:
+        """The machines at which to look, the one to blame alone if there is one."""
+        if self.end is not None:
+            return [self.end]
+        ends = [end for link in self.links for end in (link.source, link.target)]
+        return list({end.place: end for end in ends}.values())
+
+
+def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[Group]:
+    """Put bad links together, of all that are known, so that as few culprits as can be are named."""
+    known = {link.places for link in links}
+    left = by_places(bad)
+    ends = {end.place: end for link in links for end in (link.source, link.target)}
+    if len(ends) > _FEWEST_LINKS and left.keys() == known:
+        return [Group(kind="everywhere", links=tuple(bad))]
+    found: list[Group] = []
+    all_bad = set(left)
+    while blamed := _most_to_blame(left.keys(), all_bad, known, ends.values()):
+        kind, end, places = blamed
+        members = tuple(left.pop(one) for one in sorted(places))
+        found.append(Group(kind=kind, links=members, end=end))
+    while left:
+        link = left.pop(next(iter(left)))
+        back = left.pop((link.target.place, link.source.place), None)
+        if back is None:
+            found.append(Group(kind="from", links=(link,)))
+        else:
+            found.append(Group(kind="between", links=(link, back)))
+    return found
+
+
+_Places = set[tuple[int, int]]
+
+
+def _most_to_blame(
+    left: Set[tuple[int, int]], bad: _Places, known: _Places, ends: Iterable[End]
+) -> tuple[Kind, End, _Places] | None:
+    """Return the machine all of whose links, in or out or both, are bad and explain the most.
+
+    A link between two such machines is explained by either; what counts is what is left.
+    """
+    kinds: tuple[tuple[Kind, Callable[[int, tuple[int, int]], bool]], ...] = (
+        ("of", lambda place, link: place in link),
+        ("into", lambda place, link: place == link[1]),
+        ("out of", lambda place, link: place == link[0]),
+    )
+    best: tuple[int, Kind, End, _Places] | None = None
+    for end in ends:
+        for kind, belongs in kinds:
+            its = {link for link in known if belongs(end.place, link)}
+            explains = its & left
+            others = {place for link in explains for place in link} - {end.place}
+            if len(others) < _FEWEST_LINKS or not its <= bad:
+                continue
+            if best is None or len(explains) > best[0]:
+                best = len(explains), kind, end, explains
+    return best[1:] if best else None

@@ -1,0 +1,183 @@
+"""Measuring one link from the machine that calls: both directions, in two seconds if all is well.
+
+Small messages there and back, datagrams (``datagrams.py``), then more and more data one way and the
+other, until a transfer takes long enough to be timed.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from torchmuster.diagnose.links import datagrams, frames
+from torchmuster.diagnose.links.messages import Target
+from torchmuster.diagnose.links.model import Figures
+from torchmuster.launch import protocol
+
+# The whole of it, whatever happens.
+LIMIT_S = 10.0
+_PINGS, _FEWEST_PINGS, _PINGING_S, _PING_S = 30, 5, 0.6, 2.0
+_FIRST_BYTES, _GROWTH, _LONG_ENOUGH_S = 128 * 1024, 4, 0.08
+# The first transfer is so small that any network would have carried it by then.
+STALLED_S = 1.5
+_RETRANSMITS = slice(100, 104)  # in what Linux tells of a connection
+
+Reconnect = Callable[[], Awaitable[socket.socket]]
+
+
+async def measure(
+    target: Target,
+    nonce: str,
+    *,
+    reconnect: Reconnect,
+    local: protocol.Address,
+    own_frame_bytes: int | None,
+    datagram_count: int,
+) -> tuple[Figures, Figures]:
+    """Return what was measured there and back; raises ``OSError`` if the connection is lost.
+
+    ``reconnect`` returns a new connection to the target, on which the nonce has been said.
+    """
+    block = frames.block_of(nonce)
+    async with asyncio.timeout(LIMIT_S):
+        with await reconnect() as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            trips_s = await _pings(connection)
+            there, back = await _sound(
+                connection,
+                target,
+                nonce,
+                local=local.address,
+                count=datagram_count,
+                round_trip_s=min(trips_s),
+                frames_bytes=(own_frame_bytes, target.frame_bytes),
+            )
+            there = await _timed(there, connection, frames.TAKE, block)
+            there = replace(there, retransmits=_retransmits(connection))
+        # A connection that stalled is of no more use, so the way back has its own.
+        with await reconnect() as connection:
+            back = await _timed(back, connection, frames.GIVE, block)
+    return (
+        replace(there, round_trips_s=tuple(trips_s)),
+        replace(back, round_trips_s=tuple(trips_s)),
+    )
+
+
+async def _pings(connection: socket.socket) -> list[float]:
+    loop = asyncio.get_running_loop()
+    message = frames.HEADER.pack(frames.PING, 0) + os.urandom(frames.PING_BYTES)
+    trips_s: list[float] = []
+    until = time.monotonic() + _PINGING_S
+    while len(trips_s) < _PINGS and (len(trips_s) < _FEWEST_PINGS or time.monotonic() < until):
+        began = time.monotonic()
+        async with asyncio.timeout(_PING_S):
+            await loop.sock_sendall(connection, message)
+            await frames.read_exactly(connection, frames.PING_BYTES)
+        trips_s.append(time.monotonic() - began)
+    return trips_s
+
+
+async def _sound(
+    connection: socket.socket,
+    target: Target,
+    nonce: str,
+    *,
+    local: str,
+    count: int,
+    round_trip_s: float,
+    frames_bytes: tuple[int | None, int | None],
+) -> tuple[Figures, Figures]:
+    async def ask_count(series: bytes) -> int:
+        request = frames.HEADER.pack(frames.COUNT, 0) + series
+        await asyncio.get_running_loop().sock_sendall(connection, request)
+        answer = await frames.read_exactly(connection, frames.HEADER.size)
+        return int(frames.HEADER.unpack(answer)[1])
+
+    if target.udp_port is None:
+        return Figures(), Figures()
+    try:
+        found = await datagrams.sound(
+            target.address,
+            target.udp_port,
+            nonce,
+            local=local,
+            count=count,
+            round_trip_s=round_trip_s,
+            frames_bytes=frames_bytes,
+            ask_count=ask_count,
+        )
+    except ConnectionRefusedError:  # where datagrams are refused, TCP may be all that is allowed
+        return Figures(), Figures()
+    if not found.returned:
+        return Figures(), Figures()
+    return (
+        Figures(
+            sent=found.sent,
+            lost=found.sent - min(found.arrived, found.sent),
+            frame_tried_bytes=frames_bytes[0],
+            frame_bytes=found.frame_there_bytes,
+        ),
+        Figures(
+            sent=max(found.arrived, found.returned),
+            lost=max(0, found.arrived - found.returned),
+            frame_tried_bytes=frames_bytes[1],
+            frame_bytes=found.frame_back_bytes,
+        ),
+    )
+
+
+async def _timed(figures: Figures, connection: socket.socket, verb: bytes, block: bytes) -> Figures:
+    """Send more and more data, until it takes long enough to be timed."""
+    size, wrong = _FIRST_BYTES, 0
+    rate: float | None = None
+    waited_share = 0.0
+    while True:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                received, waited_s = await _transfer(connection, verb, size, block)
+        except TimeoutError:
+            break
+        wrong += received.wrong_bytes
+        rate = size / max(received.seconds, 1e-6)
+        waited_share = min(1.0, waited_s / max(received.seconds, 1e-6))
+        if received.seconds >= _LONG_ENOUGH_S or size == frames.MOST_BYTES:
+            break
+        size = min(size * _GROWTH, frames.MOST_BYTES)
+    return replace(
+        figures,
+        bytes_per_s=rate,
+        stalled=rate is None,
+        wrong_bytes=wrong,
+        waited_share=waited_share,
+    )
+
+
+async def _transfer(
+    connection: socket.socket, verb: bytes, size: int, block: bytes
+) -> tuple[frames.Transfer, float]:
+    """Return how it went at the end that received, and how long either end had to wait."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, frames.HEADER.pack(verb, size))
+    if verb == frames.TAKE:
+        mine = await frames.send_blocks(connection, size, block)
+        theirs = frames.unpacked(await frames.read_exactly(connection, frames.REPORT_BYTES))
+        return theirs, max(mine.waited_s, theirs.waited_s)
+    mine = await frames.receive_blocks(connection, size, block)
+    theirs = frames.unpacked(await frames.read_exactly(connection, frames.REPORT_BYTES))
+    return mine, max(mine.waited_s, theirs.waited_s)
+
+
+def _retransmits(connection: socket.socket) -> int | None:
+    """Return how many segments had to be sent again; None where the system does not tell."""
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None:
+        return None
+    with contextlib.suppress(OSError):
+        told = connection.getsockopt(socket.IPPROTO_TCP, option, _RETRANSMITS.stop)
+        if len(told) >= _RETRANSMITS.stop:
+            return int.from_bytes(told[_RETRANSMITS], sys.byteorder)
+    return None

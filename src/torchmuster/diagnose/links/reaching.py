@@ -1,0 +1,200 @@
+"""Who reaches whom, and at which address: every machine tries all addresses of the others."""
+
+import asyncio
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchmuster.diagnose.links.messages import Call, Interface, Result, Target
+from torchmuster.diagnose.links.model import NOT_TRIED, End, Link
+from torchmuster.diagnose.links.opening import Examiner, Found, ask_to_call
+from torchmuster.diagnose.rounds import Pair
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import protocol
+
+# Which trouble to believe in where an address is reached by nobody: the nearer to it the better.
+_NEARNESS = {"": 0, "refused": 1, "prohibited": 1, "timeout": 2, "absent": 3, "no-route": 4}
+_FARTHEST = 5
+
+
+@dataclass(kw_only=True)
+class Tried:
+    """How one machine's calls to another went, by the other's addresses."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    meeting: dict[str, Result] = field(default_factory=dict)
+
+
+async def try_all(
+    found: Sequence[Found], order: Sequence[Sequence[Pair]], nonce: str, timeout_s: float
+) -> dict[Pair, Tried]:
+    """Let each machine try all addresses of its partners, and those of the first machine."""
+    pairs = [pair for pairs in order for pair in pairs]
+    directions = {*pairs, *((other, one) for one, other in pairs)}
+    if found[0].served is not None and found[0].served.meeting_port is not None:
+        directions |= {(position, 0) for position in range(1, len(found))}
+    return await try_directions(found, directions, nonce, timeout_s)
+
+
+async def try_directions(
+    found: Sequence[Found], directions: Iterable[Pair], nonce: str, timeout_s: float
+) -> dict[Pair, Tried]:
+    """Let machines try all addresses of others, all at the same time."""
+    partners: dict[int, set[int]] = {}
+    for caller, called in directions:
+        partners.setdefault(caller, set()).add(called)
+    tried: dict[Pair, Tried] = {}
+    tasks = [
+        _try_from(caller, sorted(called), found, nonce, timeout_s, tried)
+        for caller, called in partners.items()
+        if found[caller].served is not None
+    ]
+    await asyncio.gather(*tasks)
+    return tried
+
+
+async def _try_from(
+    caller: int,
+    called: Sequence[int],
+    found: Sequence[Found],
+    nonce: str,
+    timeout_s: float,
+    tried: dict[Pair, Tried],
+) -> None:
+    wanted: list[tuple[int, bool, Target]] = []
+    for one in called:
+        served = found[one].served
+        if served is None:
+            continue
+        for own in served.addresses:
+            wanted.append((one, False, Target(address=own.address, port=served.port)))
+            if served.meeting_port is not None:
+                target = Target(address=own.address, port=served.meeting_port)
+                wanted.append((one, True, target))
+    examiner = found[caller].examiner
+    results = await _call_twice(examiner, [target for *_, target in wanted], nonce, timeout_s)
+    for (one, meeting, target), result in zip(wanted, results, strict=True):
+        entry = tried.setdefault((caller, one), Tried())
+        (entry.meeting if meeting else entry.results)[target.address] = result
+
+
+async def _call_twice(
+    examiner: Examiner, targets: Sequence[Target], nonce: str, timeout_s: float
+) -> list[Result]:
+    """Call all; call again those that were silent.
+
+    The machine may have been busy; and of a machine that has just gone the network says so only
+    after a while.
+    """
+    results = await ask_to_call(
+        examiner, Call(nonce=nonce, targets=tuple(targets), timeout_s=timeout_s)
+    )
+    silent = [number for number, one in enumerate(results) if one.problem == "timeout"]
+    if silent:
+        again = Call(
+            nonce=nonce, targets=tuple(targets[one] for one in silent), timeout_s=timeout_s
+        )
+        for number, result in zip(silent, await ask_to_call(examiner, again), strict=True):
+            results[number] = result
+    return results
+
+
+def ends_of(found: Sequence[Found], tried: dict[Pair, Tried]) -> list[End]:
+    """Return each machine with the address at which the others reach it best."""
+    ends = []
+    for position, one in enumerate(found):
+        calls = [entry for (_, called), entry in tried.items() if called == position]
+        own = one.served.addresses if one.served is not None else ()
+        chosen = min(own, key=lambda at: _distance(at.address, calls), default=None)
+        end = _end(one, chosen)
+        notes = tuple(_passed_over(end, own, calls))
+        ends.append(replace(end, findings=(*end.findings, *notes)))
+    return ends
+
+
+def _passed_over(
+    end: End, own: Sequence[protocol.Address], calls: Sequence[Tried]
+) -> Iterable[Finding]:
+    """Yield a note for each address that looked better than the chosen one, and nobody reaches."""
+    for one in own:
+        if one.address == end.address or end.address is None or any(_problems(end.address, calls)):
+            return
+        problems = _problems(one.address, calls)
+        # A bridge to one's own containers leads everybody to itself, which is as it should be.
+        if all(problems) and "impostor" not in problems:
+            yield Finding(
+                name="address-passed-over",
+                status=Status.NOTE,
+                what=f"{end.name} is reached at {end.address} ({end.interface}), but not at "
+                f"{one.address} ({one.interface})",
+                why="the others do not get through to it "
+                f"({', '.join(dict.fromkeys(problems))}); it would have been the first choice",
+            )
+
+
+def _problems(address: str, calls: Sequence[Tried]) -> list[str]:
+    return [entry.results[address].problem for entry in calls if address in entry.results]
+
+
+def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
+    """Return how many do not reach an address, and how far they are from it."""
+    problems = _problems(address, calls)
+    farness = sum(_NEARNESS.get(problem, _FARTHEST) for problem in problems)
+    return sum(map(bool, problems)), farness
+
+
+def _end(found: Found, chosen: protocol.Address | None) -> End:
+    examiner, served = found.examiner, found.served
+    end = End(
+        name=examiner.name,
+        place=examiner.place,
+        system=examiner.record.system,
+        findings=found.findings,
+    )
+    if chosen is None or served is None:
+        return end
+    interface = next((one for one in served.interfaces if one.name == chosen.interface), None)
+    return replace(
+        end,
+        address=chosen.address,
+        interface=chosen.interface,
+        network=_network(chosen.address, interface),
+        mtu_bytes=interface.mtu_bytes if interface else None,
+        speed_mbits=interface.speed_mbits if interface else None,
+        given_out_ports=served.given_out_ports,
+        meeting_port=served.meeting_port,
+    )
+
+
+def _network(address: str, interface: Interface | None) -> str | None:
+    for word in interface.networks if interface else ():
+        known = ipaddress.ip_interface(word)
+        if known.ip == ipaddress.ip_address(address):
+            return str(known.network)
+    return None
+
+
+def links_of(
+    ends: Sequence[End],
+    found: Sequence[Found],
+    tried: dict[Pair, Tried],
+    order: Sequence[Sequence[Pair]],
+) -> dict[Pair, Link]:
+    """Return both directions of all pairs, with what keeps a machine from another at its address."""
+    pairs = {pair for pairs in order for pair in pairs}
+    directions = pairs | {(other, one) for one, other in pairs} | tried.keys()
+    links = {}
+    for caller, called in sorted(directions):
+        entry = tried.get((caller, called), Tried())
+        address, served = ends[called].address or "", found[called].served
+        data, meeting = entry.results.get(address), entry.meeting.get(address)
+        links[caller, called] = Link(
+            source=ends[caller],
+            target=ends[called],
+            problem=data.problem if data else NOT_TRIED,
+            meeting_problem=meeting.problem if meeting else None,
+            local=data.local.address if data and data.local else None,
+            port=served.port if served else None,
+            seconds=data.seconds if data else 0.0,
+        )
+    return links

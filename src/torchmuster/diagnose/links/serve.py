@@ -1,0 +1,214 @@
+"""A machine's open ports, at which the others call to measure the links: ``serve`` and ``close``.
+
+A TCP port that the system gives out, at every address that others may reach; on the first machine the
+meeting port as well; and a port for datagrams. Only who knows the nonce is talked to, nobody can ask
+for more than a bounded amount, and everything is closed after a while whatever happens.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torchmuster.diagnose.links import datagrams, frames
+from torchmuster.diagnose.links.messages import Interface, Serve, Served, read, written
+from torchmuster.diagnose.links.model import USUAL_PORTS
+from torchmuster.errors import MusterError
+from torchmuster.launch import protocol
+from torchmuster.launch.network import listening
+
+_MOST_S = 600.0
+# How long a caller may take for one thing it asked for, and between two.
+_PATIENCE_S = 10.0
+_GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class Service:
+    """What one machine has opened for the others."""
+
+    def __init__(self, nonce: str) -> None:
+        self._nonce = nonce
+        self._block = frames.block_of(nonce)
+        self._ports: list[listening.OpenPort] = []
+        self._answering: dict[str, datagrams.Answering] = {}
+        self._transports: list[asyncio.DatagramTransport] = []
+
+    async def open(self, asked: Serve) -> Served:
+        """Open the ports."""
+        port = self._listen(0, asked.address).value
+        meeting = reason = trouble = None
+        if asked.meeting:
+            try:
+                decision = self._listen(asked.port, asked.address)
+                meeting, reason = decision.value.port, decision.reason
+            except MusterError as error:
+                trouble = protocol.Trouble(
+                    name=error.name, what=error.what, why=error.why, fix=error.fix
+                )
+        udp_ports = {one.address: await self._open_datagrams(one) for one in port.addresses}
+        return Served(
+            port=port.port,
+            addresses=port.addresses,
+            udp_ports={address: found for address, found in udp_ports.items() if found is not None},
+            interfaces=interfaces_here(),
+            given_out_ports=given_out_ports(),
+            meeting_port=meeting,
+            meeting_reason=reason or "",
+            meeting_trouble=trouble,
+        )
+
+    async def close(self) -> None:
+        """Close everything."""
+        for transport in self._transports:
+            transport.close()
+        await asyncio.gather(*(port.close() for port in self._ports))
+        self._transports, self._ports = [], []
+
+    def _listen(self, port: int | None, address: str | None) -> Any:
+        decision = listening.open_port(port, address)
+        self._ports.append(decision.value)
+        decision.value.answer(self._nonce, self._talk)
+        return decision
+
+    async def _open_datagrams(self, at: protocol.Address) -> int | None:
+        try:
+            sock = datagrams.open_socket(at.address)
+        except OSError:
+            return None
+        transport, answering = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: datagrams.Answering(self._nonce), sock=sock
+        )
+        self._transports.append(transport)
+        self._answering[at.address] = answering
+        return int(sock.getsockname()[1])
+
+    async def _talk(self, connection: socket.socket) -> None:
+        """Do what a caller asks for, until it ends or is silent for too long."""
+        with contextlib.suppress(OSError, TimeoutError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                async with asyncio.timeout(_PATIENCE_S):
+                    header = await frames.read_exactly(connection, frames.HEADER.size)
+                    verb, count = frames.HEADER.unpack(header)
+                    if count > frames.MOST_BYTES:
+                        return
+                    await self._do(connection, verb, count)
+
+    async def _do(self, connection: socket.socket, verb: bytes, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        if verb == frames.PING:
+            said = await frames.read_exactly(connection, frames.PING_BYTES)
+            await loop.sock_sendall(connection, said)
+        elif verb == frames.TAKE:
+            taken = await frames.receive_blocks(connection, count, self._block)
+            await loop.sock_sendall(connection, taken.packed())
+        elif verb == frames.GIVE:
+            given = await frames.send_blocks(connection, count, self._block)
+            await loop.sock_sendall(connection, given.packed())
+        elif verb == frames.COUNT:
+            series = await frames.read_exactly(connection, 8)
+            counted = sum(one.count(series) for one in self._answering.values())
+            await loop.sock_sendall(connection, frames.HEADER.pack(frames.COUNT, counted))
+        else:
+            raise ConnectionError("not one of ours")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    service: Service
+    served: Served
+    timer: asyncio.TimerHandle
+
+
+_open: dict[str, _Opened] = {}
+_closing: set[asyncio.Task[None]] = set()
+
+
+async def serve(argument: Any) -> Any:
+    """Open ports for the holders of a nonce; they are closed by ``close``, or after a while.
+
+    Asked again, it keeps them open for another while.
+    """
+    asked = read(Serve, argument)
+    opened = _open.get(asked.nonce)
+    if opened is not None:
+        opened.timer.cancel()
+        service, served = opened.service, opened.served
+    else:
+        service = Service(asked.nonce)
+        try:
+            served = await service.open(asked)
+        except BaseException:
+            await service.close()
+            raise
+    timer = asyncio.get_running_loop().call_later(
+        min(asked.for_s, _MOST_S), _close_later, asked.nonce
+    )
+    _open[asked.nonce] = _Opened(service=service, served=served, timer=timer)
+    return written(served)
+
+
+async def close(argument: Any) -> None:
+    """Close what was opened for the holders of a nonce; nothing happens if nothing is open."""
+    opened = _open.pop(str(argument["nonce"]), None)
+    if opened is not None:
+        opened.timer.cancel()
+        await opened.service.close()
+
+
+def _close_later(nonce: str) -> None:
+    task = asyncio.ensure_future(close({"nonce": nonce}))
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
+
+
+def interfaces_here() -> tuple[Interface, ...]:
+    """Return what this machine says of its interfaces; none where it does not let us look."""
+    try:
+        addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    except OSError:
+        return ()
+    return tuple(
+        Interface(
+            name=name,
+            up=_flag(states[name], "up"),
+            connected=_flag(states[name], "running"),
+            mtu_bytes=states[name].mtu or None,
+            speed_mbits=states[name].speed or None,
+            networks=tuple(filter(None, (_network(item) for item in addresses.get(name, ())))),
+        )
+        for name in states
+    )
+
+
+def _flag(state: Any, name: str) -> bool:
+    """Look for a flag where the system tells them; else all that is known is whether it is up."""
+    flags = getattr(state, "flags", "")
+    return name in flags.split(",") if flags else bool(state.isup)
+
+
+def _network(item: Any) -> str | None:
+    if item.family not in (socket.AF_INET, socket.AF_INET6) or not item.netmask:
+        return None
+    address = item.address.partition("%")[0]
+    try:
+        if item.family == socket.AF_INET6:  # its mask is not understood as one
+            length = bin(int(ipaddress.IPv6Address(item.netmask.partition("/")[0]))).count("1")
+            return str(ipaddress.ip_interface(f"{address}/{length}"))
+        return str(ipaddress.ip_interface(f"{address}/{item.netmask}"))
+    except ValueError:
+        return None
+
+
+def given_out_ports() -> tuple[int, int]:
+    """Return the first and last of the ports that this system gives out."""
+    try:
+        first, last = map(int, _GIVEN_OUT.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return USUAL_PORTS
+    return first, last

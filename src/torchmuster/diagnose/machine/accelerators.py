@@ -1,0 +1,222 @@
+"""The accelerators of a machine: lost, hot, failing, badly linked, or set so that runs cannot use them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from torchmuster.devices.model import Device, Kind, Node, label_all
+from torchmuster.devices.processes import user_of_this_process
+from torchmuster.devices.readers import nvml_health
+from torchmuster.devices.readers.nvml_health import Health
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.finding import Finding, Status
+
+# Modules on a board whose GPUs are always joined by NVLink; cards for PCIe need a bridge for it.
+_ALWAYS_LINKED = re.compile(r"SXM|HBM3|B200|B300")
+_BUSY_PERCENT = 20
+
+
+def _state(surroundings: Surroundings) -> Iterator[Finding]:
+    node = surroundings.look()
+    found = [*node.findings, *_prohibited(node), *_slowed(node), *_split(node), *_others(node)]
+    yield from found
+    if all(one.status is Status.NOTE for one in found):
+        yield Finding(name="accelerators", status=Status.OK, what=words(node))
+
+
+def words(node: Node) -> str:
+    """Say in a few words what accelerators a machine has, and with which driver."""
+    whole = [one for one in node.accelerators if one.mig_index is None]
+    if not whole:
+        return "none; runs use the CPU"
+    counts = Counter(one.name for one in whole)
+    text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+    if node.driver_version:
+        text += f"; driver {node.driver_version}"
+    if node.cuda_version:
+        text += f", CUDA up to {node.cuda_version}"
+    return text
+
+
+def _prohibited(node: Node) -> Iterator[Finding]:
+    for device in node.accelerators:
+        if device.compute_prohibited:
+            yield Finding(
+                name="gpu-compute-prohibited",
+                status=Status.FAILURE,
+                what=f"{device.label} lets no program compute on it",
+                why="its compute mode is set to prohibited",
+                fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
+            )
+
+
+def _slowed(node: Node) -> Iterator[Finding]:
+    """Yield slow-downs that the hardware forces; heat has its own finding, a power limit is usual."""
+    for device in node.accelerators:
+        heat = any("heat" in cause for cause in device.throttled_by)
+        forced = {"hardware slow-down", "power brake"} & set(device.throttled_by)
+        if forced and not heat:
+            yield Finding(
+                name="gpu-slowed",
+                status=Status.WARNING,
+                what=f"{device.label} is slowed down by its hardware: {', '.join(sorted(forced))}",
+                why="its power supply or the machine asks it to draw less; in a distributed run every "
+                "other GPU waits for it",
+                fix=f"nvidia-smi -q -d PERFORMANCE,POWER -i {device.index}  # then check power cables "
+                "and supplies",
+            )
+
+
+def _split(node: Node) -> Iterator[Finding]:
+    parents = [one for one in node.accelerators if one.mig_enabled and one.mig_index is None]
+    if parents:
+        yield Finding(
+            name="mig",
+            status=Status.NOTE,
+            what=f"{label_all(parents)} {'is' if len(parents) == 1 else 'are'} split into slices (MIG)",
+            why="a process sees one slice at most, and NCCL does not join slices of one GPU",
+        )
+
+
+def _others(node: Node) -> Iterator[Finding]:
+    me = user_of_this_process()
+    held: dict[str, list[Device]] = {}
+    for device in node.accelerators:
+        for process in device.compute_processes:
+            if process.user != me and device not in held.setdefault(process.user or "", []):
+                held[process.user or ""].append(device)
+    for user, devices in held.items():
+        yield Finding(
+            name="gpu-in-use",
+            status=Status.NOTE,
+            what=f"{label_all(devices)} {'is' if len(devices) == 1 else 'are'} in use by "
+            + (user or "an unknown user"),
+            why="muster run takes others",
+            fix="muster gpus  # shows who computes on which",
+        )
+
+
+# ---- what only NVIDIA's library tells
+
+
+def _health(surroundings: Surroundings) -> Iterator[Finding]:
+    node = surroundings.look()
+    gpus = [one for one in node.accelerators if one.kind is Kind.CUDA and one.mig_index is None]
+    if not gpus:
+        return
+    health = nvml_health.read()
+    found = [
+        *(finding for one in gpus if one.uuid in health for finding in _one(one, health[one.uuid])),
+        *_persistence(gpus, health),
+        *_nvlinks([one for one in gpus if not one.mig_enabled], health),
+    ]
+    yield from found
+    if all(one.status is Status.NOTE for one in found):
+        lanes = max((sum(one.nvlinks) for one in health.values()), default=0)
+        joined = f"{lanes} NVLinks up on each" if lanes else "no NVLink"
+        yield Finding(name="accelerator-links", status=Status.OK, what=joined)
+
+
+def _one(device: Device, health: Health) -> Iterator[Finding]:
+    if health.rows_not_remappable or health.rows_to_remap:
+        failed = health.rows_not_remappable
+        yield Finding(
+            name="gpu-memory-failing" if failed else "gpu-memory-repair-pending",
+            status=Status.FAILURE if failed else Status.WARNING,
+            what=f"{device.label} has bad memory"
+            + (" and no spare rows left" if failed else " that is repaired at the next reset"),
+            why="until then what is stored there may be wrong, or the program that meets it is ended",
+            fix="replace the card"
+            if failed
+            else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",
+            evidence=f"nvidia-smi -q -d ROW_REMAPPER -i {device.index}",
+        )
+    if health.exclusive:
+        yield Finding(
+            name="gpu-exclusive",
+            status=Status.NOTE,
+            what=f"{device.label} takes one process at a time (compute mode exclusive)",
+            why="a second program on it ends with “all CUDA-capable devices are busy or unavailable”",
+            fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
+        )
+    yield from _pcie(device, health)
+
+
+def _pcie(device: Device, health: Health) -> Iterator[Finding]:
+    """Yield a PCIe link that is narrower or slower than it can be; an idle card may save power so."""
+    width, widest = health.pcie_width, health.pcie_max_width
+    speed, fastest = health.pcie_generation, health.pcie_max_generation
+    awake = health.performance_state == 0
+    busy = awake and (device.utilisation_percent or 0) >= _BUSY_PERCENT
+    narrow = awake and width is not None and widest is not None and width < widest
+    slow = busy and speed is not None and fastest is not None and speed < fastest
+    if narrow or slow:
+        yield Finding(
+            name="pcie-degraded",
+            status=Status.WARNING,
+            what=f"{device.label} is linked by PCIe {speed} x{width}, and could be by {fastest} x{widest}",
+            why="copies to and from it, and to other GPUs without NVLink, are slowed down as much",
+            fix="reseat the card or its riser, and look at the slot's setting in the BIOS",
+            evidence=f"nvidia-smi -q -i {device.index} | grep -A 12 'GPU Link Info'",
+        )
+
+
+def _persistence(gpus: Sequence[Device], health: Mapping[str, Health]) -> Iterator[Finding]:
+    # It matters where no desktop keeps the driver loaded: on cards that correct their memory.
+    off = [
+        one
+        for one in gpus
+        if one.uuid in health and health[one.uuid].persistent is False and one.ecc is not None
+    ]
+    if off:
+        yield Finding(
+            name="persistence-off",
+            status=Status.NOTE,
+            what=f"persistence mode is off on {label_all(off)}",
+            why="the driver is set up anew by each first program, which takes seconds for each GPU and "
+            "forgets the counts of memory errors",
+            fix="sudo nvidia-smi -pm 1",
+        )
+
+
+def _nvlinks(gpus: Sequence[Device], health: Mapping[str, Health]) -> Iterator[Finding]:
+    """Compare GPUs of one model: a card without a bridge is healthy, one with fewer links is not."""
+    for name in dict.fromkeys(one.name for one in gpus):
+        alike = [one for one in gpus if one.name == name and one.uuid in health]
+        up = {one.uuid: sum(health[one.uuid].nvlinks) for one in alike}
+        most = max(up.values(), default=0)
+        board = bool(_ALWAYS_LINKED.search(name)) and len(alike) > 1
+        down = [one for one in alike if up[one.uuid] < most and (board or up[one.uuid])]
+        for one in down:
+            yield Finding(
+                name="nvlink-down",
+                status=Status.WARNING,
+                what=f"{one.label} has {up[one.uuid]} of {most} NVLinks up",
+                why="other GPUs of its kind have all; what goes through it takes the slower way, and "
+                "collectives are as slow as their slowest link",
+                fix=f"nvidia-smi nvlink --status -i {one.index}  # names the links that are down\n"
+                f"sudo nvidia-smi -r -i {one.index}  # when nothing runs on it; else reboot",
+            )
+        if board and most == 0 and any(health[one.uuid].nvlinks for one in alike):
+            yield Finding(
+                name="nvlink-all-down",
+                status=Status.WARNING,
+                what=f"no NVLink is up between {label_all(alike)}",
+                why="these GPUs are joined by switches that a service has to set up first; without it "
+                "CUDA may say “system not yet initialized”",
+                fix="sudo systemctl restart nvidia-fabricmanager",
+            )
+
+
+CHECKS = (
+    Check(
+        name="accelerators",
+        asks="Do all accelerators answer, cool, without errors, and open to programs?",
+        run=_state,
+    ),
+    Check(
+        name="accelerator-links",
+        asks="Are their PCIe links and NVLinks up, and is their memory in repair?",
+        run=_health,
+    ),
+)

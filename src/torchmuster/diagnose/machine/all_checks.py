@@ -1,0 +1,47 @@
+"""The subjects that a machine is examined in, and where the checks of each are; imported on use."""
+
+import importlib
+from collections.abc import Collection
+
+from torchmuster.diagnose.check import Check
+
+_HERE = "torchmuster.diagnose.machine"
+
+# In the order in which they are shown: what computes, what it runs on, what joins it to others.
+SUBJECTS = {
+    "accelerators": f"{_HERE}.accelerators",
+    "torch": f"{_HERE}.torch_build",
+    "torch-companions": f"{_HERE}.torch_companions",
+    "torch-at-work": f"{_HERE}.torch_at_work",
+    "collective-libraries": f"{_HERE}.collective_libraries",
+    "numpy": f"{_HERE}.numpy_abi",
+    "python": f"{_HERE}.python_environment",
+    "variables": f"{_HERE}.variables",
+    "library-path": f"{_HERE}.library_path",
+    "processors": f"{_HERE}.processors",
+    "memory": f"{_HERE}.memory",
+    "shared-memory": f"{_HERE}.shared_memory",
+    "limits": f"{_HERE}.limits",
+    "storage": f"{_HERE}.storage",
+    "clock": f"{_HERE}.clock",
+    "names": f"{_HERE}.names",
+    "network-interfaces": f"{_HERE}.network_interfaces",
+    "firewall": f"{_HERE}.firewall",
+    "ports": f"{_HERE}.ports",
+    "virtualisation": f"{_HERE}.virtualisation",
+    "other-systems": f"{_HERE}.other_systems",
+}
+
+
+def by_subject(subjects: Collection[str] = ()) -> dict[str, tuple[Check, ...]]:
+    """Return the checks of some subjects, or of all, in the order in which they are shown."""
+    return {
+        subject: importlib.import_module(module).CHECKS
+        for subject, module in SUBJECTS.items()
+        if not subjects or subject in subjects
+    }
+
+
+def load() -> list[Check]:
+    """Return every check there is."""
+    return [check for checks in by_subject().values() for check in checks]

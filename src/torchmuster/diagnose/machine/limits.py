@@ -1,0 +1,194 @@
+"""Limits of this process: open files, locked memory, processes, address space, file size."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torchmuster.devices.readers import sysfs
+from torchmuster.devices.readers.cpu import cgroup_folders
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.finding import Finding, Status
+from torchmuster.units import GiB, format_bytes
+
+_LINE = re.compile(r"^(Max [a-z ]+?)\s{2,}(\S+)\s+(\S+)", re.MULTILINE)
+# What most systems give; workers that hand over tensors need a file for each.
+_USUAL_FILES = 1024
+_WANTED_FILES = 65536
+# RDMA pins the buffers it sends from; NCCL alone takes more than this on a node of 8 GPUs.
+_LOCKED_BYTES = GiB
+# A rank with its threads and workers takes up to about a hundred.
+_FEW_PROCESSES = 200
+_FEW_FOR_A_USER = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """What holds now, and how far a user may raise it; None is unlimited."""
+
+    soft: int | None
+    hard: int | None
+
+
+def run(surroundings: Surroundings) -> Iterator[Finding]:
+    """Look at the limits that this process has, and so would what it starts."""
+    limits = {
+        name: _Limit(soft=_number(soft), hard=_number(hard))
+        for name, soft, hard in _LINE.findall(surroundings.text("/proc/self/limits") or "")
+    }
+    findings = [
+        *_open_files(limits),
+        *_locked_memory(limits, surroundings),
+        *_processes(limits, surroundings),
+        *_pids(surroundings),
+        *_sizes(limits),
+    ]
+    files = limits.get("Max open files")
+    seen = f"{_told(files.soft)} open files, enough of the rest" if files else "could not be read"
+    yield from findings or [Finding(name="limits", status=Status.OK, what=seen)]
+
+
+def _number(word: str) -> int | None:
+    return int(word) if word.isdecimal() else None
+
+
+def _told(limit: int | None) -> str:
+    return "unlimited" if limit is None else f"{limit:,}"
+
+
+def _raising(option: str, name: str, value: str, docker: str, systemd: str) -> str:
+    """Return how a limit is raised: in this shell, for good, in Docker and for a service."""
+    return (
+        f"ulimit -{option} {value}  # in this shell\n"
+        f"echo '* - {name} {value}' | sudo tee /etc/security/limits.d/90-{name}.conf  # for good, "
+        "after the next login\n"
+        f"docker run --ulimit {name}={docker} …\n"
+        f"{systemd}  # in the [Service] part of a systemd unit, slurmd's too"
+    )
+
+
+def _open_files(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
+    limit = limits.get("Max open files")
+    if limit is None or limit.soft is None or limit.soft > _USUAL_FILES:
+        return
+    within = _WANTED_FILES if limit.hard is None else min(limit.hard, _WANTED_FILES)
+    raising = _raising(
+        "n", "nofile", str(_WANTED_FILES), str(_WANTED_FILES), f"LimitNOFILE={_WANTED_FILES}"
+    )
+    if _USUAL_FILES < within < _WANTED_FILES:
+        raising = f"ulimit -n {within}  # as far as you may\n{raising.partition(chr(10))[2]}"
+    elif within <= _USUAL_FILES:  # without root nothing is to be had in this shell
+        raising = raising.partition("\n")[2]
+    low = limit.soft < _USUAL_FILES
+    yield Finding(
+        name="open-files-low",
+        status=Status.WARNING if low else Status.NOTE,
+        what=f"a process may have only {limit.soft:,} files open",
+        why="DataLoader workers hand over each tensor as an open file and end with “Too many open "
+        "files”; each connection to another rank takes one too",
+        fix=raising,
+        evidence=f"/proc/self/limits: Max open files {limit.soft} (may be raised to {_told(limit.hard)})",
+    )
+
+
+def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iterator[Finding]:
+    limit = limits.get("Max locked memory")
+    cards = [
+        name
+        for name in sysfs.names(surroundings.path("/dev/infiniband"))
+        if name.startswith("uverbs")
+    ]
+    if not cards or limit is None or limit.soft is None or limit.soft >= _LOCKED_BYTES:
+        return
+    yield Finding(
+        name="locked-memory-low",
+        status=Status.WARNING,
+        what=f"only {format_bytes(limit.soft)} of memory may be locked, and this machine has RDMA",
+        why="NCCL and UCX pin the buffers that the network card reads; they end with “ibv_reg_mr failed: "
+        "Cannot allocate memory” or fall back to slow sockets",
+        fix=_raising("l", "memlock", "unlimited", "-1", "LimitMEMLOCK=infinity"),
+        evidence=f"/proc/self/limits: Max locked memory {limit.soft}; /dev/infiniband/{cards[0]}",
+    )
+
+
+def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iterator[Finding]:
+    limit = limits.get("Max processes")
+    user = re.search(r"^Uid:\s+(\d+)", surroundings.text("/proc/self/status") or "", re.M)
+    if limit is None or limit.soft is None or limit.soft > _FEW_FOR_A_USER or user is None:
+        return
+    if user[1] == "0":  # not held to it
+        return
+    used = _threads_of(user[1], surroundings)
+    if limit.soft - used >= _FEW_PROCESSES:
+        return
+    yield Finding(
+        name="processes-few",
+        status=Status.WARNING,
+        what=f"you may have {limit.soft:,} processes and threads, and have {used:,} already",
+        why="each rank starts dozens of threads; they end with “Resource temporarily unavailable” or "
+        "“can't start new thread”",
+        fix=_raising("u", "nproc", "65536", "65536", "LimitNPROC=65536"),
+        evidence=f"/proc/self/limits: Max processes {limit.soft}",
+    )
+
+
+def _threads_of(uid: str, surroundings: Surroundings) -> int:
+    total = 0
+    for path in surroundings.path("/proc").glob("[0-9]*/status"):
+        status = sysfs.text(path) or ""
+        if re.search(rf"^Uid:\s+{uid}\b", status, re.M):
+            threads = re.search(r"^Threads:\s+(\d+)", status, re.M)
+            total += int(threads[1]) if threads else 1
+    return total
+
+
+def _pids(surroundings: Surroundings) -> Iterator[Finding]:
+    for folder in cgroup_folders("pids", surroundings.path("/proc"), surroundings.path("/sys")):
+        most, used = sysfs.integer(folder / "pids.max"), sysfs.integer(folder / "pids.current")
+        if most is None or most - (used or 0) >= _FEW_PROCESSES:
+            continue
+        yield Finding(
+            name="pids-few",
+            status=Status.WARNING,
+            what=f"this cgroup may have {most:,} processes and threads, and has {used or 0:,} already",
+            why="each rank starts dozens of threads; they end with “Resource temporarily unavailable” or "
+            "“can't start new thread”",
+            fix="docker run --pids-limit=-1 …\n"
+            "TasksMax=infinity  # in the [Service] part of a systemd unit\n"
+            "podPidsLimit: -1  # in the kubelet's configuration",
+            evidence=f"pids.max {most}, pids.current {used}",
+        )
+        return
+
+
+def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
+    space, file = limits.get("Max address space"), limits.get("Max file size")
+    if space and space.soft is not None:
+        yield Finding(
+            name="address-space-limited",
+            status=Status.WARNING,
+            what=f"a process may use only {format_bytes(space.soft)} of address space",
+            why="CUDA reserves as much as all GPUs and the machine have together, and torch maps its "
+            "libraries; they end with “out of memory” although there is enough",
+            fix="ulimit -v unlimited\n"
+            "grep -r 'as ' /etc/security/limits.conf /etc/security/limits.d  # where it is set",
+            evidence=f"/proc/self/limits: Max address space {space.soft}",
+        )
+    if file and file.soft is not None:
+        yield Finding(
+            name="file-size-limited",
+            status=Status.WARNING,
+            what=f"a process may write files of at most {format_bytes(file.soft)}",
+            why="a checkpoint that is larger ends the rank with “File size limit exceeded” (SIGXFSZ)",
+            fix="ulimit -f unlimited",
+            evidence=f"/proc/self/limits: Max file size {file.soft}",
+        )
+
+
+CHECKS = (
+    Check(
+        name="limits",
+        asks="Do the limits of a process leave room for ranks and their workers?",
+        run=run,
+        systems=("linux",),
+    ),
+)

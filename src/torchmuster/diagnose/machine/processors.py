@@ -1,0 +1,145 @@
+"""Processors: how many cores this process may really use, and what holds them back."""
+
+import re
+from collections.abc import Iterator
+
+from torchmuster.devices.readers import sysfs
+from torchmuster.devices.readers.cpu import cgroup_folders, usable_cores
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.finding import Finding, Status
+
+_CPUS = "/sys/devices/system/cpu"
+# Below this many periods, a share says nothing.
+_ENOUGH_PERIODS = 100
+_THROTTLED_SHARE = 0.5
+_LOAD_PER_CORE = 2.0
+# With these drivers "powersave" still goes to full speed under load.
+_CLEVER_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp")
+_ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
+
+
+def run(surroundings: Surroundings) -> Iterator[Finding]:
+    """Look at quota, affinity, throttling, load and governor."""
+    machine = _count(surroundings.text(f"{_CPUS}/online"))
+    allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
+    usable = usable_cores(
+        surroundings.path("/proc"),
+        surroundings.path("/sys"),
+        machine_cores=machine or None,
+        allowed_cores=(lambda: _count(allowed[1])) if allowed else None,
+    )
+    findings = [
+        *_quota(usable.value, usable.reason),
+        *_one_core(usable.value, usable.reason, machine),
+        *_throttled(surroundings),
+        *_load(surroundings, usable.value),
+        *_governor(surroundings),
+    ]
+    numa = len([name for name in _nodes(surroundings) if name.startswith("node")])
+    seen = usable.reason + (f"; {numa} NUMA nodes" if numa > 1 else "")
+    yield from findings or [Finding(name="processors", status=Status.OK, what=seen)]
+
+
+def _count(ranges: str | None) -> int:
+    """Count what ``0-3,8`` means; 0 if it cannot be read."""
+    count = 0
+    for part in (ranges or "").strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            count += int(last or first) - int(first) + 1
+    return count
+
+
+def _nodes(surroundings: Surroundings) -> list[str]:
+    return [
+        name
+        for name in sysfs.names(surroundings.path("/sys/devices/system/node"))
+        if re.fullmatch(r"node\d+", name)
+    ]
+
+
+def _quota(cores: int, reason: str) -> Iterator[Finding]:
+    found = re.search(r"CPU quota is ([\d.]+) \((\S+)\)", reason)
+    if not found:
+        return
+    less_than_one = float(found[1]) < 1
+    yield Finding(
+        name="cpu-quota",
+        status=Status.WARNING if less_than_one else Status.NOTE,
+        what=f"a quota grants {found[1]} cores' worth of time here",
+        why=f"{reason}; torch counts all cores of the machine, and threads beyond the quota are "
+        "stopped in mid-step, which holds up every other rank",
+        fix=f"export OMP_NUM_THREADS={cores}  # for one rank; share it among several\n"
+        "docker run --cpus=8 …  # or a larger quota\n"
+        "resources: {limits: {cpu: 8}}  # Kubernetes, in the container",
+        evidence=found[2],
+    )
+
+
+def _one_core(cores: int, reason: str, machine: int) -> Iterator[Finding]:
+    if cores > 1 or machine == 1 or "affinity" not in reason:
+        return
+    yield Finding(
+        name="cpu-affinity",
+        status=Status.WARNING,
+        what=f"this process may use one core of {machine}",
+        why=f"{reason}; all ranks, their threads and DataLoader workers would share it",
+        fix="#SBATCH --cpus-per-task=8  # Slurm gives one core to a task unless told\n"
+        "taskset -cp 0-$(($(nproc --all) - 1)) $$  # a shell that was bound by taskset",
+    )
+
+
+def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
+    for folder in cgroup_folders("cpu", surroundings.path("/proc"), surroundings.path("/sys")):
+        counts = dict(re.findall(r"^(\w+) (\d+)$", sysfs.text(folder / "cpu.stat") or "", re.M))
+        periods, throttled = int(counts.get("nr_periods", 0)), int(counts.get("nr_throttled", 0))
+        if periods >= _ENOUGH_PERIODS and throttled / periods >= _THROTTLED_SHARE:
+            yield Finding(
+                name="cpu-throttled",
+                status=Status.WARNING,
+                what=f"the CPU quota stopped this cgroup in {throttled / periods:.0%} of its periods",
+                why="a rank that is stopped holds up all others; it wants more cores than it is granted",
+                fix="docker run --cpus=8 …\n"
+                "resources: {limits: {cpu: 8}}  # Kubernetes, in the container\n"
+                "export OMP_NUM_THREADS=1  # or fewer threads in each rank",
+                evidence=f"cpu.stat: nr_periods {periods}, nr_throttled {throttled}",
+            )
+            return
+
+
+def _load(surroundings: Surroundings, cores: int) -> Iterator[Finding]:
+    words = (surroundings.text("/proc/loadavg") or "").split()
+    if words and float(words[0]) > _LOAD_PER_CORE * cores:
+        yield Finding(
+            name="load-high",
+            status=Status.NOTE,
+            what=f"{float(words[0]):.0f} programs want to run at once on {cores} cores",
+            why="others use this machine; measurements will be low and ranks here slower than elsewhere",
+            fix="ps -eo pid,user,pcpu,args --sort=-pcpu | head  # who",
+            evidence=f"/proc/loadavg: {' '.join(words[:3])}",
+        )
+
+
+def _governor(surroundings: Surroundings) -> Iterator[Finding]:
+    folder = f"{_CPUS}/cpu0/cpufreq"
+    governor = (surroundings.text(f"{folder}/scaling_governor") or "").strip()
+    driver = (surroundings.text(f"{folder}/scaling_driver") or "").strip()
+    if governor == "powersave" and driver not in _CLEVER_DRIVERS:
+        yield Finding(
+            name="cpu-powersave",
+            status=Status.NOTE,
+            what="the cores are kept at their lowest speed (governor powersave)",
+            why="loading data and starting kernels takes longer than it must",
+            fix="sudo cpupower frequency-set -g performance",
+            evidence=f"{folder}/scaling_governor: {governor}, driver {driver or 'unknown'}",
+        )
+
+
+CHECKS = (
+    Check(
+        name="processors",
+        asks="How many cores may be used, and does anything hold them back?",
+        run=run,
+        systems=("linux",),
+    ),
+)

@@ -1,0 +1,160 @@
+"""Python itself: the one that runs muster, and whether it imports the packages that were installed."""
+
+import os
+import platform
+import shlex
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.machine import installed
+from torchmuster.finding import Finding, Status
+
+_MODULES = ("torch", "numpy")
+_POINTER_BITS = struct.calcsize("P") * 8
+
+
+def _python(surroundings: Surroundings) -> Iterator[Finding]:
+    found = [*_home(surroundings), *_narrow(), *_other_python(surroundings)]
+    yield from found
+    if all(one.status is Status.NOTE for one in found):
+        kind = "virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
+        words = f"Python {platform.python_version()}, {kind}"
+        yield Finding(name="python", status=Status.OK, what=words)
+
+
+def _home(surroundings: Surroundings) -> Iterator[Finding]:
+    home = surroundings.environment.get("PYTHONHOME")
+    if home:
+        yield Finding(
+            name="python-home",
+            status=Status.WARNING,
+            what=f"PYTHONHOME={home} moves Python's own library",
+            why="every Python that is started here looks for its library there, also those of other "
+            "versions and of virtual environments",
+            fix="unset PYTHONHOME",
+        )
+
+
+def _narrow() -> Iterator[Finding]:
+    if _POINTER_BITS < 64:
+        yield Finding(
+            name="python-32-bit",
+            status=Status.FAILURE,
+            what="this Python is a 32-bit program",
+            why="torch exists for 64-bit ones only",
+            fix="install a 64-bit Python and make a new virtual environment with it",
+        )
+
+
+def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
+    """Yield that ``python`` is not the Python that muster starts ranks with."""
+    usual = shutil.which("python", path=surroundings.environment.get("PATH", ""))
+    if usual is None or Path(usual).parent == Path(surroundings.python).parent:
+        return
+    if os.path.realpath(usual) == os.path.realpath(surroundings.python):
+        return
+    yield Finding(
+        name="other-python-on-path",
+        status=Status.NOTE,
+        what=f"python is {usual}, but muster runs scripts with {surroundings.python}",
+        why="packages that are installed with the one are not seen by the other",
+        fix=f"{surroundings.python} -m pip install …  # installs for muster's",
+    )
+
+
+# ---- which packages it imports
+
+
+def _imports(surroundings: Surroundings) -> Iterator[Finding]:
+    found = [
+        finding
+        for module in _MODULES
+        for finding in (*_beside(module, surroundings), *_twice(module, surroundings))
+    ]
+    yield from found
+    if not found:
+        folder = installed.torch_folder(surroundings)
+        words = f"packages in {folder.parent}" if folder else "packages where Python has them"
+        yield Finding(name="python-imports", status=Status.OK, what=words)
+
+
+def _beside(module: str, surroundings: Surroundings) -> Iterator[Finding]:
+    """Yield a file or folder in the working folder that a script there imports instead."""
+    mine = installed.importable(module, surroundings.folder)
+    real = installed.copies(module, surroundings)
+    if mine is None or (real and mine.resolve() == real[0].resolve()):
+        return
+    moved = mine.with_name(f"my_{mine.name}")
+    fix = f"mv {shlex.quote(str(mine))} {shlex.quote(str(moved))}"
+    if (mine / "csrc").is_dir():
+        fix = "cd ..  # this is the source of torch itself; work in another folder"
+    yield Finding(
+        name="module-shadowed",
+        status=Status.FAILURE,
+        what=f"{mine} stands in the way of {module}",
+        why=f"a script in {surroundings.folder} that says “import {module}” gets this one, because "
+        "Python looks beside the script first",
+        fix=fix,
+    )
+
+
+def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
+    """Yield a module that is installed in two places in different versions."""
+    found = installed.copies(module, surroundings)
+    if len(found) < 2 or found[0].is_file() or found[0].resolve() == found[1].resolve():
+        return
+    taken, other = found[:2]
+    versions = [_version(module, place, surroundings) for place in (taken, other)]
+    if versions[0] == versions[1]:
+        return
+    variable = surroundings.environment.get("PYTHONPATH", "")
+    listed = [Path(one).resolve() for one in variable.split(os.pathsep) if one]
+    status = Status.WARNING
+    if taken.parent.resolve() in listed:
+        why, fix = "PYTHONPATH puts its folder before Python's own", "unset PYTHONPATH"
+    elif (Path(surroundings.environment.get("HOME", "~")) / ".local") in taken.parents:
+        why = "what was installed with --user comes before what all users have"
+        fix = "export PYTHONNOUSERSITE=1"
+    elif (environment := _virtual_environment(taken)) and environment not in other.parents:
+        status, fix = Status.NOTE, ""
+        why = "the virtual environment's own comes first, as it should"
+    else:
+        why = "its folder comes first in Python's search path"
+        fix = f"{surroundings.python} -m pip uninstall {module}  # until only one is left"
+    yield Finding(
+        name="module-twice",
+        status=status,
+        what=f"{module} is installed twice: {versions[0]} in {taken.parent} is taken, "
+        f"{versions[1]} in {other.parent} is not",
+        why=f"{why}; packages that belong to the other one get this one",
+        fix=fix,
+    )
+
+
+def _virtual_environment(place: Path) -> Path | None:
+    return next((one for one in place.parents if (one / "pyvenv.cfg").is_file()), None)
+
+
+def _version(module: str, place: Path, surroundings: Surroundings) -> str:
+    for one in installed.packages(surroundings):
+        if one.name == module and one.folder == place.parent:
+            return one.version
+    return "an unknown version"
+
+
+CHECKS = (
+    Check(
+        name="python",
+        asks="Is this Python one that torch can work with, and the one that is meant?",
+        run=_python,
+    ),
+    Check(
+        name="python-imports",
+        asks="Does Python import the packages that were installed, and not others of their name?",
+        run=_imports,
+    ),
+)

@@ -1,0 +1,272 @@
+"""Torch at work, in a process of its own: imported, a group of one rank, matrix products checked."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchmuster.devices.model import Kind
+from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, DevicesSilent, Surroundings
+from torchmuster.diagnose.machine import installed
+from torchmuster.diagnose.rank_record import MARK
+from torchmuster.finding import Finding, Status
+from torchmuster.known_errors.explain import explain
+from torchmuster.redaction import redact_text
+
+PROBE = "torchmuster.diagnose.probes.torch_at_work"
+DEADLINE_S = 60.0
+_LAST_WORDS_S = 2.0
+_TAIL_LINES = 6
+# The slowest of alike devices that nobody else uses may be so much slower than the middle one.
+_SLOW = 0.8
+
+_DOING = {
+    "": "starting",
+    "import": "importing torch",
+    "numpy": "making a tensor from a NumPy array",
+    "group": "making a gloo group of one rank",
+    "device": "multiplying matrices",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What the probe did: its records, how it ended, and the end of what it wrote besides."""
+
+    records: tuple[Mapping[str, Any], ...] = ()
+    code: int | None = 0  # None: it had to be ended
+    complaint: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+    def of(self, stage: str) -> list[Mapping[str, Any]]:
+        """Return the records of a stage that was gone through."""
+        return [one for one in self.records if one.get("stage") == stage and "begun" not in one]
+
+    @property
+    def last_begun(self) -> str:
+        """The stage that it was in when it ended."""
+        return next((str(one["stage"]) for one in reversed(self.records) if "begun" in one), "")
+
+
+def _run(surroundings: Surroundings) -> Iterator[Finding]:
+    if installed.torch_folder(surroundings) is None:
+        return  # said already
+    trial = attempt([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
+    busy: set[int] = set()
+    gpus = False
+    with contextlib.suppress(DevicesSilent):  # what torch made of them is then the more worth
+        node = surroundings.look()
+        busy = {one.index for one in node.accelerators if one.compute_processes}
+        gpus = node.main_kind in (Kind.CUDA, Kind.ROCM)
+    yield from judge(trial, python=surroundings.python, gpus=gpus, busy=busy)
+
+
+def attempt(
+    words: Sequence[str], environment: Mapping[str, str], *, within_s: float = DEADLINE_S
+) -> Trial:
+    """Run the probe and return what it did; one that hangs is ended with all it started."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        list(words),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    code: int | None = None
+    try:
+        out, err = process.communicate(timeout=within_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        _end(process)
+        out, err = _last_words(process)
+    return Trial(
+        records=tuple(_records(out.decode(errors="replace").splitlines())),
+        code=code,
+        complaint=_tail(err.decode(errors="replace")),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Return what it wrote; one that waits for a device or a disk cannot be killed until that answers."""
+    try:
+        return process.communicate(timeout=_LAST_WORDS_S)
+    except subprocess.TimeoutExpired as error:
+        process.poll()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return error.output or b"", error.stderr or b""
+
+
+def _records(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if line.startswith(MARK):
+            with contextlib.suppress(ValueError):  # half a line, as it was when it ended
+                record = json.loads(line[len(MARK) :])
+                if isinstance(record, dict) and "stage" in record:
+                    yield record
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def _tail(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return redact_text("\n".join(lines[-_TAIL_LINES:]))
+
+
+def judge(
+    trial: Trial, *, python: str, gpus: bool, busy: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Yield what the trial shows; ``busy`` are the devices that others use, which may be slow."""
+    found = [
+        *_ended_early(trial, python),
+        *_numpy(trial, python),
+        *_group(trial),
+        *(one for record in trial.of("import") for one in _gpus_seen(record, gpus)),
+        *(one for record in trial.of("device") for one in _device(record)),
+        *_slow(trial.of("device"), busy),
+    ]
+    yield from found
+    if all(one.status is Status.NOTE for one in found):
+        imported = next(iter(trial.of("import")), {})
+        devices = [f"{one['name']} {one['gflops']:.0f} GFLOP/s" for one in trial.of("device")]
+        words = (
+            f"imported in {imported.get('seconds', 0.0):.1f} s; gloo works; {', '.join(devices)}"
+        )
+        yield Finding(name="torch-at-work", status=Status.OK, what=words)
+
+
+def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
+    doing = _DOING.get(trial.last_begun, trial.last_begun)
+    if trial.code is None:
+        yield Finding(
+            name="torch-hangs",
+            status=Status.FAILURE,
+            what=f"torch did not get beyond {doing} within {trial.seconds:.0f} s",
+            why="a disk or a driver that it needs does not answer; a run would wait in the same place",
+            fix="df -h; sudo dmesg | tail -20  # the first hangs on a dead network disk, the second "
+            "shows a driver in trouble",
+            evidence=trial.complaint,
+        )
+    elif trial.code:
+        how = f"signal {-trial.code}" if trial.code < 0 else f"exit code {trial.code}"
+        last = trial.complaint.splitlines()[-1:] or [how]
+        known = next(iter(explain(trial.complaint, host="this machine")), None)
+        yield Finding(
+            name="torch-import-fails" if trial.last_begun in ("", "import") else "torch-crashes",
+            status=Status.FAILURE,
+            what=f"torch fails while {doing}: {last[0]}",
+            why=f"every script here fails in the same way ({how})"
+            + (f"; {known.what}: {known.why}" if known else ""),
+            fix=known.fix
+            if known
+            else "muster doctor  # what is found besides is often the cause\n"
+            f"{python} -m pip install --force-reinstall torch",
+            evidence=trial.complaint,
+        )
+
+
+def _numpy(trial: Trial, python: str) -> Iterator[Finding]:
+    for record in trial.of("numpy"):
+        if record.get("error"):
+            yield Finding(
+                name="numpy-broken",
+                status=Status.WARNING if record.get("installed") else Status.NOTE,
+                what="torch cannot make tensors from NumPy arrays",
+                why=str(record["error"]),
+                fix=f'{python} -m pip install --force-reinstall numpy  # "numpy<2" for torch before 2.3',
+            )
+
+
+def _group(trial: Trial) -> Iterator[Finding]:
+    for record in trial.of("group"):
+        if record.get("error"):
+            yield Finding(
+                name="gloo-fails",
+                status=Status.FAILURE,
+                what="torch cannot make a group of one rank with gloo on this machine",
+                why=str(record["error"]),
+                fix="muster doctor --only names network-interfaces variables",
+            )
+
+
+def _gpus_seen(record: Mapping[str, Any], gpus: bool) -> Iterator[Finding]:
+    if gpus and record.get("gpu_build") and not record.get("devices"):
+        yield Finding(
+            name="gpus-not-usable",
+            status=Status.FAILURE,
+            what="torch is built for the GPUs of this machine, but sees none",
+            why=str(record.get("gpu_error") or "the driver shows none to it"),
+            fix="muster doctor --only accelerators torch variables",
+        )
+
+
+def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
+    name = record["name"]
+    if record.get("error"):
+        missing = "no kernel image" in str(record["error"])
+        yield Finding(
+            name="gpu-not-in-build" if missing else "device-fails",
+            status=Status.FAILURE,
+            what=f"{name} cannot multiply matrices",
+            why=str(record["error"]),
+            fix="take a torch that is built for this GPU"
+            if missing
+            else "sudo dmesg | grep -i xid  # names what the driver saw",
+            evidence=f"this torch has code for {', '.join(record['built_for'])}"
+            if record.get("built_for")
+            else "",
+        )
+    elif record["wrong"]:
+        yield Finding(
+            name="device-computes-wrongly",
+            status=Status.FAILURE,
+            what=f"{name} computes wrong values: {record['wrong']} of {record['products']} products",
+            why="the products are of whole numbers and have one right answer; a training run on it "
+            "goes wrong without a word",
+            fix=f"leave {name} out of runs and have it replaced; run it at its standard clocks",
+        )
+
+
+def _slow(records: Sequence[Mapping[str, Any]], busy: Collection[int]) -> Iterator[Finding]:
+    """Compare GPUs of one model with each other: what is normal differs from model to model."""
+    timed = [one for one in records if one.get("gflops") and one.get("index") not in (None, *busy)]
+    for model in dict.fromkeys(one["model"] for one in timed):
+        alike = sorted(
+            (one for one in timed if one["model"] == model), key=lambda one: one["gflops"]
+        )
+        middle = alike[len(alike) // 2]["gflops"]
+        for one in alike:
+            if one["gflops"] < _SLOW * middle:
+                yield Finding(
+                    name="device-slow",
+                    status=Status.WARNING,
+                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of what its like here do",
+                    why="in a distributed run every other GPU waits for it",
+                    fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {one['index']}",
+                    evidence=f"{one['gflops']:.0f} GFLOP/s, the others {middle:.0f}",
+                )
+
+
+CHECKS = (
+    Check(
+        name="torch-at-work",
+        asks="Can torch be imported, make a group, and multiply rightly on each device?",
+        run=_run,
+        cost=Cost.SECONDS,
+        deadline_s=DEADLINE_S + _LAST_WORDS_S + LOOK_WITHIN_S + 5,
+    ),
+)

@@ -1,0 +1,238 @@
+"""The program that proves a group of ranks by values: devices, collectives, pairs.
+
+Run it as ``torchrun --nproc-per-node 2 -m torchmuster.diagnose.probes.collectives``; ``muster check``
+runs it on all machines. Each rank prints its record (``diagnose/rank_record.py``), and ends with 0
+whatever it saw: what the records mean is decided where all of them are (``diagnose/collectives.py``).
+
+Every stage begins with a roll-call through the store and has a limit, so that a hang has a name.
+"""
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.diagnose.probes import collective_values, health, matmul, pairs
+from torchmuster.diagnose.probes.exact_values import Seat, all_reduce, wait_for_device
+from torchmuster.diagnose.probes.together import Absent, Hangs, Together, in_time
+from torchmuster.diagnose.rank_record import RankRecord, Trouble, line_of
+from torchmuster.diagnose.torch_private import collectives_begun
+from torchmuster.errors import MusterError
+from torchmuster.launch.probes import membership, process_group
+
+_FORM_S = 60.0
+_COME_S = 10.0
+_SILENT_S = 8.0
+_END_S = 3.0
+_ARRIVALS = 5
+_MEASURED_AGAIN = 2
+_SUSPICIOUS = 0.75  # of the fastest device of the same model
+
+Changes = dict[str, Any]  # fields of the record that a stage fills
+
+
+def main() -> int:
+    """Run all stages; 0 unless no group could be formed."""
+    record = RankRecord(
+        rank=membership.number("RANK", os.environ) or 0,
+        world_size=membership.number("WORLD_SIZE", os.environ) or 1,
+        host=socket.gethostname(),
+        node=membership.number("GROUP_RANK", os.environ),
+        local_rank=membership.number("LOCAL_RANK", os.environ),
+        stage="group",
+    )
+    _say(record)
+    try:
+        group = process_group.setup(record.rank, record.world_size, _wanted_backend(), _FORM_S)
+    except MusterError as error:
+        _say(_changed(record, trouble=Trouble(stage="group", problem="error", text=error.what)))
+        print(f"[rank {record.rank}] {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    record = _changed(
+        record,
+        device=str(group.device),
+        device_name=_device_name(group.device),
+        device_uuid=_device_uuid(group.device),
+        backend=group.choice.backend,
+        backend_reason=group.reasons[-1],
+        accelerator=process_group.look_around().accelerator,
+    )
+    together = Together(process_group.group_store(), record.rank, record.world_size)
+    record = _Course(record, together, group.device).run()
+    _say(_changed(record, stage="end", ended=True))
+    _end(record, together)
+    return 0
+
+
+class _Course:
+    """The stages in their order; the first that cannot be ended ends the course."""
+
+    def __init__(self, record: RankRecord, together: Together, device: torch.device) -> None:
+        self._record = record
+        self._together = together
+        self._device = device
+        self._seat = Seat(rank=record.rank, world_size=record.world_size, device=device)
+        self._hosts: list[str] = []
+
+    def run(self) -> RankRecord:
+        """Return the record with all that the stages have filled in."""
+        stages = {
+            "devices": self._devices,
+            "collectives": self._collectives,
+            "suspects": self._suspects,
+            "pairs": self._pairs,
+            "arrival": self._arrival,
+        }
+        for name, work in stages.items():
+            self._change(stage=name)
+            _say(self._record)
+            trouble = self._stage(name, work)
+            if trouble is not None:
+                self._change(trouble=trouble)
+                break
+        return self._record
+
+    def _change(self, **changes: Any) -> None:
+        self._record = _changed(self._record, **changes)
+
+    def _stage(self, name: str, work: Callable[[], Changes]) -> Trouble | None:
+        try:
+            self._hosts = self._together.share(f"come {name}", self._record.host, _COME_S)
+        except Absent as error:
+            return Trouble(stage=name, problem="absent", ranks=error.ranks)
+        except (Hangs, RuntimeError) as error:
+            return Trouble(stage=name, problem="error", text=_first_line(error))
+        began = time.monotonic()
+        try:
+            self._change(**in_time(work, _SILENT_S, self._together.pulse))
+        except Hangs:
+            return Trouble(stage=name, problem="hangs", ranks=self._stragglers(name))
+        except Absent as error:
+            return Trouble(stage=name, problem="absent", ranks=error.ranks)
+        except Exception as error:
+            return Trouble(stage=name, problem="error", text=_first_line(error))
+        seconds = round(time.monotonic() - began, 3)
+        self._change(stage_s={**self._record.stage_s, name: seconds})
+        return None
+
+    def _stragglers(self, stage: str) -> tuple[int, ...]:
+        """Return the ranks that have begun fewer collectives than others: for these all others wait."""
+        begun = collectives_begun(dist.group.WORLD)
+        if begun is None:
+            return ()
+        try:
+            of_all = self._together.share(f"hangs {stage}", begun, _END_S)
+        except Absent as error:
+            return error.ranks
+        except (Hangs, RuntimeError):
+            return ()
+        return tuple(rank for rank, count in enumerate(of_all) if count < max(of_all))
+
+    def _devices(self) -> Changes:
+        quota = health.Quota()
+        matmuls = matmul.run_all(self._device)
+        for again in range(_MEASURED_AGAIN):
+            # A neighbour may have been in the way; those that seem slow try again, the others rest.
+            fastest = self._fastest_alike(f"speeds {again}", matmuls[0].flops_per_s)
+            if matmuls[0].flops_per_s < _SUSPICIOUS * fastest:
+                matmuls = matmul.better(matmul.run_all(self._device), matmuls)
+        seen = health.device_health(self._record.device_uuid)
+        return {
+            "matmuls": matmuls,
+            "health": msgspec.structs.replace(
+                seen, held_back=quota.held_back(), cores=usable_cores().reason
+            ),
+        }
+
+    def _fastest_alike(self, name: str, flops_per_s: float) -> float:
+        """Return the best speed among the devices of this one's model."""
+        own = self._record.device_name
+        speeds = self._together.share(name, [own, flops_per_s], _COME_S)
+        return float(max(speed for model, speed in speeds if model == own))
+
+    def _collectives(self) -> Changes:
+        return {"operations": collective_values.run_all(self._seat, self._together)}
+
+    def _suspects(self) -> Changes:
+        """Look for the rank that spoils sums, if any sum was wrong on any rank."""
+        wrong = any(
+            one.values.wrong
+            for one in self._record.operations
+            if one.name in ("all-reduce", "reduce-scatter")
+        )
+        if not any(self._together.share("sums", wrong, _COME_S)):
+            return {}
+        return {"suspects": collective_values.find_suspects(self._seat, self._together)}
+
+    def _pairs(self) -> Changes:
+        return {"pairs": pairs.measure(self._seat, self._hosts, self._together)}
+
+    def _arrival(self) -> Changes:
+        """Do the same work everywhere, then wait for each other: who comes last waits least."""
+        waits = []
+        for turn in range(_ARRIVALS):
+            matmul.work(self._device)
+            call, _ = all_reduce(self._seat, 1, turn)
+            began = time.perf_counter()
+            call()
+            wait_for_device(self._device)
+            waits.append(time.perf_counter() - began)
+        return {"waited_s": statistics.median(waits)}
+
+
+def _wanted_backend() -> str:
+    return "nccl" if torch.accelerator.is_available() else "gloo"
+
+
+def _changed(record: RankRecord, **changes: Any) -> RankRecord:
+    return msgspec.structs.replace(record, **changes)
+
+
+def _say(record: RankRecord) -> None:
+    # One write for a line, so that the ranks' lines do not run into each other.
+    sys.stdout.write(line_of(record) + "\n")
+    sys.stdout.flush()
+
+
+def _end(record: RankRecord, together: Together) -> None:
+    """Leave together: the store may live in rank 0, and others may still have to read from it."""
+    try:
+        together.share("end", True, _END_S)
+        together.share("left", True, _END_S)
+    except (Absent, Hangs, RuntimeError):
+        pass  # they do not come any more; all that is known has been said
+    if record.trouble is not None:
+        # A thread may hang in a collective for good; an orderly end would wait for it.
+        sys.stderr.flush()
+        os._exit(0)
+    process_group.cleanup()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    from torchmuster.devices import snapshot
+
+    return snapshot.take().cpu.name
+
+
+def _device_uuid(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

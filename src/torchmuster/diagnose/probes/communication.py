@@ -1,0 +1,63 @@
+"""One sum over all ranks of a group that is there already, compared value by value."""
+
+import logging
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchmuster.diagnose.probes.exact_values import compare, forget, numbers, sums
+from torchmuster.diagnose.probes.together import in_time
+from torchmuster.launch.probes.process_group import current_device
+
+_log = logging.getLogger("torchmuster.distributed")
+
+_COUNT = 2**18  # 1 MiB: large enough to leave NCCL's small-message path
+
+
+def verify(rank: int, world_size: int, timeout_s: float) -> bool:
+    """Sum over all ranks what each contributes, and compare with what it must be."""
+    if not dist.is_initialized():
+        _log.error("communication not verified: there is no process group; call setup_distributed")
+        return False
+    device = current_device()
+    try:
+        got = _sum_over_ranks(rank, device, timeout_s)
+        values = compare(got, sums(world_size, _COUNT, 0, device))
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        told = f"{type(error).__name__}: {text[0] if text else ''}"
+        _log.error("communication failed on rank %d (%s): %s", rank, device, told)
+        return False
+    finally:
+        forget()
+    if values.wrong:
+        _log.error(
+            "communication is wrong on rank %d (%s): the sum over %d ranks is %s, expected %g "
+            "(%d of %d values)",
+            *(
+                rank,
+                device,
+                world_size,
+                "not a number" if values.got is None else f"{values.got:g}",
+            ),
+            *(values.expected, values.wrong, values.compared),
+        )
+    return not values.wrong
+
+
+def _sum_over_ranks(rank: int, device: torch.device, timeout_s: float) -> torch.Tensor:
+    """Return the sums; raises what went wrong, in time whatever happens."""
+    limit = timedelta(seconds=timeout_s)
+
+    def reduce() -> torch.Tensor:
+        options = dist.AllreduceOptions()
+        options.timeout = limit
+        world = dist.group.WORLD
+        assert world is not None
+        values = numbers(rank, _COUNT, 0, device)
+        world.allreduce([values], options).wait(limit)
+        return values
+
+    # The library keeps the limit itself, mostly; it gets a second to say what is wrong.
+    return in_time(reduce, timeout_s + 1)

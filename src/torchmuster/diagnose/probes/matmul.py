@@ -1,0 +1,98 @@
+"""The stage in which every rank computes by itself: is its device right, and how fast is it."""
+
+import time
+
+import torch
+
+from torchmuster.diagnose.probes.exact_values import compare, wait_for_device
+from torchmuster.diagnose.rank_record import Matmul, Values
+
+_BLOCK = 256
+_TIMES_ON_GPU = 16  # the block is repeated so often in both directions: 4096 x 4096
+_WARM_S = 0.1
+_MEASURE_S = 0.5
+_PRECISIONS = {"cpu": (torch.float32,)}
+_PRECISIONS_ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
+# A product may be added up from parts that were rounded before; such sums are not exact.
+_LESS_PRECISE = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+)
+
+
+def run_all(device: torch.device) -> tuple[Matmul, ...]:
+    """Multiply matrices for a moment in each precision; every value is compared with the right one.
+
+    The factors hold only -1, 0 and 1 and the sums stay small, so the product is exact in every
+    precision. What is right is computed in whole numbers on the CPU.
+    """
+    settings = torch.backends.cuda.matmul
+    allowed = {name: getattr(settings, name) for name in _LESS_PRECISE}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # one core is as fast as the next; a pool's speed depends on its neighbours
+    try:
+        for name in allowed:
+            setattr(settings, name, False)
+        kinds = _PRECISIONS.get(device.type, _PRECISIONS_ON_GPU)
+        return tuple(_measure(device, kind) for kind in kinds)
+    finally:
+        torch.set_num_threads(threads)
+        for name, value in allowed.items():
+            setattr(settings, name, value)
+
+
+def better(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+    """Return the better speeds of two runs, and the values of both."""
+    return tuple(
+        Matmul(
+            precision=one.precision,
+            flops_per_s=max(one.flops_per_s, other.flops_per_s),
+            values=one.values + other.values,
+        )
+        for one, other in zip(new, old, strict=True)
+    )
+
+
+def work(device: torch.device) -> None:
+    """Keep the device busy for some milliseconds."""
+    left, right, _ = _factors(device, torch.float32)
+    for _ in range(20):
+        torch.matmul(left, right)
+    wait_for_device(device)
+
+
+def _measure(device: torch.device, precision: torch.dtype) -> Matmul:
+    left, right, expected = _factors(device, precision)
+    values, best_s = Values(), float("inf")
+    began = time.perf_counter()
+    while (passed_s := time.perf_counter() - began) < _WARM_S + _MEASURE_S:
+        wait_for_device(device)
+        turn = time.perf_counter()
+        product = torch.matmul(left, right)
+        wait_for_device(device)
+        seconds = time.perf_counter() - turn
+        values += compare(product, expected)
+        if passed_s >= _WARM_S or best_s == float("inf"):
+            # The best of many short turns: a neighbour takes the core away now and then, not always.
+            best_s = min(best_s, seconds)
+    flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    name = str(precision).removeprefix("torch.")
+    return Matmul(precision=name, flops_per_s=flops / best_s, values=values)
+
+
+def _factors(
+    device: torch.device, precision: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return two matrices and their product, made of blocks so that it is known at any size."""
+    times = 1 if device.type == "cpu" else _TIMES_ON_GPU
+    maker = torch.Generator().manual_seed(1)
+    left, right = (torch.randint(-1, 2, (_BLOCK, _BLOCK), generator=maker) for _ in range(2))
+    # A power of two times a whole number below 256 is exact in 8 bits.
+    product = torch.matmul(left, right) * times
+    return (
+        left.repeat(times, times).to(device, precision),
+        right.repeat(times, times).to(device, precision),
+        product.repeat(times, times).to(device, precision),
+    )

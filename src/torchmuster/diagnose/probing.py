@@ -1,0 +1,146 @@
+"""Running the collectives probe as a job on machines that answered, and what came of it."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from torchmuster.diagnose.rank_record import RankRecord, records_from
+from torchmuster.errors import MusterError
+from torchmuster.finding import Finding, Status, from_error
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.session import Session, Voice
+from torchmuster.launch.network.reach import several
+
+PROGRAM = "torchmuster.diagnose.probes.collectives"
+# Beyond its own deadlines, which are much shorter; importing torch on a busy machine takes its time.
+DEADLINE_S = 180.0
+
+
+class Ears:
+    """A voice that keeps what the ranks write, and says the rest."""
+
+    def __init__(self, voice: Voice) -> None:
+        self._voice = voice
+        self._size = 0
+        self._ended: set[int] = set()
+        self.lines: list[str] = []
+        self.all_told = asyncio.Event()  # every rank has said its last word
+
+    def say(self, text: str) -> None:
+        """Say something of the launcher's own."""
+        self._voice.say(text)
+
+    def world(self, size: int) -> None:
+        """Learn how many ranks there are."""
+        self._size = size
+
+    def output(self, rank: int, text: str) -> None:
+        """Keep what a rank wrote."""
+        lines = text.splitlines()
+        self.lines += lines
+        self._ended |= {record.rank for record in records_from(lines) if record.ended}
+        if len(self._ended) == self._size > 0:
+            self.all_told.set()
+
+    def listen_anew(self) -> None:
+        """Forget what other ranks said before."""
+        self._size = 0
+        self._ended.clear()
+        self.lines.clear()
+        self.all_told.clear()
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Show findings."""
+        self._voice.show(findings)
+
+    def progress(self) -> str:
+        """Say how far the ranks have come, once they have said something."""
+        stages = Counter(record.stage for record in records_from(self.lines))
+        told = ", ".join(f"{stage} ({count} ranks)" for stage, count in stages.items())
+        return f"the ranks are at work: {told}" if told else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What the ranks told, and what became of the job itself if it did not end well."""
+
+    records: list[RankRecord]
+    trouble: tuple[Finding, ...] = ()
+
+
+def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
+    """Return the job that probes what another job would run on."""
+    return dataclasses.replace(
+        spec,
+        command=(PROGRAM,),
+        module=True,
+        max_restarts=0,
+        environment={**spec.environment, **environment},
+    )
+
+
+async def probe(
+    session: Session, ears: Ears, nodes: Sequence[Node], spec: JobSpec, *, attempt: int
+) -> Probed:
+    """Run the probe on these machines; never raises what a machine did wrong."""
+    trouble: list[Finding] = []
+    ears.listen_anew()
+    try:
+        preparing = (session.prepare_one(node, spec=spec) for node in nodes)
+        await session.waiting.unless_stopped(asyncio.gather(*preparing))
+        async with session.waiting.telling(ears.progress), asyncio.timeout(DEADLINE_S):
+            finding = await _until_told(session, ears, nodes, attempt)
+        trouble += [finding] if finding is not None else []
+    except TimeoutError:
+        await session.end(nodes)
+        trouble.append(_hangs(nodes, records_from(ears.lines)))
+    except MusterError as error:  # they do not find a place to meet, or one is lost
+        await session.end(nodes)
+        trouble += from_error(error)
+    return Probed(records=_named(records_from(ears.lines), nodes), trouble=tuple(trouble))
+
+
+async def _until_told(
+    session: Session, ears: Ears, nodes: Sequence[Node], attempt: int
+) -> Finding | None:
+    """Run the job until its ranks have told everything: how they take leave is not waited for."""
+    job = asyncio.ensure_future(session.attempt(nodes, attempt))
+    told = asyncio.ensure_future(ears.all_told.wait())
+    try:
+        await asyncio.wait({job, told}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+    finally:
+        for task in (job, told):
+            task.cancel()
+        await asyncio.gather(job, told, return_exceptions=True)
+    await session.end(nodes, grace_s=0.0)
+    return None
+
+
+def _named(records: Sequence[RankRecord], nodes: Sequence[Node]) -> list[RankRecord]:
+    """Call the machines as people call them, not as they call themselves."""
+    return [
+        msgspec.structs.replace(one, host=nodes[one.node].name)
+        if one.node is not None and 0 <= one.node < len(nodes)
+        else one
+        for one in records
+    ]
+
+
+def _hangs(nodes: Sequence[Node], records: Sequence[RankRecord]) -> Finding:
+    world = sum(node.prepared.ranks for node in nodes if node.prepared)
+    ended = {one.rank for one in records if one.ended}
+    silent = [f"rank {rank}" for rank in range(world) if rank not in ended]
+    return Finding(
+        name="probe-hangs",
+        status=Status.FAILURE,
+        what=f"the collectives hang: {several(silent)} did not end within {DEADLINE_S:.0f} s",
+        why="a rank that waits in a collective for another one waits for ever",
+        evidence="\n".join(f"rank {one.rank} came as far as {one.stage}" for one in records),
+    )

@@ -1,0 +1,103 @@
+"""A check as one page: report.html, which needs no other file and no network."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from torchmuster.diagnose.rank_record import RankRecord
+from torchmuster.diagnose.report.grid import Grid, of_machines, of_ranks, words
+from torchmuster.diagnose.report.heat_map import heat_map
+from torchmuster.diagnose.report.terminal import clock, or_unknown
+from torchmuster.diagnose.result import GroupResult, Machine
+from torchmuster.finding import Status, worst_first
+from torchmuster.pages import frame
+from torchmuster.pages.frame import article, folded, table
+from torchmuster.units import format_seconds, plural
+
+_WORST_SHOWN = 20
+_NAMED_IN_PICTURE = 8  # up to so many, every figure can be read in the picture itself
+_MOST_ROWS = 1000  # all are in check.json
+_OPEN_UP_TO = 40
+
+
+def page(result: GroupResult) -> str:
+    """Return the page. Everything that machines said is shown as text, never as markup."""
+    found = worst_first(result.findings)
+    parts = [
+        f"<h1>{_verdict(result)}</h1>",
+        f"<p>{plural(len(result.machines), 'machine')}, {plural(len(result.ranks), 'rank')}, "
+        f"in {format_seconds(result.seconds)}</p>",
+        *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
+        *(article(one) for one in found if one.status is not Status.NOTE),
+    ]
+    for grid in (of_machines(result), of_ranks(result)):
+        if grid is not None:
+            parts += _links(grid)
+    parts.append(_section("machines", _machines(result.machines), len(result.machines)))
+    if result.ranks:
+        parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
+    parts += [article(one) for one in found if one.status is Status.NOTE]
+    return frame.page("muster check", parts)
+
+
+def _verdict(result: GroupResult) -> str:
+    for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "passed, with warnings")):
+        if any(finding.status is status for finding in result.findings):
+            return f'muster check: <b class="{status.value}">{word}</b>'
+    return 'muster check: <b class="ok">passed</b>'
+
+
+def _section(title: str, body: str, rows: int) -> str:
+    """Return a part of the page; a long one is to be opened by a click."""
+    return folded(title, body, opened=rows <= _OPEN_UP_TO)
+
+
+def _machines(machines: Sequence[Machine]) -> str:
+    titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
+    return table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
+
+
+def _machine(machine: Machine) -> tuple[str, ...]:
+    if machine.missing:
+        return machine.name, "", f"did not come: {machine.missing}", "", "", "", "", ""
+    return (
+        machine.name,
+        or_unknown(machine.ranks),
+        ", ".join(machine.devices) or "CPU",
+        or_unknown(machine.cores),
+        machine.torch or "none",
+        or_unknown(machine.python),
+        or_unknown(machine.system),
+        clock(machine.clock_offset_s),
+    )
+
+
+def _links(grid: Grid) -> Iterator[str]:
+    yield f"<figure>{heat_map(grid)}</figure>"
+    if len(grid.names) <= _NAMED_IN_PICTURE:
+        return
+    rows = ((f"{cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN])
+    yield table(("the worst", ""), rows)
+
+
+def _ranks(records: Sequence[RankRecord]) -> str:
+    rows = []
+    for record in records[:_MOST_ROWS]:
+        sums = next((one for one in record.operations if one.name == "all-reduce"), None)
+        bus = "?"
+        if sums and sums.large_s:
+            moved = 2 * (record.world_size - 1) / record.world_size * sums.large_bytes
+            bus = f"{moved / sums.large_s / 1e9:.2f} GB/s"
+        rows.append(
+            (
+                str(record.rank),
+                record.host,
+                f"{record.device} {record.device_name}",
+                ", ".join(
+                    f"{one.flops_per_s / 1e12:.2f} TFLOP/s {one.precision}"
+                    for one in record.matmuls
+                ),
+                bus,
+                "ended" if record.ended else f"came as far as {record.stage}",
+            )
+        )
+    return table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)

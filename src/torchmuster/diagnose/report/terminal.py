@@ -1,0 +1,117 @@
+"""A check on the terminal: the machines, the links between them, and what was found."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+
+from torchmuster.diagnose.report.grid import Grid, of_machines, of_ranks, speed, words
+from torchmuster.diagnose.result import GroupResult, Machine
+from torchmuster.finding import Finding, Status, render
+from torchmuster.redaction import harmless
+
+_MOST_COLUMNS = 8
+_WORST_SHOWN = 20
+_MOST_MACHINES = 64
+_CLOCK_WORTH_SAYING_S = 0.05
+
+
+def text(result: GroupResult, *, width: int = 100, colour: bool = False) -> str:
+    """Return everything that ``muster check`` shows at its end but the verdict."""
+    parts = ["\n".join(_machines(result.machines))]
+    grid = of_machines(result) or of_ranks(result)
+    if grid is not None:
+        parts.append("\n".join(_links(grid)))
+    if result.not_tried:
+        parts.append("\n".join(f"not tried: {one}" for one in result.not_tried))
+    if result.findings:
+        parts.append(render(map(_in_short, result.findings), width=width, colour=colour))
+    return "\n\n".join(parts)
+
+
+def _in_short(finding: Finding) -> Finding:
+    """Leave a note its headline: what hurts must fit on a screen, and the page has the rest."""
+    if finding.status is not Status.NOTE:
+        return finding
+    return dataclasses.replace(finding, why="", fix="", evidence="")
+
+
+def _machines(machines: Sequence[Machine]) -> Iterator[str]:
+    shown = [one for one in machines if not one.missing][:_MOST_MACHINES]
+    titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
+    yield from columns([titles, *(_row(machine) for machine in shown)])
+    left_out = sum(not one.missing for one in machines) - len(shown)
+    if left_out:
+        yield f"… and {left_out} more, all of them in check.json"
+    for machine in machines:
+        if machine.missing:
+            yield harmless(f"{machine.name}  did not come: {machine.missing}")
+
+
+def _row(machine: Machine) -> tuple[str, ...]:
+    return (
+        machine.name,
+        or_unknown(machine.ranks),
+        _devices(machine.devices),
+        or_unknown(machine.cores),
+        machine.torch or "none",
+        or_unknown(machine.python),
+        or_unknown(machine.system),
+        clock(machine.clock_offset_s),
+    )
+
+
+def or_unknown(value: object) -> str:
+    """Return a value as text; one that is not known is a question mark."""
+    return "?" if value is None else str(value)
+
+
+def _devices(devices: Sequence[str]) -> str:
+    """Put equal ones together: ``8 x NVIDIA A100``."""
+    counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
+    parts = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    return ", ".join(parts) or "CPU"
+
+
+def clock(offset_s: float | None) -> str:
+    """Say how far a clock is off; small differences are as small as they can be measured."""
+    if offset_s is None:
+        return "?"
+    return "same" if abs(offset_s) < _CLOCK_WORTH_SAYING_S else f"{offset_s:+.1f} s"
+
+
+def _links(grid: Grid) -> Iterator[str]:
+    if len(grid.names) <= _MOST_COLUMNS:
+        yield f"{grid.title}, from the left to the top"
+        header = ("", *grid.names)
+        yield from columns([header, *_rows(grid)], right=True)
+        return
+    speeds = [cell.bytes_per_s for cell in grid.worst if cell.bytes_per_s]
+    yield f"{grid.title}: {len(grid.worst)} measured" + (
+        f", {speed(statistics.median(speeds))} in the middle" if speeds else ""
+    )
+    yield from columns(
+        [(f"  {cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN]]
+    )
+    if len(grid.worst) > _WORST_SHOWN:
+        yield f"  … the other {len(grid.worst) - _WORST_SHOWN} are no worse"
+
+
+def _rows(grid: Grid) -> Iterator[tuple[str, ...]]:
+    for place, (name, row) in enumerate(zip(grid.names, grid.cells, strict=True)):
+        cells = ("-" if column == place else "not tried" for column in range(len(row)))
+        yield (
+            name,
+            *(words(cell) if cell else other for cell, other in zip(row, cells, strict=True)),
+        )
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
+    """Line up cells; all but the first column can stand to the right."""
+    rows = [[harmless(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

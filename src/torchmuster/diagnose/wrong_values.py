@@ -1,0 +1,195 @@
+"""Which rank, or which two, spoiled values: told from who saw what wrong from whom."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchmuster.diagnose.rank_record import RankRecord, Values
+from torchmuster.finding import Finding, Status
+
+# Who received a wrong value, and from whom it came.
+Seen = set[tuple[int, int]]
+# The variable with which NCCL passes data between GPUs through memory instead.
+SECOND_TRY = {"NCCL_P2P_DISABLE": "1"}
+
+_SUMS = ("all-reduce", "reduce-scatter")
+
+
+def judge(
+    records: Sequence[RankRecord], second: Sequence[RankRecord] | None = None
+) -> list[Finding]:
+    """Return a finding for each device that computes wrongly, and each that passes on wrong values.
+
+    ``second`` are the records of another try, made with the variables of ``SECOND_TRY``.
+    """
+    by_rank = {record.rank: record for record in records}
+    broken = [record for record in records if _matmul_values(record).wrong]
+    findings = [_wrong_device(record) for record in broken]
+    known = {record.rank for record in broken}
+    for ranks in _spoilers(records):
+        if not known & set(ranks):
+            findings.append(_wrong_values([by_rank[rank] for rank in ranks], records))
+            known |= set(ranks)
+    for ranks in blame(wrong_pairs(records)):
+        if not known & set(ranks):
+            findings.append(_p2p_wrong([by_rank[rank] for rank in ranks], records, second))
+    return findings
+
+
+def wrong_pairs(records: Iterable[RankRecord]) -> Seen:
+    """Return who got wrong values from whom when two sent to each other."""
+    return {
+        (record.rank, pair.peer) for record in records for pair in record.pairs if pair.values.wrong
+    }
+
+
+def blame(seen: Seen) -> list[tuple[int, ...]]:
+    """Return the fewest ranks that explain what was seen; two together where either may be it.
+
+    A rank that spoils what it sends, or what it gets, does so with several others; what happened
+    between two only may lie with both.
+    """
+    guilty: list[tuple[int, ...]] = []
+    left = {frozenset(pair) for pair in seen}  # a rank that spoils its own part stands alone
+    while left:
+        counts = Counter(rank for pair in left for rank in pair)
+        worst = max(counts, key=lambda rank: (counts[rank], -rank))
+        if counts[worst] > 1 or frozenset((worst,)) in left:
+            guilty.append((worst,))
+            left = {pair for pair in left if worst not in pair}
+        else:
+            pair = min(left, key=sorted)
+            guilty.append(tuple(sorted(pair)))
+            left.remove(pair)
+    return guilty
+
+
+def _spoilers(records: Sequence[RankRecord]) -> list[tuple[int, ...]]:
+    """Return who spoiled what all ranks did together."""
+    suspects = max((record.suspects for record in records), key=len, default=())
+    if suspects:
+        return list(suspects)
+    wrong_sums = [record.rank for record in records if _sum_values(record).wrong]
+    if wrong_sums:  # once only, so that looking for it found nothing
+        return [tuple(wrong_sums)]
+    seen = {
+        (record.rank, source)
+        for record in records
+        for operation in record.operations
+        for source in operation.wrong_from
+    }
+    return blame(seen)
+
+
+def _wrong_device(record: RankRecord) -> Finding:
+    values = _matmul_values(record)
+    return Finding(
+        name="wrong-device",
+        status=Status.FAILURE,
+        what=f"{record.where} computes wrongly: {_count(values)} in its matrix products",
+        why="the products are of small whole numbers and must be exact; a device that gets them wrong "
+        "makes every result wrong, mostly without an error",
+        fix=_leave_out(record),
+        evidence=f"{record.device_name}: {_first(values)}",
+    )
+
+
+def _wrong_values(guilty: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:
+    seen: dict[str, Values] = {}
+    for record in records:
+        for operation in record.operations:
+            if operation.values.wrong:
+                seen[operation.name] = seen.get(operation.name, Values()) + operation.values
+    alone = len(guilty) == 1
+    between = "" if alone else " between them"
+    return Finding(
+        name="wrong-values",
+        status=Status.FAILURE,
+        what=f"{_named(guilty)} {'passes' if alone else 'pass'} on wrong values{between} in "
+        f"{', '.join(seen)}",
+        why="values that are known beforehand arrived changed; in training nobody would notice, and "
+        "the model would be spoiled",
+        fix=_leave_out(guilty[0]),
+        evidence="\n".join(
+            f"{name}: {_count(values)} over all ranks; {_first(values)}"
+            for name, values in seen.items()
+        ),
+    )
+
+
+def _p2p_wrong(
+    guilty: Sequence[RankRecord],
+    records: Sequence[RankRecord],
+    second: Sequence[RankRecord] | None,
+) -> Finding:
+    ranks = {record.rank for record in guilty}
+    lines = []
+    for record in records:
+        for pair in record.pairs:
+            if pair.values.wrong and ranks & {record.rank, pair.peer}:
+                lines.append(
+                    f"rank {pair.peer} to rank {record.rank}: {_count(pair.values)}; "
+                    f"{_first(pair.values)}"
+                )
+    variable = "NCCL_P2P_DISABLE=1"
+    cured = second is not None and not wrong_pairs(second)
+    if cured:
+        why = f"with {variable} all values are right: the direct path between the GPUs is broken"
+        fix = f"export {variable}\n# for good: switch off ACS and the IOMMU in the BIOS"
+    else:
+        why = "what one rank sends to another arrives changed; collectives use the same path"
+        if second is not None:
+            why += f". With {variable} it is the same"
+        fix = _leave_out(guilty[0])
+    exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
+    return Finding(
+        name="p2p-wrong",
+        status=Status.FAILURE,
+        what=f"wrong values arrive when {_named(guilty)} {exchange}",
+        why=why,
+        fix=fix,
+        evidence="\n".join(lines[:6]),
+    )
+
+
+def _leave_out(record: RankRecord) -> str:
+    if record.device_uuid:
+        return (
+            f"leave {record.host} out until this device is repaired; look at it there with\n"
+            f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER -i {_nvidia_uuid(record.device_uuid)}"
+        )
+    return (
+        f"leave {record.host} out until it is repaired; look for memory and processor errors there "
+        "with\nsudo dmesg --level=emerg,alert,crit,err"
+    )
+
+
+def _nvidia_uuid(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _matmul_values(record: RankRecord) -> Values:
+    return sum((one.values for one in record.matmuls), start=Values())
+
+
+def _sum_values(record: RankRecord) -> Values:
+    sums = (one.values for one in record.operations if one.name in _SUMS)
+    return sum(sums, start=Values())
+
+
+def _named(records: Sequence[RankRecord]) -> str:
+    names = [record.where for record in records]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _count(values: Values) -> str:
+    return f"{values.wrong:,} of {values.compared:,} values are wrong"
+
+
+def _first(values: Values) -> str:
+    got = "not a number" if values.got is None else f"{values.got:g}"
+    return f"the first at place {values.place}: {got} instead of {values.expected:g}"
+
+
+def second_try(records: Sequence[RankRecord]) -> Mapping[str, str]:
+    """Return the variables with which the probe should be run once more; none if that is no use."""
+    return SECOND_TRY if wrong_pairs(records) else {}

@@ -1,0 +1,120 @@
+"""What a report on reading says of made-up measurements."""
+
+from dataclasses import replace
+
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.bench import loader_choice
+from torchmuster.bench.environment import Environment
+from torchmuster.bench.loader import LoaderAnswer, Read, Reading
+from torchmuster.bench.loader_report import Measured, report
+from torchmuster.bench.report.report import Report
+from torchmuster.bench.report.terminal import screen
+from torchmuster.decision import Decision
+from torchmuster.finding import Status
+
+HERE = Environment(
+    host="gpu-server",
+    system="Linux",
+    cpu="a processor",
+    cores=2,
+    threads=None,
+    memory_bytes=None,
+    devices=(),
+    driver=None,
+    torch="2.13",
+    python="3.11",
+    torchmuster="0",
+)
+
+
+def read(workers: int, rate: float, *, prefetch: int = 2, threads: int = 1) -> Read:
+    return Read(
+        reading=Reading(workers=workers, prefetch=prefetch),
+        samples_s=(rate,) * 6,
+        first_batch_s=(0.5,),
+        next_epoch_s=(0.02,),
+        busy_cores=1.5,
+        busy_threads=threads,
+        indices=("i",),
+        values=("v",),
+    )
+
+
+READS = [read(0, 50), read(1, 50), read(2, 98), read(4, 196)]
+MEASURED = Measured(
+    data="own:waiting",
+    answer=LoaderAnswer(
+        rank=0,
+        device="cpu",
+        samples_per_step=32,
+        samples_per_batch=8,
+        batch_bytes=4096,
+        samples=1000,
+        visits=(),
+    ),
+    ranks=1,
+    cores=2,
+    needed_samples_s=None,
+    by_workers=READS,
+    chosen=loader_choice.best(READS),
+)
+
+
+def made(measured: Measured) -> Report:
+    return report(
+        measured,
+        where=Decision(value="cpu", reason="no GPU is visible here"),
+        environment=HERE,
+        settings={},
+        date="2026-01-31T12:00:00+00:00",
+        took_s=5.0,
+    )
+
+
+def test_the_screen_has_the_rates_the_choice_and_how_short_a_step_may_be(
+    snapshot: SnapshotAssertion,
+) -> None:
+    shown = screen(made(MEASURED), width=100)
+    assert "data.workers: 4" in shown
+    assert shown == snapshot
+
+
+def test_without_an_accelerator_pinning_is_unknown(snapshot: SnapshotAssertion) -> None:
+    (found,) = [one for one in made(MEASURED).findings if one.name == "data-pinning"]
+    assert found.status is Status.NOTE
+    assert found == snapshot
+
+
+def test_with_an_accelerator_both_copies_are_told(snapshot: SnapshotAssertion) -> None:
+    answer = replace(MEASURED.answer, to_device_s=(0.002,), pinned_to_device_s=(0.001,))
+    (found,) = [
+        one for one in made(replace(MEASURED, answer=answer)).findings if one.name == "data-pinning"
+    ]
+    assert found == snapshot
+
+
+def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
+    ahead = [read(4, 196, prefetch=one) for one in (2, 4, 8)]
+    told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader_choice.best(ahead)))
+    assert told.choices[-1].value == "2 batches ahead (data.prefetch: 2)"
+    assert [row[0] for row in told.tables[1].rows] == ["2", "4", "8"]
+    # The same way to read is in both, and once in the record.
+    labels = [one.labels for one in told.record.series if one.name == "rate"]
+    assert {"workers": 4, "prefetch": 2} in labels
+    assert len(labels) == 4 + 2
+
+
+def test_crowded_threads_are_warned_of_with_what_was_measured_without_them() -> None:
+    crowded = [read(0, 50, threads=2), read(2, 60, threads=2)]
+    told = made(
+        replace(
+            MEASURED,
+            by_workers=crowded,
+            chosen=loader_choice.best(crowded),
+            one_thread=(crowded[1], read(2, 110)),
+        )
+    )
+    words = {one.name: one.what for one in told.findings}
+    assert "data-threads" in words
+    assert "+83 %" in words["data-one-thread"]

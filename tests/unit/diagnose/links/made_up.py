@@ -1,0 +1,66 @@
+"""Links between machines that do not exist: all good, but for what a test says."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchmuster.diagnose.links.model import End, Figures, Link
+
+GOOD = Figures(
+    bytes_per_s=1.1e9,
+    round_trips_s=(0.0001, 0.0002, 0.0003),
+    sent=200,
+    lost=0,
+    frame_tried_bytes=1500,
+    frame_bytes=1500,
+)
+
+
+def end(place: int, **changed: Any) -> End:
+    known = End(
+        name=f"node{place + 1}",
+        place=place,
+        system="linux",
+        address=f"10.0.0.{place + 1}",
+        interface="eth0",
+        network="10.0.0.0/24",
+        mtu_bytes=1500,
+        speed_mbits=10_000,
+        meeting_port=29400 if place == 0 else None,
+    )
+    return replace(known, **changed)
+
+
+class Group:
+    """All links of a group; ``group[0, 1] = {...}`` changes one direction."""
+
+    def __init__(self, count: int, **ends: Any) -> None:
+        self.ends = [end(place, **ends) for place in range(count)]
+        self._links = {
+            (one.place, other.place): Link(
+                source=one,
+                target=other,
+                problem="",
+                meeting_problem="" if other.place == 0 else None,
+                local=one.address,
+                port=40000,
+                figures=GOOD,
+                tries=1,
+            )
+            for one in self.ends
+            for other in self.ends
+            if one is not other
+        }
+
+    def change(self, one: int, other: int, /, **changed: Any) -> "Group":
+        self._links[one, other] = replace(self._links[one, other], **changed)
+        return self
+
+    def figures(self, source: int, target: int, **changed: Any) -> "Group":
+        return self.change(source, target, figures=replace(GOOD, **changed))
+
+    def both(self, one: int, other: int, **changed: Any) -> "Group":
+        return self.figures(one, other, **changed).figures(other, one, **changed)
+
+    @property
+    def links(self) -> list[Link]:
+        return list(self._links.values())

@@ -1,0 +1,353 @@
+"""The course of a survey, with machines that are made up: what is asked of them, and what is tried again."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.messages import Call, Called, Interface, Result, Served, Target
+from torchmuster.diagnose.links.model import Figures, Link
+from torchmuster.diagnose.links.survey import survey
+from torchmuster.errors import MachineLost, MusterError
+from torchmuster.finding import Status
+from torchmuster.launch import protocol
+from unit.diagnose.links.made_up import GOOD
+
+# How a call goes: from one machine to an address and port of another.
+Answer = Callable[["MadeUp", Target, Call], Result]
+
+
+def well(caller: "MadeUp", target: Target, call: Call) -> Result:
+    figures = GOOD if call.measure else None
+    return Result(problem="", seconds=0.001, there=figures, back=figures)
+
+
+class MadeUp:
+    """A machine that answers as a test says."""
+
+    def __init__(self, place: int, answer: Answer = well, *, addresses: Sequence[str] = ()) -> None:
+        self.name, self.place = f"node{place + 1}", place
+        self.record = protocol.NodeRecord(
+            host=self.name,
+            user="ana",
+            pid=1,
+            system="linux",
+            machine="x86_64",
+            python="3.11",
+            torch=None,
+            torchmuster="0",
+            cores=2,
+            clock_unix_s=0.0,
+            addresses=(),
+        )
+        self.addresses = list(addresses) or [f"10.0.0.{place + 1}"]
+        self.answer = answer
+        self.calls: list[Call] = []
+        self.log: list[str] = []
+        self.within_s: dict[str, float] = {}
+        self.served: dict[str, Any] = {}
+
+    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+        self.log.append(verb)
+        self.within_s[verb] = within_s
+        await asyncio.sleep(0)
+        if verb == "serve":
+            return self.serve(argument["meeting"])
+        if verb == "call":
+            call = msgspec.convert(argument, Call)
+            self.calls.append(call)
+            results = tuple(self.answer(self, target, call) for target in call.targets)
+            return msgspec.to_builtins(Called(results=results))
+        return None
+
+    def serve(self, meeting: bool) -> Any:
+        return msgspec.to_builtins(
+            Served(
+                port=40000 + self.place,
+                addresses=tuple(
+                    protocol.Address(address=one, interface=f"eth{number}")
+                    for number, one in enumerate(self.addresses)
+                ),
+                udp_ports=dict.fromkeys(self.addresses, 50000),
+                interfaces=tuple(
+                    Interface(
+                        name=f"eth{number}",
+                        up=True,
+                        connected=True,
+                        mtu_bytes=1500,
+                        speed_mbits=None,
+                        networks=(f"{one}/24",),
+                    )
+                    for number, one in enumerate(self.addresses)
+                ),
+                meeting_port=29400 if meeting else None,
+                **self.served,
+            )
+        )
+
+
+def surveyed(machines: Sequence[MadeUp], **options: Any) -> dict[tuple[int, int], Link]:
+    return {link.places: link for link in asyncio.run(survey(machines, **options))}
+
+
+def test_a_machine_alone_has_no_links_and_is_asked_nothing() -> None:
+    alone = MadeUp(0)
+    assert surveyed([alone]) == {}
+    assert alone.log == []
+
+
+def test_all_directions_are_tried_and_each_pair_is_measured_once() -> None:
+    machines = [MadeUp(place) for place in range(4)]
+    links = surveyed(machines)
+    assert set(links) == {(one, other) for one in range(4) for other in range(4) if one != other}
+    assert all(link.problem == "" and link.figures == GOOD for link in links.values())
+    measured = [call for one in machines for call in one.calls if call.measure]
+    assert len(measured) == 6
+    assert all(one.log[0] == "serve" and one.log[-1] == "close" for one in machines)
+    assert judge(list(links.values())) == []
+
+
+def test_nobody_is_in_two_measurements_at_once() -> None:
+    busy: set[str] = set()
+
+    class Careful(MadeUp):
+        async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+            if verb != "call" or not argument["measure"]:
+                return await super().ask(verb, argument, within_s=within_s)
+            both = {self.addresses[0], argument["targets"][0]["address"]}
+            assert not busy & both
+            busy.update(both)
+            await asyncio.sleep(0.001)
+            busy.difference_update(both)
+            return await super().ask(verb, argument, within_s=within_s)
+
+    assert len(surveyed([Careful(place) for place in range(5)])) == 20
+
+
+def test_only_the_pairs_that_are_wanted_are_tried_but_all_try_the_meeting_port() -> None:
+    machines = [MadeUp(place) for place in range(6)]
+    links = surveyed(machines, rounds=[[(0, 1), (2, 3)]])
+    measured = {places for places, link in links.items() if link.figures}
+    assert measured == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert {places for places, link in links.items() if link.meeting_problem == ""} == {
+        (place, 0) for place in range(1, 6)
+    }
+    assert judge(list(links.values())) == []
+
+
+def test_a_pair_is_measured_by_the_one_that_gets_through() -> None:
+    def one_way(caller: MadeUp, target: Target, call: Call) -> Result:
+        if caller.place == 0:
+            return Result(problem="refused", seconds=0.0)
+        there, back = replace(GOOD, bytes_per_s=2e9), replace(GOOD, bytes_per_s=3e9)
+        return Result(problem="", seconds=0.0, there=there, back=back)
+
+    links = surveyed([MadeUp(0, one_way), MadeUp(1, one_way)])
+    assert links[0, 1].problem == "refused"
+    assert links[1, 0].figures == replace(GOOD, bytes_per_s=2e9)
+    assert links[0, 1].figures == replace(GOOD, bytes_per_s=3e9)
+
+
+def test_the_address_is_taken_that_the_others_reach() -> None:
+    def second_network(caller: MadeUp, target: Target, call: Call) -> Result:
+        if target.address.startswith("192.168."):
+            return Result(problem="absent", seconds=3.0)
+        return well(caller, target, call)
+
+    machines = [
+        MadeUp(place, second_network, addresses=[f"192.168.0.{place}", f"10.0.0.{place}"])
+        for place in range(3)
+    ]
+    links = surveyed(machines)
+    assert {link.target.address for link in links.values()} == {"10.0.0.0", "10.0.0.1", "10.0.0.2"}
+    assert links[0, 1].target.interface == "eth1"
+    assert links[0, 1].target.network == "10.0.0.0/24"
+    findings = judge(list(links.values()))
+    assert {(one.name, one.status) for one in findings} == {("address-passed-over", Status.NOTE)}
+
+
+def test_a_bridge_that_every_machine_has_is_passed_over_without_a_word() -> None:
+    def bridged(caller: MadeUp, target: Target, call: Call) -> Result:
+        if target.address == "172.17.0.1":
+            return Result(problem="impostor", seconds=0.0)
+        return well(caller, target, call)
+
+    machines = [
+        MadeUp(place, bridged, addresses=["172.17.0.1", f"10.0.0.{place}"]) for place in range(2)
+    ]
+    links = surveyed(machines)
+    assert links[0, 1].target.address == "10.0.0.1"
+    assert judge(list(links.values())) == []
+
+
+def test_where_no_address_is_reached_the_one_with_a_firewall_is_meant() -> None:
+    def blocked(caller: MadeUp, target: Target, call: Call) -> Result:
+        problem = "absent" if target.address.startswith("192.168.") else "refused"
+        return Result(problem=problem, seconds=0.0)
+
+    machines = [
+        MadeUp(place, blocked, addresses=[f"192.168.0.{place}", f"10.0.0.{place}"])
+        for place in range(2)
+    ]
+    links = surveyed(machines)
+    assert links[0, 1].target.address == "10.0.0.1"
+    assert links[0, 1].problem == "refused"
+
+
+def test_silence_is_tried_again() -> None:
+    silent: list[str] = []
+
+    def once(caller: MadeUp, target: Target, call: Call) -> Result:
+        if not call.measure and target.address not in silent:
+            silent.append(target.address)
+            return Result(problem="timeout", seconds=5.0)
+        return well(caller, target, call)
+
+    links = surveyed([MadeUp(0, once), MadeUp(1, once)])
+    assert silent
+    assert judge(list(links.values())) == []
+
+
+def test_what_looks_bad_is_measured_again_and_the_best_try_counts(
+    snapshot: SnapshotAssertion,
+) -> None:
+    tries: list[int] = []
+
+    def better(caller: MadeUp, target: Target, call: Call) -> Result:
+        if not call.measure:
+            return well(caller, target, call)
+        tries.append(call.datagrams)
+        rate = 1e6 if len(tries) < 3 else 1e9
+        figures = replace(GOOD, bytes_per_s=rate)
+        return Result(problem="", seconds=0.0, there=figures, back=figures)
+
+    said: list[str] = []
+    links = surveyed([MadeUp(0, better), MadeUp(1, better)], say=said.append)
+    assert tries == [200, 500, 500]
+    assert links[0, 1].tries == 3
+    assert judge(list(links.values())) == []
+    assert said == snapshot
+
+
+def test_a_connection_lost_in_the_middle_is_remembered() -> None:
+    results = iter(["dropped", "", ""])
+
+    def flaps(caller: MadeUp, target: Target, call: Call) -> Result:
+        if call.measure and (problem := next(results)):
+            return Result(problem=problem, seconds=0.0)
+        return well(caller, target, call)
+
+    links = surveyed([MadeUp(0, flaps), MadeUp(1, flaps)])
+    assert (links[0, 1].dropped, links[0, 1].tries) == (1, 3)
+    assert [one.name for one in judge(list(links.values()))] == ["flapping-link"]
+
+
+def test_a_measurement_that_took_too_long_once_is_no_fault_of_the_link() -> None:
+    results = iter(["timeout", "", ""])
+
+    def slow(caller: MadeUp, target: Target, call: Call) -> Result:
+        if call.measure and (problem := next(results)):
+            return Result(problem=problem, seconds=0.0)
+        return well(caller, target, call)
+
+    links = surveyed([MadeUp(0, slow), MadeUp(1, slow)])
+    assert (links[0, 1].tries, links[0, 1].figures) == (2, GOOD)
+    assert judge(list(links.values())) == []
+
+
+def test_a_port_that_has_closed_says_nothing_of_the_link() -> None:
+    results = iter(["", "refused", ""])
+
+    def closed(caller: MadeUp, target: Target, call: Call) -> Result:
+        if not call.measure:
+            return well(caller, target, call)
+        # What looks bad is measured again, and then nobody listens there.
+        figures = replace(GOOD, lost=20)
+        return Result(problem=next(results), seconds=0.0, there=figures, back=figures)
+
+    links = surveyed([MadeUp(0, closed), MadeUp(1, closed)])
+    assert (links[0, 1].dropped, links[0, 1].tries) == (0, 2)
+    assert [one.name for one in judge(list(links.values()))] == ["lossy-link"]
+
+
+def test_ports_are_kept_open_however_long_the_measuring_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchmuster.diagnose.links.survey._KEEP_OPEN_EVERY_S", 0.0)
+    machines = [MadeUp(place) for place in range(4)]
+    surveyed(machines)  # in three rounds
+    assert all(one.log.count("serve") == 1 + 3 for one in machines)
+    assert all(one.log[-1] == "close" for one in machines)
+
+
+def test_a_short_survey_asks_for_it_once() -> None:
+    machines = [MadeUp(place) for place in range(4)]
+    surveyed(machines)
+    assert all(one.log.count("serve") == 1 + 1 for one in machines)
+
+
+def test_a_machine_that_does_not_answer_is_not_waited_for_at_the_end() -> None:
+    machines = [MadeUp(0), MadeUp(1)]
+    surveyed(machines)
+    assert all(one.within_s["close"] <= 2.0 for one in machines)
+
+
+def test_a_machine_that_cannot_serve_is_told_and_the_others_are_measured() -> None:
+    class Broken(MadeUp):
+        def serve(self, meeting: bool) -> Any:
+            raise MusterError("node2: no free port", why="too many are")
+
+    links = surveyed([MadeUp(0), Broken(1), MadeUp(2)])
+    assert links[0, 1].problem == links[1, 2].problem == "not-tried"
+    assert links[0, 2].figures == GOOD
+    (found,) = judge(list(links.values()))
+    assert found.what == "node2: no free port"
+
+
+def test_a_machine_that_is_lost_in_the_middle_does_not_end_the_survey() -> None:
+    class Lost(MadeUp):
+        async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+            if verb != "serve":
+                raise MachineLost("node2 cannot be examined any more")
+            return await super().ask(verb, argument, within_s=within_s)
+
+    links = surveyed([MadeUp(0), Lost(1), MadeUp(2)])
+    assert links[0, 2].figures == GOOD
+    assert links[0, 1].figures == GOOD
+    assert links[1, 0].problem == "not-tried"
+    (found,) = judge(list(links.values()))
+    assert (found.name, found.status) == ("links-not-tried", Status.WARNING)
+    assert found.what.startswith("node2 ")
+
+
+def test_a_meeting_port_that_was_asked_for_and_is_taken_is_a_failure() -> None:
+    head = MadeUp(0)
+    what, why = "port 5000 is taken", "held by nginx (pid 7)"
+
+    def taken(meeting: bool) -> Any:
+        told = MadeUp.serve(head, False)
+        return {**told, "meeting_trouble": {"name": "impossible", "what": what, "why": why}}
+
+    head.serve = taken  # type: ignore[method-assign]
+    links = surveyed([head, MadeUp(1)], port=5000)
+    (found,) = judge(list(links.values()))
+    assert (found.name, found.status) == ("meeting-port-taken", Status.FAILURE)
+    assert (found.what, found.why) == (f"node1: {what}", why)
+    assert links[1, 0].meeting_problem is None
+
+
+def test_figures_of_hostile_types_are_not_taken() -> None:
+    class Liar(MadeUp):
+        async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+            if verb == "call":
+                return {"results": [{"problem": 7}]}
+            return await super().ask(verb, argument, within_s=within_s)
+
+    links = surveyed([MadeUp(0), Liar(1)])
+    assert links[1, 0].problem == "not-tried"
+    assert isinstance(links[0, 1].figures, Figures)

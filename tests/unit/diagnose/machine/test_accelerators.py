@@ -1,0 +1,227 @@
+"""GPUs that are lost, failing, hot, badly linked or closed, on machines that the NVML stand-in plays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from device_strategies import gpu, node
+from nvml_stub import scenarios
+from nvml_stub.scenarios import Scenario
+from torchmuster.diagnose.check import Surroundings, once
+from torchmuster.diagnose.machine.accelerators import CHECKS, words
+from torchmuster.finding import Finding, Status
+
+STATE, HEALTH = CHECKS
+Machine = Callable[[Scenario], Path]
+
+
+def findings() -> list[Finding]:
+    here = Surroundings()
+    return [*STATE.run(here), *HEALTH.run(here)]
+
+
+def told(scenario: Scenario, machine: Machine) -> list[Finding]:
+    """What is said of a machine beyond what is well."""
+    machine(scenario)
+    return [one for one in findings() if one.status is not Status.OK]
+
+
+def idle_a100s(**changes: Any) -> Scenario:
+    """Eight A100s with nobody on them; number 3 changed."""
+    scenario = scenarios.eight_a100_idle()
+    scenario["devices"][3].update(changes)
+    return scenario
+
+
+@pytest.mark.parametrize("scenario", [scenarios.eight_a100_idle, scenarios.no_gpus])
+def test_healthy_machines_have_nothing_to_say(
+    scenario: Callable[[], Scenario], machine: Machine
+) -> None:
+    assert told(scenario(), machine) == []
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [scenarios.eight_a100, scenarios.mixed_consumer, scenarios.mig, scenarios.sixty_four],
+)
+def test_machines_in_use_have_nothing_above_a_note(
+    scenario: Callable[[], Scenario], machine: Machine
+) -> None:
+    assert {one.status for one in told(scenario(), machine)} <= {Status.NOTE}
+
+
+def test_what_was_seen(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    machine(scenarios.eight_a100_idle())
+    seen = findings()
+    assert [one.status for one in seen] == [Status.OK, Status.OK]
+    assert "570.86.15" in seen[0].what
+    assert seen == snapshot
+
+
+def test_a_machine_without_accelerators() -> None:
+    assert words(node())
+    here = Surroundings(look=node)
+    assert [one.status for one in STATE.run(here)] == [Status.OK]
+    assert list(HEALTH.run(here)) == []
+
+
+@pytest.mark.parametrize(
+    ("scenario", "name"),
+    [
+        (scenarios.lost_at_handle, "gpu-unreachable"),
+        (scenarios.driver_mismatch, "driver-library-mismatch"),
+    ],
+)
+def test_what_the_look_itself_finds_is_passed_on(
+    scenario: Callable[[], Scenario], name: str, machine: Machine, snapshot: SnapshotAssertion
+) -> None:
+    (found,) = told(scenario(), machine)
+    assert (found.name, found.status) == (name, Status.FAILURE)
+    assert found == snapshot
+
+
+def test_uncorrected_memory_errors(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    ecc = {"enabled": True, "corrected": 0, "uncorrected": 2}
+    (found,) = told(idle_a100s(ecc=ecc), machine)
+    assert found.name == "ecc-uncorrected"
+    assert found.what.startswith("GPU 3 ")
+    assert found == snapshot
+
+
+def test_rows_of_memory_that_wait_for_a_reset(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
+    rows = {"correctable": 0, "uncorrectable": 1, "pending": 1, "failure": 0}
+    (found,) = told(idle_a100s(remapped_rows=rows), machine)
+    assert (found.name, found.status) == ("gpu-memory-repair-pending", Status.WARNING)
+    assert "sudo nvidia-smi -r -i 3" in found.fix
+    assert found == snapshot
+
+
+def test_memory_that_can_no_longer_be_repaired(
+    machine: Machine, snapshot: SnapshotAssertion
+) -> None:
+    rows = {"correctable": 0, "uncorrectable": 9, "pending": 0, "failure": 1}
+    (found,) = told(idle_a100s(remapped_rows=rows), machine)
+    assert (found.name, found.status) == ("gpu-memory-failing", Status.FAILURE)
+    assert found.what.startswith("GPU 3 ")
+    assert found == snapshot
+
+
+def test_heat(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(throttle_reasons=0x40, temperature_c=91), machine)
+    assert found.name == "gpu-hot"
+    assert "91 °C" in found.what
+    assert found == snapshot
+
+
+def test_a_power_brake(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(throttle_reasons=0x80), machine)
+    assert (found.name, found.status) == ("gpu-slowed", Status.WARNING)
+    assert found == snapshot
+
+
+def test_a_power_limit_is_usual(machine: Machine) -> None:
+    assert told(idle_a100s(throttle_reasons=0x4), machine) == []
+
+
+def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
+    (found,) = told(idle_a100s(compute_mode=2), machine)
+    assert (found.name, found.status) == ("gpu-compute-prohibited", Status.FAILURE)
+    assert found.fix == "sudo nvidia-smi -i 3 -c DEFAULT"
+
+
+def test_a_gpu_for_one_process_at_a_time(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(compute_mode=3), machine)
+    assert (found.name, found.status) == ("gpu-exclusive", Status.NOTE)
+    assert found == snapshot
+
+
+def test_nvlinks_that_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    links = [{"to": "switch", "lanes": 10}, {"to": "switch", "lanes": 2, "active": False}]
+    (found,) = told(idle_a100s(nvlinks=links), machine)
+    assert (found.name, found.status) == ("nvlink-down", Status.WARNING)
+    assert "10 of 12" in found.what
+    assert found == snapshot
+    assert found.fix.startswith("nvidia-smi nvlink --status -i 3")
+
+
+def test_all_nvlinks_of_one_gpu_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(nvlinks=[{"to": "switch", "lanes": 12, "active": False}]), machine)
+    assert found.name == "nvlink-down"
+    assert "0 of 12" in found.what
+    assert found == snapshot
+
+
+def test_all_nvlinks_of_a_board_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    scenario = scenarios.eight_a100_idle()
+    for device in scenario["devices"]:
+        device["nvlinks"][0]["active"] = False
+    (found,) = told(scenario, machine)
+    assert found.name == "nvlink-all-down"
+    assert "GPUs 0-7" in found.what
+    assert found == snapshot
+    assert found.fix == "sudo systemctl restart nvidia-fabricmanager"
+
+
+def test_cards_without_a_bridge_are_healthy(machine: Machine) -> None:
+    scenario = scenarios.mixed_consumer()
+    for index in (1, 2):
+        scenario["devices"][index]["nvlinks"][0]["active"] = False
+    assert [one for one in told(scenario, machine) if one.status is not Status.NOTE] == []
+
+
+def test_a_narrow_pcie_link(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    pcie = {"generation": 4, "max_generation": 4, "width": 4, "max_width": 16}
+    (found,) = told(idle_a100s(pcie=pcie), machine)
+    assert (found.name, found.status) == ("pcie-degraded", Status.WARNING)
+    assert "GPU 3" in found.what
+    assert found == snapshot
+
+
+@pytest.mark.parametrize(("busy", "count"), [(0, 0), (90, 1)])
+def test_a_slow_pcie_link_counts_only_under_load(busy: int, count: int, machine: Machine) -> None:
+    pcie = {"generation": 1, "max_generation": 4, "width": 16, "max_width": 16}
+    load = {"gpu": busy, "memory": 0}
+    assert len(told(idle_a100s(pcie=pcie, utilization=load), machine)) == count
+
+
+def test_an_idle_card_saves_power_by_a_narrow_link(machine: Machine) -> None:
+    pcie = {"generation": 1, "max_generation": 4, "width": 1, "max_width": 16}
+    assert told(idle_a100s(pcie=pcie, performance_state=8), machine) == []
+
+
+def test_persistence_mode(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(idle_a100s(persistence_mode=False), machine)
+    assert (found.name, found.status) == ("persistence-off", Status.NOTE)
+    assert "GPU 3" in found.what
+    assert found == snapshot
+    assert found.fix == "sudo nvidia-smi -pm 1"
+
+
+def test_slices_are_worth_a_note(machine: Machine) -> None:
+    names = [one.name for one in told(scenarios.mig(), machine)]
+    assert names == ["mig", "gpu-in-use"]
+
+
+def test_who_else_computes_is_told_once(machine: Machine, snapshot: SnapshotAssertion) -> None:
+    (found,) = told(scenarios.eight_a100(), machine)
+    assert (found.name, found.status) == ("gpu-in-use", Status.NOTE)
+    assert "GPUs 0-5" in found.what
+    assert found == snapshot
+
+
+def test_one_look_serves_all_checks() -> None:
+    looks = []
+
+    def look() -> Any:
+        looks.append(1)
+        return node(gpu(0))
+
+    here = Surroundings(look=once(look))
+    here.look()
+    here.look()
+    assert len(looks) == 1

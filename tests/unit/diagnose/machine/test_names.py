@@ -1,0 +1,265 @@
+"""Names: the own one, localhost, and name servers that do not answer."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from made_up_machine import all_well, found, made_up_machine, only
+from patience import GIVE_UP_S
+from torchmuster.diagnose.check import Surroundings
+from torchmuster.diagnose.machine import name_service, names
+from torchmuster.finding import Status
+from torchmuster.launch.network.interfaces import Interface
+
+OWN, REVERSE = names.CHECKS
+LOOPBACK = Interface(name="lo", up=True, addresses=("127.0.0.1", "::1"))
+ETHERNET = Interface(name="eth0", up=True, addresses=("10.0.0.5", "fd00::5"))
+HOSTS = "10.0.0.5 node1"
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
+    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK, ETHERNET))
+    monkeypatch.setattr(name_service, "is_silent", lambda *_: False)
+    monkeypatch.setattr(names, "_GIVEN_UP_S", GIVE_UP_S)
+    files = {
+        "proc/sys/kernel/hostname": "node1\n",
+        "proc/net/route": ROUTES,
+        "etc/resolv.conf": "search lan\nnameserver 10.0.0.53\n",
+    }
+    return made_up_machine(tmp_path, files)
+
+
+@pytest.fixture
+def silence() -> Iterator[Callable[[str], Sequence[str]]]:
+    """A name server that does not answer while the test runs."""
+    over = threading.Event()
+
+    def look_up(_: str) -> Sequence[str]:
+        over.wait(GIVE_UP_S)
+        return []
+
+    yield look_up
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "lookup":
+            thread.join(GIVE_UP_S)
+
+
+def know(monkeypatch: pytest.MonkeyPatch, **known: Sequence[str]) -> None:
+    names_known = {"localhost": ["127.0.0.1"], **known}
+    monkeypatch.setattr(
+        "torchmuster.launch.network.interfaces.resolve", lambda name: names_known.get(name, [])
+    )
+
+
+@pytest.mark.parametrize(
+    "addresses", [["10.0.0.5"], ["127.0.1.1", "10.0.0.5"], ["fd00::5", "10.0.0.5"]]
+)
+def test_a_name_that_leads_here(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, addresses: list[str]
+) -> None:
+    know(monkeypatch, node1=addresses)
+    assert all_well(OWN, machine) == f"node1 is {', '.join(addresses)}"
+
+
+def test_a_name_that_is_loopback_is_a_note(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    know(monkeypatch, node1=["127.0.1.1"])
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("name-is-loopback", Status.NOTE)
+    assert "127.0.1.1" in finding.what
+    assert finding == snapshot
+    assert finding.fix.splitlines()[-1] == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
+
+
+def test_what_rewrites_the_hosts_file_keeps_the_old_one(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    know(monkeypatch, node1=["127.0.2.1"])
+    hosts = "127.0.0.1 localhost\n# node1 was here\n127.0.2.1\tnode1.lan node1  # ours\n"
+    made_up_machine(machine.root, {"etc/hosts": hosts})
+    finding = only(OWN, machine)
+    assert finding.fix.startswith("sudo cp /etc/hosts /etc/hosts.before")
+    assert "127.0.2.1 node1.lan node1" in finding.evidence
+    assert finding == snapshot
+    assert "remote=[127.0.2.1]" in finding.why
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "10.0.0.99"])
+def test_a_hosts_file_that_does_not_have_the_name_is_not_rewritten(
+    machine: Surroundings,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    snapshot: SnapshotAssertion,
+) -> None:
+    know(monkeypatch, node1=[address])
+    made_up_machine(machine.root, {"etc/hosts": "127.0.0.1 localhost\n10.0.0.6 node10\n"})
+    finding = only(OWN, machine)
+    assert finding.fix == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
+    assert "getent hosts node1" in finding.evidence
+    assert finding == snapshot
+
+
+def test_an_unknown_name(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    know(monkeypatch)
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("name-unresolvable", Status.WARNING)
+    assert finding == snapshot
+    assert finding.fix == f"echo '{HOSTS}' | sudo tee -a /etc/hosts"
+
+
+def test_a_name_that_leads_elsewhere(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    know(monkeypatch, node1=["10.0.0.99"])
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("name-leads-elsewhere", Status.WARNING)
+    assert "10.0.0.99" in finding.what
+    assert finding == snapshot
+    assert "10.0.0.5" in finding.evidence
+
+
+def test_a_name_with_ipv6_only(machine: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+    know(monkeypatch, node1=["fd00::5"])
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("name-ipv6-only", Status.NOTE)
+
+
+def test_a_machine_called_localhost(machine: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+    know(monkeypatch)
+    made_up_machine(machine.root, {"proc/sys/kernel/hostname": "localhost.localdomain\n"})
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("name-is-localhost", Status.NOTE)
+    assert "/etc/hosts" not in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status"),
+    [([], Status.FAILURE), (["10.0.0.7"], Status.FAILURE), (["::1"], Status.NOTE)],
+)
+def test_localhost(
+    machine: Surroundings,
+    monkeypatch: pytest.MonkeyPatch,
+    addresses: list[str],
+    status: Status,
+    snapshot: SnapshotAssertion,
+) -> None:
+    know(monkeypatch, node1=["10.0.0.5"], localhost=addresses)
+    finding = only(OWN, machine)
+    assert (finding.name, finding.status) == ("localhost-wrong", status)
+    assert finding.fix.startswith("echo '127.0.0.1 localhost' |")
+    assert finding == snapshot
+
+
+def test_a_lookup_that_does_not_end_is_given_up(
+    machine: Surroundings,
+    monkeypatch: pytest.MonkeyPatch,
+    silence: Callable[[str], Sequence[str]],
+    snapshot: SnapshotAssertion,
+) -> None:
+    monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
+    monkeypatch.setattr("torchmuster.launch.network.interfaces.resolve", silence)
+    findings = found(OWN, machine)
+    assert set(findings) == {"name-lookup-slow"}
+    assert findings["name-lookup-slow"].status is Status.WARNING
+    assert findings["name-lookup-slow"] == snapshot
+
+
+def test_addresses_without_names_are_fine_if_that_is_told_quickly(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(names, "_name_of", asked.append)
+    assert "10.0.0.5" in all_well(REVERSE, machine)
+    assert asked == ["10.0.0.5", "10.0.0.1"]  # its own, and the router's
+
+
+def test_a_name_server_that_does_not_answer(
+    machine: Surroundings,
+    monkeypatch: pytest.MonkeyPatch,
+    silence: Callable[[str], Sequence[str]],
+    snapshot: SnapshotAssertion,
+) -> None:
+
+    def name_of(address: str) -> Sequence[str]:
+        if address == "10.0.0.5":  # is in /etc/hosts; the router's has to be asked for
+            monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
+            return []
+        return silence(address)
+
+    monkeypatch.setattr(names, "_name_of", name_of)
+    finding = only(REVERSE, machine)
+    assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
+    assert "10.0.0.1" in finding.what
+    assert finding == snapshot
+    assert finding.evidence == "/etc/resolv.conf: nameserver 10.0.0.53"
+
+
+def test_one_slow_answer_is_not_a_fault(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    slow = names._Answer(addresses=(), seconds=1.5)
+    answers = [
+        slow,
+        names._Answer(addresses=(), seconds=0.01),
+        names._Answer(addresses=(), seconds=0.01),
+    ]
+    monkeypatch.setattr(names, "_ask", lambda _: answers.pop(0))
+    all_well(REVERSE, machine)
+    answers = [slow, slow]
+    slowed = only(REVERSE, machine)
+    assert slowed.name == "reverse-lookup-slow"
+    assert "1.5 s" in slowed.what
+    assert slowed == snapshot
+
+
+def test_a_silent_server_is_found_though_the_own_address_is_known(
+    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    monkeypatch.setattr(names, "_name_of", lambda _: ["node1"])
+    monkeypatch.setattr(
+        name_service, "is_silent", lambda *asked: asked == ("10.0.0.53", "10.0.0.5")
+    )
+    finding = only(REVERSE, machine)
+    assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
+    assert "10.0.0.53" in finding.what
+    assert finding == snapshot
+    assert "/etc/hosts" in finding.fix
+
+
+def test_servers_that_answer_and_servers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(name_service, "_WITHIN_S", 0.1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        assert name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)
+        question, _ = server.recvfrom(512)
+        # Not of the root: a server without the internet is silent on that, and fine.
+        assert question[2:12] == b"\1\0\0\1\0\0\0\0\0\0"
+        assert question[12:] == b"\x015\x010\x010\x0210\7in-addr\4arpa\0\0\x0c\0\1"
+        server.recvfrom(512)  # the second try
+
+        def refuse() -> None:
+            server.settimeout(GIVE_UP_S)
+            asked, who = server.recvfrom(512)
+            server.sendto(asked[:2] + b"\x81\x05" + asked[4:], who)
+
+        monkeypatch.setattr(name_service, "_WITHIN_S", GIVE_UP_S)
+        answering = threading.Thread(target=refuse)
+        answering.start()
+        assert not name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)
+        answering.join()
+    # Refused at once: nobody waits.
+    assert not name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)

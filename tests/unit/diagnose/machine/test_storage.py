@@ -1,0 +1,271 @@
+"""Storage: folders that cannot be written, disks without room, caches, a slow disk."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from made_up_machine import all_well, made_up_machine, only
+from torchmuster.diagnose.check import Cost
+from torchmuster.diagnose.machine import disk_speed
+from torchmuster.diagnose.machine.disk_speed import Speed
+from torchmuster.diagnose.machine.mounts import mount_of
+from torchmuster.diagnose.machine.storage import CHECKS
+from torchmuster.finding import Status
+from torchmuster.units import GiB, MiB
+
+RUN_FOLDER, TEMPORARY, CACHES, SPEED = CHECKS
+
+
+def mounts(*lines: tuple[Path | str, str, str]) -> dict[str, object]:
+    """Return the file that lists what is mounted: place, options and kind of each."""
+    text = "".join(
+        f"{number} 1 0:{number} / {place} {options} shared:1 - {kind} server:/export rw\n"
+        for number, (place, options, kind) in enumerate(lines, start=20)
+    )
+    return {"proc/self/mountinfo": text}
+
+
+def set_room(monkeypatch: pytest.MonkeyPatch, *, free: int, files: int | None = 10**6) -> None:
+    room = SimpleNamespace(
+        f_frsize=1, f_blocks=100 * GiB, f_bavail=free, f_files=files and 10**7, f_favail=files
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+
+
+def refuse_writing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+
+
+def test_room_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_room(monkeypatch, free=72 * GiB)
+    machine = made_up_machine(tmp_path, mounts(("/", "rw", "ext4")))
+    assert all_well(RUN_FOLDER, machine) == f"{tmp_path}: 72.0 GiB free, ext4, writable"
+    assert list(tmp_path.iterdir()) == [tmp_path / "proc"]  # nothing is left of the try
+
+
+def test_a_filesystem_that_does_not_count_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_room(monkeypatch, free=72 * GiB, files=0)
+    room = SimpleNamespace(f_frsize=1, f_blocks=100 * GiB, f_bavail=9 * GiB, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    all_well(RUN_FOLDER, made_up_machine(tmp_path))
+
+
+def test_a_folder_that_will_be_made(tmp_path: Path) -> None:
+    machine = made_up_machine(tmp_path)
+    machine = type(machine)(root=tmp_path, folder=tmp_path / "new/runs", outputs={}, environment={})
+    all_well(RUN_FOLDER, machine)
+    all_well(SPEED, machine)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("free", "status"), [(MiB, Status.FAILURE), (500 * MiB, Status.WARNING)])
+def test_little_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    status: Status,
+    snapshot: SnapshotAssertion,
+) -> None:
+    set_room(monkeypatch, free=free)
+    finding = only(RUN_FOLDER, made_up_machine(tmp_path))
+    assert (finding.name, finding.status) == ("run-folder-full", status)
+    assert str(tmp_path) in finding.what
+    assert finding.fix.startswith(f"du -xh --max-depth=2 {tmp_path}")
+    assert finding == snapshot
+
+
+def test_no_room_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    set_room(monkeypatch, free=0)
+    refuse_writing(monkeypatch, errno.ENOSPC)
+    finding = only(RUN_FOLDER, made_up_machine(tmp_path))
+    assert (finding.name, finding.status) == ("run-folder-full", Status.FAILURE)
+    assert "0 B of 100 GiB" in finding.what
+    assert finding == snapshot
+
+
+@pytest.mark.parametrize(("files", "status"), [(0, Status.FAILURE), (12, Status.WARNING)])
+def test_no_more_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: int,
+    status: Status,
+    snapshot: SnapshotAssertion,
+) -> None:
+    room = SimpleNamespace(
+        f_frsize=1, f_blocks=100 * GiB, f_bavail=9 * GiB, f_files=1000, f_favail=files
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    finding = only(RUN_FOLDER, made_up_machine(tmp_path))
+    assert (finding.name, finding.status) == ("run-folder-no-inodes", status)
+    assert f" {files} " in finding.what
+    assert finding == snapshot
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "fix"),
+    [
+        (errno.EROFS, "run-folder-read-only", "sudo dmesg | tail"),
+        (errno.EDQUOT, "run-folder-quota", "quota -s"),
+        (errno.EACCES, "run-folder-not-writable", "mkdir -p ~/runs"),
+        (errno.EPERM, "run-folder-not-writable", "mkdir -p ~/runs"),
+        (errno.EIO, "run-folder-not-writable", "sudo dmesg | tail"),
+        (errno.ESTALE, "run-folder-not-writable", "sudo dmesg | tail"),
+    ],
+    ids=["EROFS", "EDQUOT", "EACCES", "EPERM", "EIO", "ESTALE"],
+)
+def test_nothing_can_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    name: str,
+    fix: str,
+    snapshot: SnapshotAssertion,
+) -> None:
+    set_room(monkeypatch, free=64 * MiB)  # little room is not what is wrong here
+    refuse_writing(monkeypatch, number)
+    finding = only(RUN_FOLDER, made_up_machine(tmp_path))
+    assert (finding.name, finding.status) == (name, Status.FAILURE)
+    assert finding.fix.startswith(fix)
+    assert "muster run --runs ~/runs" in finding.fix
+    assert "chown" not in finding.fix
+    assert "chmod" not in finding.fix
+    assert finding == snapshot
+
+
+def test_a_disk_is_made_writable_again_only_after_a_look_at_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_writing(monkeypatch, errno.EROFS)
+    *_, last = only(RUN_FOLDER, made_up_machine(tmp_path)).fix.splitlines()
+    assert last.startswith("sudo mount -o remount,rw ")
+    assert f'"$(stat -c %m {tmp_path})"  #' in last
+
+
+def test_a_network_disk_is_a_note(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    machine = made_up_machine(tmp_path, mounts(("/", "rw", "ext4"), (tmp_path, "rw", "nfs4")))
+    finding = only(RUN_FOLDER, machine)
+    assert (finding.name, finding.status) == ("run-folder-far", Status.NOTE)
+    assert "nfs4 (server:/export)" in finding.what
+    assert finding == snapshot
+
+
+def test_the_mount_that_counts_is_the_last_and_nearest(tmp_path: Path) -> None:
+    spaced = tmp_path / "with space"
+    spaced.mkdir()
+    place = str(spaced).replace(" ", "\\040")
+    listed = mounts((place, "rw", "xfs"), ("/", "rw", "ext4"), (place, "rw,noexec", "tmpfs"))
+    found = mount_of(spaced / "below", made_up_machine(tmp_path, listed))
+    assert found is not None
+    assert (found.kind, found.options, found.folder) == ("tmpfs", ("rw", "noexec"), str(spaced))
+
+
+def test_temporary_folder(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    machine = made_up_machine(tmp_path, mounts((tmp_path / "tmp", "rw,noexec", "tmpfs")))
+    finding = only(TEMPORARY, machine)
+    assert (finding.name, finding.status) == ("temporary-folder-noexec", Status.WARNING)
+    assert "export TORCHINDUCTOR_CACHE_DIR=" in finding.fix
+    elsewhere = made_up_machine(tmp_path, environment={"TORCHINDUCTOR_CACHE_DIR": "/var/cache"})
+    all_well(TEMPORARY, elsewhere)
+
+
+def test_temporary_folder_with_a_long_name(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    finding = only(TEMPORARY, made_up_machine(tmp_path, environment={"TMPDIR": str(long)}))
+    assert (finding.name, finding.status) == ("temporary-folder-long", Status.WARNING)
+    assert "AF_UNIX" in finding.why
+    assert finding.fix == "export TMPDIR=/tmp"
+
+
+def test_temporary_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    refuse_writing(monkeypatch, errno.EACCES)
+    # The folder of a test may have a long name, which is told as well.
+    finding = next(iter(TEMPORARY.run(made_up_machine(tmp_path))))
+    assert (finding.name, finding.status) == ("temporary-folder-not-writable", Status.FAILURE)
+    assert finding.fix == "export TMPDIR=/var/tmp"  # a folder of somebody's is not made everybody's
+
+
+@pytest.mark.parametrize(("folder", "other"), [("/tmp", "/var/tmp"), ("/var/tmp", "/tmp")])
+def test_everybodys_temporary_folder_is_given_back_to_everybody(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    other: str,
+) -> None:
+    refuse_writing(monkeypatch, errno.EACCES)
+    finding = only(TEMPORARY, made_up_machine(tmp_path, environment={"TMPDIR": folder}))
+    opened, moved = finding.fix.splitlines()
+    assert opened.startswith(f"sudo chmod 1777 {folder} ")
+    assert moved == f"export TMPDIR={other}"
+
+
+def test_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    environment = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "models")}
+    machine = made_up_machine(tmp_path, environment=environment)
+    assert str(tmp_path / "models") in all_well(CACHES, machine)
+    refuse_writing(monkeypatch, errno.EACCES)
+    findings = list(CACHES.run(machine))
+    assert {one.name for one in findings} == {"cache-not-writable"}
+    assert {one.status for one in findings} == {Status.WARNING}
+    models, home = findings
+    assert "HF_HOME" in models.what
+    assert "HOME" in home.what
+    assert findings == snapshot
+
+
+def test_a_slow_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = [Speed(bytes_per_s=9e6, sync_s=0.9), Speed(bytes_per_s=300e6, sync_s=0.001)]
+    monkeypatch.setattr(disk_speed, "_try", lambda _: tries.pop(0))
+    monkeypatch.setattr(disk_speed, "_PAUSE_S", 0.0)
+    assert "286 MiB/s" in all_well(SPEED, made_up_machine(tmp_path))
+    assert tries == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "sync_s", "what"),
+    [(2e6, 0.001, "1.9 MiB/s"), (300e6, 0.8, "800 ms")],
+    ids=["rate", "sync"],
+)
+def test_a_disk_that_stays_slow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    sync_s: float,
+    what: str,
+    snapshot: SnapshotAssertion,
+) -> None:
+    monkeypatch.setattr(disk_speed, "_try", lambda _: Speed(bytes_per_s=rate, sync_s=sync_s))
+    monkeypatch.setattr(disk_speed, "_PAUSE_S", 0.0)
+    finding = only(SPEED, made_up_machine(tmp_path))
+    assert (finding.name, finding.status) == ("disk-slow", Status.WARNING)
+    assert what in finding.what
+    assert "muster run --runs /scratch/runs" in finding.fix
+    assert f"{sync_s * 1000:.1f} ms" in finding.evidence
+    assert finding == snapshot
+
+
+def test_the_real_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    speed = disk_speed.measure(tmp_path)
+    assert speed.bytes_per_s > 0
+    assert speed.sync_s > 0
+    assert list(tmp_path.iterdir()) == []
+    assert SPEED.cost is Cost.SECONDS

@@ -1,0 +1,259 @@
+"""Whether the installed torch is whole, and made for this Python and these GPUs."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from device_strategies import gpu, node
+from site_packages import ENGINE, SitePackages, surroundings
+from torchmuster.devices.model import Kind
+from torchmuster.diagnose.check import Surroundings
+from torchmuster.diagnose.machine import cuda_versions, torch_build
+from torchmuster.diagnose.machine.torch_build import CHECKS
+from torchmuster.finding import Finding, Status
+
+WHOLE, HARDWARE = CHECKS
+PASCAL = {"name": "NVIDIA GeForce GTX 1080 Ti", "compute_capability": (6, 1)}
+BLACKWELL = {"name": "NVIDIA B200", "compute_capability": (10, 0)}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> SitePackages:
+    return SitePackages(tmp_path / "site-packages")
+
+
+def only(findings: Any) -> Finding:
+    (found,) = findings
+    assert isinstance(found, Finding)
+    return found
+
+
+# ---- whole
+
+
+def test_a_whole_torch_is_named(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch("2.13.0+cu126", cuda="12.6")
+    found = only(WHOLE.run(surroundings(site)))
+    assert found.status is Status.OK
+    assert "2.13.0+cu126" in found.what
+    assert found == snapshot
+
+
+def test_a_torch_below_the_floor(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch("2.11.0+cu126", cuda="12.6")
+    found = only(WHOLE.run(surroundings(site)))
+    assert (found.name, found.status) == ("torch-too-old", Status.FAILURE)
+    assert found.as_json() == snapshot
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.0a0+nv26.01", "3.0.1"])
+def test_a_torch_at_or_above_the_floor(site: SitePackages, version: str) -> None:
+    site.torch(version)
+    assert only(WHOLE.run(surroundings(site))).status is Status.OK
+
+
+def test_this_machine_has_a_whole_torch() -> None:
+    assert only(WHOLE.run(Surroundings())).status is Status.OK
+
+
+def test_torch_that_is_not_there(site: SitePackages) -> None:
+    found = only(WHOLE.run(surroundings(site)))
+    assert (found.name, found.status) == ("torch-missing", Status.FAILURE)
+    assert found.fix == "/opt/python -m pip install torch"
+
+
+def test_a_folder_that_an_uninstall_left_behind_is_no_torch(site: SitePackages) -> None:
+    (site.folder / "torch" / "__pycache__").mkdir(parents=True)
+    assert only(WHOLE.run(surroundings(site))).name == "torch-missing"
+
+
+def test_a_library_that_is_missing(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    folder = site.torch()
+    (folder / "lib" / "libtorch_cpu.so").unlink()
+    found = only(WHOLE.run(surroundings(site)))
+    assert (found.name, found.status) == ("torch-broken", Status.FAILURE)
+    assert str(folder) in found.what
+    assert "torch/lib/libtorch_cpu.so" in found.why
+    assert "pip install --force-reinstall torch" in found.fix
+    assert found == snapshot
+
+
+def test_a_library_that_is_cut_short(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    (site.torch() / "lib" / "libtorch_cpu.so").write_text("li")
+    found = only(WHOLE.run(surroundings(site)))
+    assert found.name == "torch-broken"
+    assert "2 B of 7 B" in found.why
+    assert found == snapshot
+
+
+def test_conda_changes_files_after_it_has_written_them_down(site: SitePackages) -> None:
+    (site.torch() / "lib" / "libtorch_cpu.so").write_text("li")
+    (site.folder / "torch-2.13.0.dist-info" / "INSTALLER").write_text("conda")
+    assert only(WHOLE.run(surroundings(site))).status is Status.OK
+
+
+def test_the_compiled_part_is_missing(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    folder = site.torch()
+    (site.folder / ENGINE).unlink()
+    found = only(WHOLE.run(surroundings(site)))
+    assert found.name == "torch-broken"
+    assert "torch/_C" in found.why
+    assert found.evidence.startswith(ENGINE)
+    assert replace(found, evidence="") == snapshot
+    assert folder.name in found.what
+
+
+def test_a_torch_of_another_python(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch(engine="torch/_C.cpython-38-x86_64-linux-gnu.so")
+    found = only(WHOLE.run(surroundings(site)))
+    assert found.name == "torch-broken"
+    assert "_C.cpython-38-x86_64-linux-gnu.so" in found.why
+    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    assert here in found.why
+    assert replace(found, why=found.why.replace(here, "Python X")) == snapshot
+
+
+def test_a_file_called_torch(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    (site.folder / "torch.py").write_text("")
+    found = only(WHOLE.run(surroundings(site)))
+    assert found.name == "module-shadowed"
+    assert str(site.folder / "torch.py") in found.what
+    assert found == snapshot
+    assert found.fix == f"mv {site.folder / 'torch.py'} {site.folder / 'my_torch.py'}"
+
+
+# ---- hardware
+
+
+def eight_gpus(*, driver: str = "570.86.15", cuda: str | None = "12.8", **fields: Any) -> Any:
+    gpus = [gpu(index, **fields) for index in range(2)]
+    return node(*gpus, driver_version=driver, cuda_version=cuda)
+
+
+def test_a_cpu_build_beside_nvidia_gpus(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch("2.13.0+cpu")
+    found = only(HARDWARE.run(surroundings(site, on=eight_gpus())))
+    assert (found.name, found.status) == ("torch-build-without-gpu", Status.FAILURE)
+    assert "GPUs 0, 1" in found.why
+    assert "pip uninstall -y torch" in found.fix
+    assert found == snapshot
+
+
+def test_pip_alone_has_no_build_for_nvidia_on_windows(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
+    site.torch("2.13.0+cpu")
+    found = only(HARDWARE.run(surroundings(site, on=eight_gpus(), system="win32")))
+    assert "pytorch.org" in found.fix
+    assert found == snapshot
+
+
+def test_a_cuda_build_beside_amd_gpus_is_a_warning(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
+    site.torch("2.13.0+cu126", cuda="12.6")
+    amd = node(gpu(0, kind=Kind.ROCM, name="AMD Instinct MI300X"))
+    found = only(HARDWARE.run(surroundings(site, on=amd)))
+    assert found.status is Status.WARNING
+    assert "pytorch.org" in found.fix
+    assert found == snapshot
+    assert "pip install torch\n" not in found.fix
+
+
+def test_a_small_intel_gpu_beside_the_processor_is_a_note(site: SitePackages) -> None:
+    site.torch("2.13.0+cpu")
+    intel = node(gpu(0, kind=Kind.XPU, name="Intel UHD"))
+    assert only(HARDWARE.run(surroundings(site, on=intel))).status is Status.NOTE
+
+
+@pytest.mark.parametrize(
+    ("build", "serves", "status"),
+    [("12.6", "12.8", Status.OK), ("12.8", "12.2", Status.NOTE), ("13.0", "12.8", Status.FAILURE)],
+)
+def test_the_driver_must_serve_the_cuda_of_the_build(
+    site: SitePackages, build: str, serves: str, status: Status
+) -> None:
+    site.torch("2.13.0", cuda=build)
+    found = only(HARDWARE.run(surroundings(site, on=eight_gpus(cuda=serves))))
+    assert found.status is status
+
+
+def test_a_driver_that_is_too_old(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch("2.13.0+cu130", cuda="13.0")
+    found = only(HARDWARE.run(surroundings(site, on=eight_gpus())))
+    assert found.name == "driver-too-old"
+    assert "570.86.15" in found.what
+    assert "580" in found.fix
+    assert found == snapshot
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "serves", "enough"),
+    [
+        ("12.6", "525.60.13", None, True),
+        ("12.6", "525.60.11", None, False),
+        ("11.8", "450.80.02", None, True),
+        ("13.0", "535.1", "13.0", True),  # beside a compatibility package
+        ("99.0", "600.1", None, None),
+        ("12.6", None, None, None),
+    ],
+)
+def test_drivers(cuda: str, driver: str | None, serves: str | None, enough: bool | None) -> None:
+    assert cuda_versions.driver_serves(cuda, driver=driver, serves=serves) is enough
+
+
+def test_windows_has_its_own_driver_numbers() -> None:
+    assert cuda_versions.least_driver("12.4", "win32") == "528.33"
+    assert cuda_versions.least_driver("12.4", "linux") == "525.60.13"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "has_code"),
+    [
+        ((6, 1), "13.0", False),
+        ((7, 0), "13.0", False),
+        ((7, 5), "13.0", True),
+        ((6, 1), "12.6", True),
+        ((10, 0), "12.6", False),
+        ((12, 0), "12.8", True),
+        ((9, 0), "11.7", False),
+        ((8, 9), "11.8", True),
+    ],
+)
+def test_which_gpus_a_cuda_has_code_for(
+    capability: tuple[int, int], cuda: str, has_code: bool
+) -> None:
+    assert (cuda_versions.why_no_code_for(capability, cuda) == "") is has_code
+
+
+def test_gpus_too_old_and_too_new_are_named(
+    site: SitePackages, snapshot: SnapshotAssertion
+) -> None:
+    site.torch("2.13.0+cu126", cuda="12.6")
+    mixed = node(gpu(0), gpu(1, **BLACKWELL), driver_version="580.1", cuda_version="13.0")
+    found = only(HARDWARE.run(surroundings(site, on=mixed)))
+    assert (found.name, found.status) == ("gpu-not-in-build", Status.FAILURE)
+    assert "GPU 1 (NVIDIA B200)" in found.what
+    assert found == snapshot
+    site_13 = SitePackages(site.folder.parent / "other")
+    site_13.torch("2.13.0+cu130", cuda="13.0")
+    old = node(gpu(0, **PASCAL), driver_version="580.1", cuda_version="13.0")
+    found = only(HARDWARE.run(surroundings(site_13, on=old)))
+    assert "GPU 0 (NVIDIA GeForce GTX 1080 Ti)" in found.what
+    assert found == snapshot
+
+
+def test_no_gpus_and_a_gpu_build_is_well(site: SitePackages, snapshot: SnapshotAssertion) -> None:
+    site.torch("2.13.0", cuda="12.6")
+    found = only(HARDWARE.run(surroundings(site)))
+    assert found.status is Status.OK
+    assert found == snapshot
+
+
+def test_nothing_is_said_twice_of_a_torch_that_is_missing(site: SitePackages) -> None:
+    assert list(HARDWARE.run(surroundings(site, on=eight_gpus()))) == []
+    assert torch_build.read_build(surroundings(site)) is None

@@ -1,0 +1,166 @@
+"""Asking an examiner: answers find their question, and whoever asks is never left waiting."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from patience import GIVE_UP_S
+from torchmuster.diagnose.conversation import PROGRAM, Examiner
+from torchmuster.errors import MachineLost, MusterError
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import Node
+
+RECORD = protocol.NodeRecord(
+    host="n1",
+    user="ana",
+    pid=1,
+    system="linux",
+    machine="x86_64",
+    python="3.11.7",
+    torch=None,
+    torchmuster="0",
+    cores=8,
+    clock_unix_s=0.0,
+    addresses=(),
+)
+
+
+class Machine:
+    """A channel to a keeper that starts what it is told to; its examiner is played by the test."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self.asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.engaged: list[protocol.Engage] = []
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        if isinstance(message, protocol.Engage):
+            self.engaged.append(message)
+            self.says.put_nowait(protocol.Engaged(pid=1))
+        if isinstance(message, protocol.Relay):
+            self.asked.put_nowait(json.loads(message.text))
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        return await self.says.get()
+
+    def why_closed(self) -> str:
+        return "Connection reset by peer"
+
+    async def close(self) -> None:
+        pass
+
+    def answer(self, **told: Any) -> None:
+        self.says.put_nowait(protocol.Relay(text=json.dumps(told)))
+
+
+def play(scene: Callable[[Examiner, Machine], Awaitable[None]]) -> Machine:
+    async def go() -> Machine:
+        machine = Machine()
+        node = Node(0, "node1", machine, "token.0.0")
+        node.record = RECORD
+        node.listen(on_output=lambda *_: None, on_change=lambda: None)
+        try:
+            await scene(await Examiner.engage(node), machine)
+        finally:
+            machine.says.put_nowait(None)
+            await node.close()
+        return machine
+
+    return asyncio.run(go())
+
+
+def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
+
+    assert play(scene).engaged == [protocol.Engage(program=PROGRAM, token="token.0.0")]
+
+
+def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = [
+            asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=GIVE_UP_S)) for verb in "ab"
+        ]
+        first, second = await machine.asked.get(), await machine.asked.get()
+        assert (first["verb"], first["argument"]) == ("a", {"n": 1})
+        machine.answer(id=second["id"], answer="of b")
+        machine.answer(id=first["id"], answer="of a")
+        assert await asyncio.gather(*asking) == ["of a", "of b"]
+
+    play(scene)
+
+
+def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
+        number = (await machine.asked.get())["id"]
+        machine.answer(id=number, error={"what": "no port", "why": "taken", "fix": "--port 1"})
+        with pytest.raises(MusterError) as caught:
+            await asking
+        assert str(caught.value) == "node1: no port\ntaken\n--port 1"
+
+    play(scene)
+
+
+def test_what_is_not_an_answer_is_passed_over() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
+        number = (await machine.asked.get())["id"]
+        machine.says.put_nowait(protocol.Relay(text="Segmentation fault"))
+        machine.says.put_nowait(protocol.Relay(text="[1]"))
+        machine.says.put_nowait(protocol.Relay(text="[" * 100_000))
+        machine.answer(id=999, answer="of nobody")
+        machine.answer(id=number, answer=None)
+        assert await asking is None
+
+    play(scene)
+
+
+def test_whoever_does_not_answer_in_time_is_named(snapshot: SnapshotAssertion) -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        with pytest.raises(MusterError) as caught:
+            await examiner.ask("examine", within_s=0.05)
+        assert caught.value.what.startswith("node1 ")
+        assert "0.05 s" in caught.value.what
+        assert "examine" in caught.value.why
+        assert caught.value == snapshot
+        # What comes too late is not mistaken for another answer.
+        machine.answer(id=(await machine.asked.get())["id"], answer="late")
+        asking = asyncio.ensure_future(examiner.ask("examine", within_s=GIVE_UP_S))
+        machine.answer(id=(await machine.asked.get())["id"], answer="in time")
+        assert await asking == "in time"
+
+    play(scene)
+
+
+def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
+        await machine.asked.get()
+        machine.says.put_nowait(protocol.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
+        for one in asking:
+            with pytest.raises(MachineLost) as caught:
+                await one
+            assert "signal 9" in caught.value.why
+            assert caught.value.why.endswith("line\nKilled")
+            assert caught.value == snapshot(name="ended")
+        with pytest.raises(MachineLost):
+            await examiner.ask("call", within_s=60)
+
+    play(scene)
+
+
+def test_when_the_machine_is_lost_all_questions_end() -> None:
+    async def scene(examiner: Examiner, machine: Machine) -> None:
+        asking = asyncio.ensure_future(examiner.ask("call", within_s=60))
+        await machine.asked.get()
+        machine.says.put_nowait(None)
+        with pytest.raises(MachineLost) as caught:
+            await asking
+        assert caught.value.why == "Connection reset by peer"
+
+    play(scene)

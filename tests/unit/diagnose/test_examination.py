@@ -1,0 +1,162 @@
+"""Examining a machine: all checks at once, each with its deadline, none able to hold up the rest."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from device_strategies import node
+from patience import BUSY_S, GIVE_UP_S
+from torchmuster.devices.model import Node
+from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, Surroundings, once
+from torchmuster.diagnose.examination import examine
+from torchmuster.diagnose.machine.all_checks import SUBJECTS, by_subject, load
+from torchmuster.finding import Finding, Status
+
+
+def found(what: str = "seen") -> Finding:
+    return Finding(name="x", status=Status.OK, what=what)
+
+
+def a_check(name: str = "a", run: Any = lambda _: [found()], **fields: Any) -> Check:
+    fields.setdefault("deadline_s", GIVE_UP_S)
+    return Check(name=name, asks="Is it?", run=run, **fields)
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Something to hang on, that lets go when the test is over."""
+    before = set(threading.enumerate())
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(GIVE_UP_S)
+
+
+def test_findings_come_in_the_order_of_the_checks() -> None:
+    slow_first = threading.Event()
+
+    def first(_: Surroundings) -> Iterator[Finding]:
+        assert slow_first.wait(GIVE_UP_S)
+        yield found("first")
+
+    def second(_: Surroundings) -> Iterator[Finding]:
+        slow_first.set()
+        yield found("second")
+
+    examined = examine(Surroundings(), [a_check("1", first), a_check("2", second)])
+    assert [one.findings[0].what for one in examined] == ["first", "second"]
+
+
+def test_dear_checks_and_those_of_other_systems_are_left_out() -> None:
+    checks = [
+        a_check("instant"),
+        a_check("seconds", cost=Cost.SECONDS),
+        a_check("windows", systems=("win32",)),
+        a_check("linux", systems=("linux",)),
+    ]
+    names = [one.check.name for one in examine(Surroundings(system="linux"), checks)]
+    assert names == ["instant", "linux"]
+    deep = examine(Surroundings(system="win32"), checks, at_most=Cost.SECONDS)
+    assert [one.check.name for one in deep] == ["instant", "seconds", "windows"]
+
+
+def test_a_check_that_raises_is_a_note_and_stops_nothing(snapshot: SnapshotAssertion) -> None:
+    def bad(_: Surroundings) -> Iterator[Finding]:
+        raise ZeroDivisionError("by zero")
+
+    examined = examine(Surroundings(), [a_check("bad", bad), a_check()])
+    broken, well = (one.findings[0] for one in examined)
+    assert (broken.name, broken.status) == ("check-failed", Status.NOTE)
+    assert broken.why == "ZeroDivisionError: by zero"
+    assert broken == snapshot
+    assert well.status is Status.OK
+
+
+def test_a_check_that_hangs_is_given_up(
+    released: threading.Event, snapshot: SnapshotAssertion
+) -> None:
+    def hangs(_: Surroundings) -> list[Finding]:
+        released.wait()
+        return []
+
+    began = time.monotonic()
+    examined = examine(Surroundings(), [a_check("hangs", hangs, deadline_s=0.2), a_check()])
+    assert time.monotonic() - began < 5 + BUSY_S
+    assert [one.ended for one in examined] == [False, True]
+    given_up = examined[0].findings[0]
+    assert (given_up.name, given_up.status) == ("check-hangs", Status.WARNING)
+    assert given_up == snapshot
+
+
+def test_devices_that_do_not_answer_are_one_finding(
+    released: threading.Event, snapshot: SnapshotAssertion
+) -> None:
+    def take() -> Node:
+        released.wait()
+        return node()
+
+    def looks(surroundings: Surroundings) -> list[Finding]:
+        surroundings.look()
+        return [found()]
+
+    here = Surroundings(look=once(take, within_s=0.2))
+    examined = examine(here, [a_check("1", looks), a_check("2", looks), a_check()])
+    assert [one.ended for one in examined] == [False, False, True]
+    (silent,) = examined[0].findings
+    assert examined[1].findings == ()
+    assert (silent.name, silent.status) == ("check-hangs", Status.WARNING)
+    assert silent == snapshot
+    assert "sudo nvidia-smi -pm 1" in silent.fix
+
+
+def test_there_is_time_for_a_slow_driver_and_a_busy_disk() -> None:
+    assert LOOK_WITHIN_S >= 20
+    asking = ("accelerators", "torch", "torch-companions", "torch-at-work", "collective-libraries")
+    reading = ("numpy", "python", "variables", "library-path", "storage")
+    for checks in by_subject((*asking, *reading)).values():
+        for check in checks:
+            assert check.deadline_s > LOOK_WITHIN_S, check.name
+
+
+def test_silence_is_broken_by_what_is_waited_for(released: threading.Event) -> None:
+    told: list[list[str]] = []
+
+    def waits(_: Surroundings) -> list[Finding]:
+        released.wait()
+        return [found()]
+
+    def on_silence(checks: Any) -> None:
+        told.append([check.name for check in checks])
+        if told[-1] == ["slow"]:  # on a busy machine the quick one may take its time, too
+            released.set()
+
+    examined = examine(
+        Surroundings(),
+        [a_check("slow", waits), a_check("quick")],
+        on_silence=on_silence,
+        silence_s=0.2,
+    )
+    assert told[-1] == ["slow"]
+    assert all(one.ended for one in examined)
+
+
+# ---- the table of all checks
+
+
+def test_every_subject_has_checks_with_names_of_their_own() -> None:
+    subjects = by_subject()
+    assert list(subjects) == list(SUBJECTS)
+    names = [name for checks in subjects.values() for name in {check.name for check in checks}]
+    assert sorted(names) == sorted(set(names))
+    for check in load():
+        assert check.asks.endswith("?"), check.name
+        assert check.name == check.name.lower(), check.name
+
+
+def test_some_subjects() -> None:
+    assert list(by_subject(["numpy", "torch"])) == ["torch", "numpy"]

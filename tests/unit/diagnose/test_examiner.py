@@ -1,0 +1,89 @@
+"""The program on each machine: JSON lines in, JSON lines out, many questions at a time."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patience import GIVE_UP_S
+from torchmuster.diagnose import examiner
+from torchmuster.errors import Impossible
+from torchmuster.finding import Status
+
+_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.examiner"]
+
+
+def talk(*lines: str, **environment: str) -> list[dict[str, Any]]:
+    """Say lines to a real examiner, end its input when all are answered, and return the answers."""
+    with subprocess.Popen(
+        _PROGRAM,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("".join(f"{line}\n" for line in lines))
+        process.stdin.flush()
+        answers = [json.loads(process.stdout.readline()) for _ in lines]
+        process.stdin.close()
+        assert process.stdout.read() == ""
+        assert process.wait(GIVE_UP_S) == 0
+    return answers
+
+
+def test_it_answers_line_by_line_and_ends_with_its_input() -> None:
+    asked = json.dumps({"id": 1, "verb": "dance", "argument": None})
+    answers = {one["id"]: one["error"] for one in talk(asked, "not JSON", "[]")}
+    assert answers[1]["what"] == "there is no verb 'dance'"
+    assert "examine" in answers[1]["why"]
+    assert set(answers) == {1, None}
+
+
+@pytest.mark.alone  # so that no check is late for what else the machine does
+def test_the_machine_is_examined_check_by_check_without_torch(tmp_path: Path) -> None:
+    """A torch that cannot be imported does not matter: nobody imports it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    asked = json.dumps({"id": 1, "verb": "examine", "argument": {"folder": str(tmp_path)}})
+    (told,) = talk(asked, PYTHONPATH=str(tmp_path))
+    checks = told["answer"]
+    assert len(checks) > 10
+    assert len({one["check"] for one in checks}) == len(checks)
+    for one in checks:
+        assert one["seconds"] >= 0
+        for finding in one["findings"]:
+            assert set(finding) == {"name", "status", "what", "why", "fix", "evidence"}
+            Status(finding["status"])
+            assert finding["name"] not in ("check-failed", "check-hangs"), finding
+
+
+def test_an_error_of_ours_keeps_its_parts_and_any_other_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuses(argument: object) -> None:
+        raise Impossible("no", why=f"asked for {argument}", fix="ask for less")
+
+    async def breaks(argument: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(examiner, "refuses", refuses, raising=False)
+    monkeypatch.setattr(examiner, "breaks", breaks, raising=False)
+    for verb in ("refuses", "breaks"):
+        monkeypatch.setitem(examiner.VERBS, verb, f"torchmuster.diagnose.examiner:{verb}")
+    told = asyncio.run(examiner.answer({"id": 3, "verb": "refuses", "argument": 9}))
+    assert told == {"id": 3, "error": {"what": "no", "why": "asked for 9", "fix": "ask for less"}}
+    told = asyncio.run(examiner.answer({"id": 4, "verb": "breaks"}))
+    assert told["error"]["what"] == "ValueError: broken"
+
+
+@pytest.mark.parametrize("verb", sorted(examiner.VERBS))
+def test_every_verb_is_there(verb: str) -> None:
+    assert asyncio.iscoroutinefunction(examiner._verb(verb))

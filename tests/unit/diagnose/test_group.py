@@ -1,0 +1,473 @@
+"""The course of a check, with machines that are played: what is done with whom, and what is told."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from patience import GIVE_UP_S
+from torchmuster.diagnose import collectives, group, probing
+from torchmuster.diagnose.group import GroupCheck
+from torchmuster.diagnose.links.model import End, Link
+from torchmuster.diagnose.rank_record import RankRecord, line_of
+from torchmuster.diagnose.result import GroupResult, Machine, headline
+from torchmuster.errors import MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.transports.channel import Arrive
+
+SMALL = Finding(name="shm-small", status=Status.NOTE, what="/dev/shm is small", fix="mount it")
+WELL = Finding(name="memory", status=Status.OK, what="8 GiB")
+
+
+class Played:
+    """A keeper, an examiner and ranks, which do what the test wants them to."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.torch: str | None = "2.13.0+cpu"
+        self.finds = [SMALL, WELL]
+        self.refuses: MusterError | None = None  # to give devices
+        self.examiner_ends = False
+        self.ranks_hang = False
+        self.ranks_stay = False  # after they have told everything
+        self.failure: protocol.Failure | None = None
+        self.asked: list[protocol.ToKeeper] = []
+        self._says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+
+    def hello(self) -> None:
+        record = protocol.NodeRecord(
+            host=f"h{self.place}",
+            user="ana",
+            pid=1,
+            system="linux",
+            machine="x86_64",
+            python="3.11.7",
+            torch=self.torch,
+            torchmuster="0",
+            cores=8,
+            clock_unix_s=0.0,
+            addresses=(),
+        )
+        self._says.put_nowait(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        self.asked.append(message)
+        for answer in self._answers(message):
+            self._says.put_nowait(answer)
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        return await self._says.get()
+
+    def why_closed(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        pass
+
+    def of(self, kind: type[protocol.Message]) -> list[Any]:
+        return [one for one in self.asked if isinstance(one, kind)]
+
+    def _answers(self, message: protocol.ToKeeper) -> Sequence[protocol.FromKeeper]:
+        here = protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
+        match message:
+            case protocol.Engage():
+                return [protocol.Engaged(pid=1)]
+            case protocol.Relay() if self.examiner_ends:
+                return [protocol.Disengaged(exit_code=1, words="ImportError: psutil")]
+            case protocol.Relay():
+                asked = json.loads(message.text)
+                told = [{"check": "c", "seconds": 0, "findings": [f.as_json() for f in self.finds]}]
+                return [protocol.Relay(text=json.dumps({"id": asked["id"], "answer": told}))]
+            case protocol.Prepare() if self.refuses:
+                error = self.refuses
+                trouble = protocol.Trouble(name=error.name, what=error.what, fix=error.fix)
+                return [protocol.Refused(trouble=trouble)]
+            case protocol.Prepare():
+                code = protocol.Fingerprint(
+                    script_sha256="1", code_sha256="1", code_files=1, packages_sha256="1"
+                )
+                return [protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=code)]
+            case protocol.Listen():
+                return [protocol.Listening(port=29400, addresses=(here,), reason="free")]
+            case protocol.Reach():
+                results = [
+                    protocol.ReachResult(target=one, problem="", seconds=0.0, local=here)
+                    for one in message.targets
+                ]
+                return [protocol.Reached(results=tuple(results))]
+            case protocol.Start():
+                return self._ranks(message)
+            case protocol.Stop():
+                attempts = [one.attempt for one in self.of(protocol.Start)] or [-1]
+                return [protocol.Ended(attempt=attempts[-1], good=True)]
+        return []
+
+    def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromKeeper]:
+        started = protocol.Started(attempt=start.attempt, pid=2)
+        record = RankRecord(
+            rank=start.first_rank,
+            world_size=start.world_size,
+            host=f"h{self.place}",
+            node=start.node_rank,
+            stage="end",
+            ended=True,
+        )
+        if self.ranks_hang:
+            return [started]
+        if self.failure:
+            ended = protocol.Ended(attempt=start.attempt, good=False, failures=(self.failure,))
+            return [started, ended]
+        output = protocol.Output(rank=start.first_rank, text=f"{line_of(record)}\nother words\n")
+        ended = protocol.Ended(attempt=start.attempt, good=True)
+        return [started, output] if self.ranks_stay else [started, output, ended]
+
+
+class PlayedTransport:
+    """A way to machines of which some may not come."""
+
+    def __init__(
+        self, machines: Sequence[Played], absent: dict[int, protocol.Trouble | None]
+    ) -> None:
+        self._machines = machines
+        self._absent = absent
+
+    @property
+    def places(self) -> Sequence[str]:
+        return [f"node{one.place + 1}" for one in self._machines]
+
+    async def open(self, arrive: Arrive) -> None:
+        for one in self._machines:
+            if one.place not in self._absent:
+                one.hello()
+                arrive(one.place, one)
+
+    async def reopen(self, place: int) -> None:
+        raise NotImplementedError
+
+    def waiting_for(self, place: int) -> str:
+        return "ssh is connecting"
+
+    def gave_up(self, place: int) -> protocol.Trouble | None:
+        return self._absent.get(place)
+
+    def rejoins(self, place: int) -> bool:
+        return False
+
+    async def close(self) -> None:
+        pass
+
+
+class Said:
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+    def world(self, size: int) -> None: ...
+
+    def output(self, rank: int, text: str) -> None: ...
+
+    def show(self, findings: Sequence[Finding]) -> None: ...
+
+
+class Scene:
+    """Machines, the links between them, and a check of them."""
+
+    def __init__(self, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.machines = [Played(place) for place in range(count)]
+        self.absent: dict[int, protocol.Trouble | None] = {}
+        self.blocked: set[tuple[int, int]] = set()
+        self.said: list[str] = []
+        self.join_s = 10.0
+
+        async def survey(examiners: Sequence[Any], **_: object) -> list[Link]:
+            places = [one.place for one in examiners]
+            return [self._link(one, other) for one in places for other in places if one != other]
+
+        monkeypatch.setattr(group, "survey", survey)
+
+    def _link(self, source: int, target: int) -> Link:
+        ends = [
+            End(name=f"node{p + 1}", place=p, system="linux", address=f"10.0.0.{p + 1}")
+            for p in (source, target)
+        ]
+        problem = "timeout" if (source, target) in self.blocked else ""
+        return Link(source=ends[0], target=ends[1], problem=problem)
+
+    def play(self, *, quick: bool = False) -> tuple[Outcome, GroupResult]:
+        spec = JobSpec(
+            name="check",
+            command=(probing.PROGRAM,),
+            module=True,
+            folder=str(self.folder),
+            limits=Limits(join_s=self.join_s),
+        )
+        voice = Said()
+
+        async def go() -> tuple[Outcome, GroupResult]:
+            check = GroupCheck(
+                spec,
+                PlayedTransport(self.machines, self.absent),
+                voice,
+                run_id="r",
+                logs=str(self.folder),
+                quick=quick,
+            )
+            outcome = await asyncio.wait_for(check.run(), GIVE_UP_S)
+            assert check.result is not None
+            return outcome, check.result
+
+        outcome, result = asyncio.run(go())
+        self.said = voice.words
+        return outcome, result
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, 3, monkeypatch)
+
+
+def names(result: GroupResult, *, above_note: bool = True) -> list[str]:
+    harmless = (Status.OK, Status.NOTE) if above_note else ()
+    return [one.name for one in result.findings if one.status not in harmless]
+
+
+def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None:
+    outcome, result = scene.play()
+    assert outcome.good
+    assert names(result) == []
+    assert [(one.name, one.host, one.ranks) for one in result.machines] == [
+        ("node1", "h0", 1),
+        ("node2", "h1", 1),
+        ("node3", "h2", 1),
+    ]
+    assert len(result.links) == 6
+    # The machines are called what people call them, not what they call themselves.
+    assert [(one.rank, one.host) for one in result.ranks] == [
+        (0, "node1"),
+        (1, "node2"),
+        (2, "node3"),
+    ]
+    assert any(line.startswith("3 of 3 ") for line in scene.said)
+    assert all(one.of(protocol.Leave) for one in scene.machines)
+    # Ranks are swept away by their token, and the examiner is to stay.
+    for one in scene.machines:
+        assert {prepare.token for prepare in one.of(protocol.Prepare)} == {
+            f"{one.of(protocol.Engage)[0].token}.ranks"
+        }
+
+
+def test_what_all_machines_have_in_common_is_told_once(scene: Scene) -> None:
+    scene.machines[1].finds = [WELL]
+    _, result = scene.play()
+    (found,) = [one for one in result.findings if one.name == "shm-small"]
+    assert found.what == f"node1 and node3: {SMALL.what}"
+
+
+def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
+    scene: Scene,
+) -> None:
+    scene.absent[0] = trouble = protocol.Trouble(
+        name="host-unreachable",
+        what="host node1 cannot take part",
+        why="no ssh server listens",
+        fix="systemctl enable --now ssh",
+    )
+    outcome, result = scene.play()
+    assert not outcome.good
+    (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
+    assert (failure.name, failure.what, failure.fix) == (trouble.name, trouble.what, trouble.fix)
+    assert [one.missing for one in result.machines] == ["no ssh server listens", "", ""]
+    assert [(one.rank, one.host) for one in result.ranks] == [(0, "node2"), (1, "node3")]
+
+
+def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other(
+    scene: Scene, snapshot: SnapshotAssertion
+) -> None:
+    scene.blocked = {(0, 2), (2, 0)}
+    outcome, result = scene.play()
+    assert not outcome.good
+    (not_tried,) = result.not_tried
+    assert "(node1 and node2; node3)" in not_tried
+    assert not_tried == snapshot
+    starts = [[(s.nodes, s.first_rank) for s in one.of(protocol.Start)] for one in scene.machines]
+    assert starts == [[(2, 0)], [(2, 1)], [(1, 0)]]
+    assert any("node1" in one.what and "node3" in one.what for one in result.findings)
+
+
+@pytest.mark.parametrize(("blocked", "groups"), [((1, 2), 1), ((2, 1), 2)])
+def test_only_a_direction_that_gloo_needs_keeps_machines_apart(
+    blocked: tuple[int, int], groups: int, scene: Scene
+) -> None:
+    scene.blocked = {blocked}
+    _, result = scene.play()
+    assert len(result.not_tried) == groups - 1
+    assert len(result.ranks) == 3
+
+
+def test_machines_with_another_torch_or_none_are_told_and_not_mixed(scene: Scene) -> None:
+    scene.machines[1].torch = "2.14.0"
+    scene.machines[2].torch = None
+    outcome, result = scene.play()
+    assert not outcome.good
+    assert {"torch-version", "torch-missing"} <= set(names(result))
+    assert [len(one.of(protocol.Start)) for one in scene.machines] == [1, 1, 0]
+
+
+def test_a_machine_without_free_devices_is_named_and_the_others_run(scene: Scene) -> None:
+    scene.machines[1].refuses = MusterError("GPU 0 is in use", fix="--wait")
+    _, result = scene.play()
+    (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
+    assert (failure.what, failure.fix) == ("node2: GPU 0 is in use", "--wait")
+    assert [one.host for one in result.ranks] == ["node1", "node3"]
+
+
+def test_a_machine_that_cannot_be_examined_is_named_with_its_last_words(
+    scene: Scene, snapshot: SnapshotAssertion
+) -> None:
+    scene.machines[2].examiner_ends = True
+    _, result = scene.play()
+    (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
+    assert failure.what.startswith("node3 ")
+    assert failure.why.endswith("ImportError: psutil")
+    assert failure == snapshot
+
+
+def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "DEADLINE_S", 0.5)
+    scene.machines[1].ranks_hang = True
+    outcome, result = scene.play()
+    assert not outcome.good
+    assert any("rank 1" in one.what and "hang" in one.name for one in result.findings)
+    assert all(one.of(protocol.Stop) for one in scene.machines if one.ranks_hang)
+
+
+def test_ranks_that_have_told_everything_are_not_waited_for(scene: Scene) -> None:
+    scene.machines[2].ranks_stay = True
+    outcome, result = scene.play()
+    assert outcome.good
+    assert len(result.ranks) == 3
+    assert [one.grace_s for one in scene.machines[2].of(protocol.Stop)] == [0.0]
+
+
+def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene, snapshot: SnapshotAssertion) -> None:
+    scene.machines[1].failure = protocol.Failure(
+        rank=1, local_rank=0, exit_code=1, ago_s=0.0, error="ImportError: libnccl.so.2"
+    )
+    _, result = scene.play()
+    assert names(result) == ["rank-failed"]
+    (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
+    assert failure.what.startswith("rank 1 on node2 ")
+    assert failure == snapshot
+
+
+def test_wrong_values_are_looked_at_again_with_other_variables(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Any] = []
+
+    def judge(first: Sequence[RankRecord], second: Sequence[RankRecord]) -> list[Finding]:
+        judged.append((first, second))
+        return []
+
+    monkeypatch.setattr(collectives, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
+    monkeypatch.setattr(collectives, "judge", judge)
+    scene.play()
+    environments = [one.environment for one in scene.machines[0].of(protocol.Prepare)]
+    assert [one.get("NCCL_P2P_DISABLE") for one in environments] == [None, None, "1"]
+    assert [one.attempt for one in scene.machines[0].of(protocol.Start)] == [0, 1]
+    ((first, second),) = judged
+    assert len(first) == len(second) == 3
+    assert any("NCCL_P2P_DISABLE=1" in line for line in scene.said)
+
+
+def test_quick_leaves_out_the_ranks_and_says_so(scene: Scene) -> None:
+    outcome, result = scene.play(quick=True)
+    assert outcome.good
+    (not_tried,) = result.not_tried
+    assert "--quick" in not_tried
+    assert [one.of(protocol.Start) for one in scene.machines] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        [],
+        [Status.NOTE],
+        [Status.WARNING],
+        [Status.FAILURE, Status.WARNING, Status.FAILURE],
+    ],
+    ids=["none", "note", "warning", "failures"],
+)
+def test_the_headline(statuses: list[Status], snapshot: SnapshotAssertion) -> None:
+    machines = tuple(Machine(name=name, place=place) for place, name in enumerate("ab"))
+    findings = tuple(Finding(name="x", status=one, what="x") for one in statuses)
+    assert headline(GroupResult(machines=machines, findings=findings)) == snapshot
+
+
+def firewall() -> Finding:
+    return Finding(name="firewall-on", status=Status.WARNING, what="the firewall is on")
+
+
+@pytest.mark.parametrize(("blocked", "told"), [((), False), (((0, 1),), True), (((1, 0),), False)])
+def test_a_firewall_that_lets_everybody_through_is_not_told(
+    blocked: Sequence[tuple[int, int]], told: bool, scene: Scene
+) -> None:
+    scene.machines[1].finds = [firewall()]
+    scene.blocked = set(blocked)
+    assert ("firewall-on" in names(scene.play()[1])) == told
+
+
+def test_a_machine_without_torch_is_told_once_with_what_it_knows_itself(scene: Scene) -> None:
+    scene.machines[1].torch = None
+    missing = Finding(name="torch-missing", status=Status.FAILURE, what="there is no torch")
+    scene.machines[1].finds = [missing]
+    _, result = scene.play()
+    told = [one.what for one in result.findings if one.name == "torch-missing"]
+    assert told == ["node2: there is no torch"]
+    (not_tried,) = result.not_tried
+    assert "node2" in not_tried
+
+
+def test_where_torch_is_broken_no_ranks_say_so_once_more(scene: Scene) -> None:
+    broken = Finding(name="torch-broken", status=Status.FAILURE, what="torch is broken")
+    scene.machines[0].finds = [broken]
+    _, result = scene.play()
+    assert names(result) == ["torch-broken"]
+    assert [one.host for one in result.ranks] == ["node2", "node3"]
+
+
+def test_a_machine_that_has_not_come_in_time_is_a_finding(
+    scene: Scene, snapshot: SnapshotAssertion
+) -> None:
+    scene.absent[1] = None
+    scene.join_s = 0.3
+    outcome, result = scene.play()
+    assert not outcome.good
+    (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
+    assert (failure.name, failure.why) == ("host-missing", "ssh is connecting")
+    assert failure.what.startswith("node2 ")
+    assert failure == snapshot
+    assert len(result.ranks) == 2
+
+
+@pytest.mark.parametrize("blocked", [(), ((0, 1),)])
+def test_a_rule_that_closes_a_port_is_told_by_the_link_that_was_tried(
+    blocked: Sequence[tuple[int, int]], scene: Scene
+) -> None:
+    scene.machines[1].finds = [
+        Finding(name="firewall-ranks-closed", status=Status.WARNING, what="a rule drops it")
+    ]
+    scene.blocked = set(blocked)
+    _, result = scene.play()
+    assert "firewall-ranks-closed" not in names(result)
+    assert ("blocked-dropped" in names(result)) == bool(blocked)
