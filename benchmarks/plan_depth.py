@@ -24,7 +24,7 @@ from torchmuster.plan.memory.allocator import simulate
 from torchmuster.plan.probes import trace as probe
 from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import Record, Request
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 _LINK = Link(latency_s=1e-5, bytes_s=1e10)
@@ -64,7 +64,7 @@ class Case:
         """Return how it is trained."""
         return Candidate(
             strategy=self.strategy,  # type: ignore[arg-type]
-            layout=Layout(copies=self.copies, shards=self.shards),
+            layout=ShardLayout(copies=self.copies, shards=self.shards),
             precision=self.precision,  # type: ignore[arg-type]
             recompute=self.recompute,
             micro_batch_size=self.micro_batch_size,
@@ -200,7 +200,7 @@ def _whole(work: Work, case: Case, folder: Path) -> Record:
     candidate = replace(
         case.candidate,
         accumulation=min(case.accumulation, 2),
-        layout=Layout(copies=min(case.copies, 2), shards=case.shards),
+        layout=ShardLayout(copies=min(case.copies, 2), shards=case.shards),
     )
     return trace(
         Request(work=work, candidate=candidate, kernels="cuda", keep_log=True), logs=folder

@@ -35,7 +35,7 @@ from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.calibration import Calibration
 from torchmuster.plan.timing.fitting import RealRun
 from torchmuster.plan.tracing.tracer import Tracer
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 _SHAPES = {
     "llama": {
@@ -139,7 +139,7 @@ def cases(setting: Setting, *, wider: bool) -> Iterator[Case]:
     for strategy, copies, shards in (*_WAYS, *(_WIDER_WAYS if wider else ())):
         candidate = Candidate(
             strategy=strategy,  # type: ignore[arg-type]
-            layout=Layout(copies=copies, shards=shards),
+            layout=ShardLayout(copies=copies, shards=shards),
             micro_batch_size=setting.micro_batch_size,
         )
         yield Case(setting=setting, candidate=candidate)

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from torchmuster.checkpoints.places import open_store
-from torchmuster.train import random_states
+from torchmuster.train import seeds
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, join_world
 
 _BARS = "stall at most 5 % of a synchronous save, steps beside a save at most 10 % slower"
@@ -73,7 +73,7 @@ class Training:
         begun = time.perf_counter()
         state: dict[str, Any] = self.strategy.state_dict(self.model, self.optimizer)
         state["progress"] = {"step": self.step}
-        own = random_states.keep(world)
+        own = seeds.save_random_states(world)
         taken = time.perf_counter()
         checkpointer.save(state, step=self.step, own=own)
         return taken - begun

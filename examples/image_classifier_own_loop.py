@@ -16,12 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.evaluate import evaluate
-from torchmuster.train.first import first
-from torchmuster.train.precision import cards, choose
-from torchmuster.train.schedules import schedule
+from torchmuster.train.optimizers import schedule
+from torchmuster.train.precision import choose_precision, precision_support
+from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.ddp import Ddp
-from torchmuster.train.update import Update
-from torchmuster.train.world import World, join_world
+from torchmuster.train.world import World, join_world, rank_zero_first
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,7 +37,9 @@ def measure(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 def train(world: World, epochs: int) -> None:
     """Train on all ranks together."""
-    with first(world):  # rank 0 before the others: where something would be downloaded, once
+    with rank_zero_first(
+        world
+    ):  # rank 0 before the others: where something would be downloaded, once
         pictures, held_out = draw(2048, seed=1), draw(1000, seed=2)
     loader = BatchLoader(pictures, world, global_batch_size=64)
     test_loader = BatchLoader(held_out, world, global_batch_size=200, shuffle=False)
@@ -47,8 +48,8 @@ def train(world: World, epochs: int) -> None:
     strategy = Ddp(world)
     model = strategy.prepare(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    precision = choose("auto", cards(world)).value
-    update = Update(
+    precision = choose_precision("auto", precision_support(world)).value
+    update = TrainStep(
         model,
         optimizer,
         strategy,

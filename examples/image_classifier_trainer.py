@@ -17,7 +17,7 @@ from shapes import draw, network
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.evaluate import evaluate
 from torchmuster.train.losses import cross_entropy
-from torchmuster.train.schedules import schedule
+from torchmuster.train.optimizers import schedule
 from torchmuster.train.trainer import Evaluation, Trainer
 from torchmuster.train.world import World, join_world
 

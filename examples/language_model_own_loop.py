@@ -15,9 +15,9 @@ from little_gpt import LittleGpt, measure, next_byte_loss, pieces_of_text
 
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.evaluate import evaluate
-from torchmuster.train.precision import cards, choose
-from torchmuster.train.strategies.choose import build
-from torchmuster.train.update import Update
+from torchmuster.train.precision import choose_precision, precision_support
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.choose import build_strategy
 from torchmuster.train.world import World, join_world
 
 LENGTH = 64
@@ -30,11 +30,11 @@ def train(world: World, epochs: int, strategy_name: Literal["ddp", "fsdp"]) -> N
     loader = BatchLoader(pieces, world, global_batch_size=32, micro_batch_size=8)
     test_loader = BatchLoader(held_out, world, global_batch_size=16, shuffle=False)
     torch.manual_seed(0)
-    precision = choose("auto", cards(world)).value
-    strategy = build(strategy_name, world, precision=precision)
+    precision = choose_precision("auto", precision_support(world)).value
+    strategy = build_strategy(strategy_name, world, precision=precision)
     model = strategy.prepare(LittleGpt(length=LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    update = Update(model, optimizer, strategy, world, precision=precision, clip_norm=1.0)
+    update = TrainStep(model, optimizer, strategy, world, precision=precision, clip_norm=1.0)
     for epoch in range(epochs):
         for step in loader.epoch(epoch):
             for micro in update.accumulate(step):

@@ -23,12 +23,11 @@ from torch.distributions import Categorical
 
 from torchmuster.config.resolve import resolve
 from torchmuster.config.settings import Settings
-from torchmuster.train.agreement import totals
-from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.seeds import seed_everything
-from torchmuster.train.strategies.choose import build
-from torchmuster.train.update import Update
-from torchmuster.train.world import World, join_world
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.choose import build_strategy
+from torchmuster.train.world import World, join_world, sum_over_ranks
 
 DIGITS, EQUALS = 4, 10  # digits of a task; the signs are 0 to 9 and "="
 ANSWERS = 512  # of all ranks together, between two updates
@@ -77,7 +76,7 @@ def answer(model: nn.Module, tasks: int, world: World) -> tuple[Answered, float]
         gain = rewards[:, place] + later - values[place] + TRACE * gain
         gains[:, place], later = gain, values[place]
     sums = [gains.sum(), gains.square().sum(), gains.numel(), rewards.sum(), tasks]
-    total, squares, count, reward, answers = totals([float(one) for one in sums], world)
+    total, squares, count, reward, answers = sum_over_ranks([float(one) for one in sums], world)
     mean = total / count  # over the gains of all ranks, so that the number of ranks changes nothing
     normal = (gains - mean) / math.sqrt(squares / count - mean**2 + 1e-8)
     returns = gains + torch.stack(values, dim=1)
@@ -100,10 +99,10 @@ def train(world: World, settings: Settings, updates: int) -> None:
     """Answer and learn in turn."""
     torch.manual_seed(settings.train.seed)  # the first weights: the strategy takes rank 0's
     name = settings.distributed.strategy
-    strategy = build("ddp" if name == "auto" else name, world)
+    strategy = build_strategy("ddp" if name == "auto" else name, world)
     model = strategy.prepare(Writer())
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.train.learning_rate)
-    update = Update(model, optimizer, strategy, world, clip_norm=settings.train.clip_norm)
+    update = TrainStep(model, optimizer, strategy, world, clip_norm=settings.train.clip_norm)
     seed_everything(settings.train.seed, world)  # from here on each rank draws other tasks
     tasks = ANSWERS // world.world_size
     for number in range(updates):
@@ -113,7 +112,7 @@ def train(world: World, settings: Settings, updates: int) -> None:
         for _ in range(PASSES):
             order = torch.randperm(tasks, device=world.device)
             batches = [tuple(one[chosen] for one in answered) for chosen in order.chunk(PARTS)]
-            for step in ForeignLoader(batches, world).epoch(number):
+            for step in DataLoaderAdapter(batches, world).epoch(number):
                 for micro in update.accumulate(step):
                     update.backward(loss_of(model, micro.batch))
                 update.apply()

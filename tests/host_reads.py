@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmuster.train.host_copy import HostCopy
 from torchmuster.train.progress import progress
+from torchmuster.train.step import HostCopy
 
 # Methods that end in Python or in the host's memory; on the CPU most of them reach no operation of torch.
 _METHODS = {

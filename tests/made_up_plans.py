@@ -15,7 +15,7 @@ from torchmuster.plan.record import Peak, Record, Request, Shape
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.forecast import StepTime
 from torchmuster.plan.timing.rates import CATALOGUED
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 WORK = Work(build="made_up:model", sequence_length=1024)
@@ -174,4 +174,4 @@ class MadeUpModel:
 
 
 RATES = CATALOGUED
-ONE = Layout(copies=1, shards=1)
+ONE = ShardLayout(copies=1, shards=1)

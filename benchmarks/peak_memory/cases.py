@@ -8,7 +8,7 @@ from typing import Any
 
 from peak_memory.families import FAMILIES, SEQUENCE, config_of
 from torchmuster.plan.job import Candidate, Recompute, Work
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 BENCHMARKS = Path(__file__).parents[1]  # where modules are imported from
 # strategy, copies, shards
@@ -118,7 +118,7 @@ class Case:
         """Return how it is spread."""
         return Candidate(
             strategy=self.strategy,  # type: ignore[arg-type]
-            layout=Layout(copies=self.copies, shards=self.shards),
+            layout=ShardLayout(copies=self.copies, shards=self.shards),
             reshard=self.reshard,
             precision="fp32" if self.number_type == "pure" else self.number_type,  # type: ignore[arg-type]
             recompute=self.recompute,

@@ -158,8 +158,7 @@ def _take_steps(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from torchmuster.plan.probes.building import build
-    from torchmuster.train.agreement import tell_all
-    from torchmuster.train.world import join_world
+    from torchmuster.train.world import all_gather_object, join_world
 
     os.chdir(steps.work.folder)
     os.environ.update(
@@ -189,7 +188,7 @@ def _take_steps(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
                 raise RuntimeError("the counter had no room for all storages")
             if outcome.applied:
                 peaks.append(peak - before)
-            if all(tell_all(_are_enough(peaks, steps.candidate.strategy), world)):
+            if all(all_gather_object(_are_enough(peaks, steps.candidate.strategy), world)):
                 break
         if len(peaks) <= STEADY:
             raise RuntimeError(f"only {len(peaks)} of {_MOST_STEPS} steps were taken")

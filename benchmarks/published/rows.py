@@ -9,7 +9,7 @@ from typing import Any
 
 from torchmuster.plan.hardware.model import Card, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 HERE = Path(__file__).resolve().parent
@@ -130,7 +130,7 @@ class Row:
         single = self.spread.ranks == 1
         return Candidate(
             strategy="single" if single else "fsdp",
-            layout=Layout(copies=self.copies, shards=self.shards),
+            layout=ShardLayout(copies=self.copies, shards=self.shards),
             precision="bf16",
             recompute="none" if self.recompute == "op" else self.recompute,  # type: ignore[arg-type]
             micro_batch_size=self.batch,

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     import torch
 
     from torchmuster.monitor.gpu_monitor import GPUMonitor
-    from torchmuster.train.legacy.averages import reduce_mean, sync_gradients
-    from torchmuster.train.legacy.dataloader import create_distributed_dataloader
-    from torchmuster.train.legacy.ddp_trainer import DDPTrainer
-    from torchmuster.train.legacy.production import ProductionTrainer
+    from torchmuster.train.legacy.data import (
+        create_distributed_dataloader,
+        reduce_mean,
+        sync_gradients,
+    )
+    from torchmuster.train.legacy.trainers import DDPTrainer, ProductionTrainer
 
 __all__ = [
     "DDPTrainer",
@@ -66,12 +68,12 @@ _log = logging.getLogger(__name__)
 
 # Where the names for training live, imported when they are first used. Most need torch, which this module must not import.
 _TRAINING = {
-    "DDPTrainer": "torchmuster.train.legacy.ddp_trainer",
+    "DDPTrainer": "torchmuster.train.legacy.trainers",
     "GPUMonitor": "torchmuster.monitor.gpu_monitor",
-    "ProductionTrainer": "torchmuster.train.legacy.production",
-    "create_distributed_dataloader": "torchmuster.train.legacy.dataloader",
-    "reduce_mean": "torchmuster.train.legacy.averages",
-    "sync_gradients": "torchmuster.train.legacy.averages",
+    "ProductionTrainer": "torchmuster.train.legacy.trainers",
+    "create_distributed_dataloader": "torchmuster.train.legacy.data",
+    "reduce_mean": "torchmuster.train.legacy.data",
+    "sync_gradients": "torchmuster.train.legacy.data",
 }
 
 

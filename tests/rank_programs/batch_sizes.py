@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from live_bytes import live_bytes
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.building import build
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World
 
 
@@ -15,7 +15,7 @@ def candidate_for(strategy: str, ranks: int, micro_batch_size: int = 1) -> Candi
     copies, shards = (ranks, 1) if strategy == "ddp" else (1, ranks)
     return Candidate(
         strategy=strategy,  # type: ignore[arg-type]
-        layout=Layout(copies=copies, shards=shards),
+        layout=ShardLayout(copies=copies, shards=shards),
         micro_batch_size=micro_batch_size,
     )
 

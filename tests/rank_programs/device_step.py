@@ -11,13 +11,13 @@ from host_reads import HostReads, host_reads
 from rank_programs.small_models import data, portion, seeded_model, step_of
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.metrics.reports import Reports
-from torchmuster.train.optimizers import MakeOptimizer, named
+from torchmuster.train.optimizers import MakeOptimizer, optimizer_named
 from torchmuster.train.precision import BF16, FP16, FP32, Precision
-from torchmuster.train.strategies.choose import Name, build
-from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.trainer import Trainer
-from torchmuster.train.update import Update
 from torchmuster.train.world import World
 
 SAMPLES = 8
@@ -55,8 +55,8 @@ class TwoLines(Reports):
 def strategy_named(name: str, world: World, precision: Precision = FP32) -> Strategy:
     if name == "hybrid":
         sharding = Sharding(kind="hybrid_shard", shard_size=2)
-        return build("fsdp", world, precision=precision, sharding=sharding)
-    return build(cast(Name, name), world, precision=precision)
+        return build_strategy("fsdp", world, precision=precision, sharding=sharding)
+    return build_strategy(cast(Name, name), world, precision=precision)
 
 
 def reads(world: World, name: str, optimizer: str) -> dict[str, list[tuple[int, str]]]:
@@ -103,7 +103,9 @@ def _trained(
 def _optimizer(name: str) -> MakeOptimizer:
     if name == "not fused":
         return lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
-    return named("sgd" if name == "sgd" else "adamw", learning_rate=0.01, weight_decay=0.1)
+    return optimizer_named(
+        "sgd" if name == "sgd" else "adamw", learning_rate=0.01, weight_decay=0.1
+    )
 
 
 def copies(world: World, name: str) -> list[tuple[int, int]]:
@@ -118,7 +120,7 @@ def with_a_bad_step(
     strategy = strategy_named(name, world)
     model = strategy.prepare(seeded_model())
     made = _optimizer(optimizer)(list(model.parameters()))
-    update = Update(model, made, strategy, world, clip_norm=clip_norm)
+    update = TrainStep(model, made, strategy, world, clip_norm=clip_norm)
     applied = []
     for number in range(6):
         spoilt = number == bad and world.global_rank == world.world_size - 1

@@ -1,7 +1,6 @@
-from torchmuster.train.agreement import tell_all, totals
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object, sum_over_ranks
 
 
 def say_and_add(world: World, words: list[str]) -> tuple[list[str], list[float]]:
-    said = tell_all({"word": words[world.global_rank]}, world)
-    return [one["word"] for one in said], totals([1.0, world.global_rank], world)
+    said = all_gather_object({"word": words[world.global_rank]}, world)
+    return [one["word"] for one in said], sum_over_ranks([1.0, world.global_rank], world)

@@ -11,13 +11,12 @@ from live_bytes import live_bytes
 from rank_programs.small_models import step_of
 from torchmuster.errors import OutOfMemory
 from torchmuster.train.data.step import MicroBatch
-from torchmuster.train.memory import memory_table
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.meta_init import build_on_rank_0
-from torchmuster.train.out_of_memory import naming_memory
-from torchmuster.train.strategies.choose import Name, build
+from torchmuster.train.out_of_memory import memory_table, oom_report
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.sharding import Kind, Sharding
-from torchmuster.train.update import Update
 from torchmuster.train.world import World
 
 _M_MMAP_THRESHOLD = -3
@@ -42,11 +41,11 @@ def build_model(width: int = WIDTH, blocks: int = BLOCKS) -> nn.Module:
 def train_sharded(world: World, kind: Kind) -> dict[str, int]:
     """Return what was live at most, in bytes, and what the memory table says."""
     with live_bytes() as found:
-        strategy = build("fsdp", world, sharding=Sharding(kind=kind))
+        strategy = build_strategy("fsdp", world, sharding=Sharding(kind=kind))
         model = strategy.prepare(build_on_rank_0(build_model, world, seed=0))
         values_peak = found.peak
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-        update = Update(model, optimizer, strategy, world)
+        update = TrainStep(model, optimizer, strategy, world)
 
         _backward(model, update, world)  # makes the optimiser's states
         update.apply()
@@ -70,10 +69,10 @@ def train_sharded(world: World, kind: Kind) -> dict[str, int]:
 def train_replicated(world: World, name: Name) -> dict[str, int]:
     """Return what a whole copy of the model takes: between steps, and at most in one."""
     with live_bytes() as found:
-        strategy = build(name, world)
+        strategy = build_strategy(name, world)
         model = strategy.prepare(build_model())
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-        update = Update(model, optimizer, strategy, world)
+        update = TrainStep(model, optimizer, strategy, world)
         for _ in range(2):  # ddp cuts its buckets anew after the first
             _backward(model, update, world)
             update.apply()
@@ -84,7 +83,9 @@ def train_replicated(world: World, name: Name) -> dict[str, int]:
     return {"kept": kept, "step_peak": found.peak}
 
 
-def _backward(model: nn.Module, update: Update, world: World, width: int = WIDTH) -> torch.Tensor:
+def _backward(
+    model: nn.Module, update: TrainStep, world: World, width: int = WIDTH
+) -> torch.Tensor:
     """Compute the gradients of a step and return its loss."""
     micro = MicroBatch(batch=torch.ones(SAMPLES, width), samples=SAMPLES)
     losses: list[torch.Tensor] = []
@@ -99,7 +100,7 @@ def running_out(world: World, kind: Kind) -> dict[str, str]:
     """Run out of memory while blocks are gathered; return what was said, by the phase."""
     said = {}
     for phase in ("forward", "backward"):
-        model = build("fsdp", world, sharding=Sharding(kind=kind)).prepare(build_model())
+        model = build_strategy("fsdp", world, sharding=Sharding(kind=kind)).prepare(build_model())
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
         inside = cast(Block, repeated_blocks(model)[-2]).linear
         if phase == "forward":
@@ -107,7 +108,7 @@ def running_out(world: World, kind: Kind) -> dict[str, str]:
         else:
             inside.register_full_backward_pre_hook(_run_out)
         try:
-            with naming_memory(world, model, optimizer, micro_batch_size=8):
+            with oom_report(world, model, optimizer, micro_batch_size=8):
                 model(torch.ones(SAMPLES, WIDTH)).sum().backward()
         except OutOfMemory as error:
             said[phase] = str(error)
@@ -137,14 +138,14 @@ def train_within(world: World, limit_bytes: int, width: int, blocks: int, shard:
 
 
 def _train(world: World, width: int, blocks: int, shard: bool) -> None:
-    strategy = build("fsdp" if shard else "single", world)
-    with naming_memory(world):
+    strategy = build_strategy("fsdp" if shard else "single", world)
+    with oom_report(world):
         model = build_on_rank_0(lambda: build_model(width, blocks), world, seed=0)
         model = strategy.prepare(model)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    update = Update(model, optimizer, strategy, world)
+    update = TrainStep(model, optimizer, strategy, world)
     losses = []
-    with naming_memory(world, model, optimizer, micro_batch_size=1):
+    with oom_report(world, model, optimizer, micro_batch_size=1):
         for _ in range(3):
             losses.append(float(_backward(model, update, world, width)))
             update.apply()

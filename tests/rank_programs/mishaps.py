@@ -11,14 +11,13 @@ from rank_programs.small_models import Layers, portion, seeded_model, step_of, s
 from rank_programs.updating import flat_weights
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
-from torchmuster.train.agreement import tell_all
 from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.divergence import Divergence
+from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.update import Update
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -55,7 +54,7 @@ def every_cause(world: World, name: str) -> dict[str, dict[str, str]]:
     findings = {}
     for case, make in cases.items():
         own = make(world, name).as_json()
-        said = tell_all(own, world)
+        said = all_gather_object(own, world)
         assert all(one == own for one in said), said
         findings[case] = own
     return findings
@@ -144,16 +143,16 @@ def _one_bad_step(
 
 def _recorder(
     world: World, name: str, spoil: Callable[[Layers], None] | None = None
-) -> tuple[nn.Module, Update]:
+) -> tuple[nn.Module, TrainStep]:
     strategy = strategy_of(name, world)
     inner = seeded_model()
     if spoil is not None:
         spoil(inner)
     model = strategy.prepare(_Recorder(inner))
-    return model, Update(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world)
+    return model, TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world)
 
 
-def _good_step(update: Update, model: nn.Module, world: World) -> None:
+def _good_step(update: TrainStep, model: nn.Module, world: World) -> None:
     torch.manual_seed(world.global_rank)
     for micro in update.accumulate(step_of(portion(8, world), 8)):
         update.backward(squared_error(model, micro.batch))

@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from torchmuster.train.agreement import totals
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.strategies.choose import build
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.choose import build_strategy
 from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.update import Update
-from torchmuster.train.world import World
+from torchmuster.train.world import World, sum_over_ranks
 
 WORDS, WIDTH, LENGTH = 13, 8, 6
 STEPS = 3
@@ -141,10 +140,10 @@ def first_gradient(world: World, case: Case) -> list[float]:
 
 def _train(world: World, case: Case, steps: int) -> dict[str, Any]:
     sharding = SHARDINGS[case.strategy]
-    strategy = build("ddp" if sharding is None else "fsdp", world, sharding=sharding)
+    strategy = build_strategy("ddp" if sharding is None else "fsdp", world, sharding=sharding)
     model = strategy.prepare(language_model(100 + world.global_rank))  # rank 0's values count
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    update = Update(model, optimizer, strategy, world, clip_norm=case.clip_norm)
+    update = TrainStep(model, optimizer, strategy, world, clip_norm=case.clip_norm)
     gradient: list[float] = []
     losses = []
     for number in range(steps):
@@ -166,7 +165,7 @@ def _train(world: World, case: Case, steps: int) -> dict[str, Any]:
                 total = each.sum().item()
             sums = [sums[0] + total, sums[1] + count]
         assert update.apply().applied
-        total, counted = totals(sums, world)
+        total, counted = sum_over_ranks(sums, world)
         losses.append(total / counted)
     weights = _flat(list(model.parameters()))
     answer: dict[str, Any] = {

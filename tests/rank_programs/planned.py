@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torchmuster.config.settings import Data, Model, Settings
 from torchmuster.decision import Decision
-from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.precision import FP32
 from torchmuster.train.progress import progress
 from torchmuster.train.world import World
@@ -24,13 +24,13 @@ def spread(world: World, folder: str, states_bytes: int, memories: list[int]) ->
     for number, memory_bytes in enumerate(memories):
         run = Path(f"run-{number}")
         run.mkdir(exist_ok=True)
-        decided = planned.planned(
+        decided = planned.planned_strategy(
             settings,
             Decision(value="ddp", reason="ddp: by its states"),
             states_bytes=states_bytes,
             memory_bytes=memory_bytes,
             precision=FP32,
-            portions=Portions(global_batch_size=8, micro_batch_sizes=(4,) * world.world_size),
+            portions=BatchSplit(global_batch_size=8, micro_batch_sizes=(4,) * world.world_size),
             world=world,
             folder=run,
         )

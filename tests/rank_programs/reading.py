@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from rank_programs.small_models import data, seeded_model
 from torchmuster.errors import MusterError
-from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter, same_number_everywhere
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Loader
-from torchmuster.train.data.uneven import same_number_everywhere
+from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.ddp import Ddp
-from torchmuster.train.update import Update
 from torchmuster.train.world import World
 
 
@@ -42,7 +41,7 @@ def compare(world: World, counts: list[int]) -> tuple[str | None, int]:
     return told, int(after)
 
 
-def _described(loader: ForeignLoader, epoch: int, begin: int = 0) -> list[Any]:
+def _described(loader: DataLoaderAdapter, epoch: int, begin: int = 0) -> list[Any]:
     return [
         (
             step.number,
@@ -61,21 +60,25 @@ def foreign(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = TensorDataset(torch.arange(22))
     sampler: DistributedSampler[Any] = DistributedSampler(rows, ranks, rank, seed=1)
-    loader = ForeignLoader(DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2)
+    loader = DataLoaderAdapter(
+        DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2
+    )
     found["known"] = _described(loader, 0)
     found["next epoch"] = _described(loader, 1)
     found["steps"] = loader.steps_in_epoch()
-    resumed = ForeignLoader(DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2)
+    resumed = DataLoaderAdapter(
+        DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2
+    )
     resumed.restore({"epoch": 1, "step": 1})
     found["resumed"] = _described(resumed, 1)
 
     own = TensorDataset(torch.arange(8 - rank))
     unlike = DataLoader(own, batch_sampler=[[0, 1, 2 + rank], [3]])
-    found["own batches"] = _described(ForeignLoader(unlike, world), 0)
+    found["own batches"] = _described(DataLoaderAdapter(unlike, world), 0)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        uneven = ForeignLoader(DataLoader(TensorDataset(torch.arange(13 - rank))), world)
+        uneven = DataLoaderAdapter(DataLoader(TensorDataset(torch.arange(13 - rank))), world)
         found["warned"] = [str(one.message) for one in caught]
         try:
             uneven.epoch(0)
@@ -83,7 +86,9 @@ def foreign(world: World) -> dict[str, Any]:
             found["uneven"] = error.what
         streams = {"stream": 9 - 3 * rank, "empty": 0, "empty rank": 3 - 3 * rank}
         for name, count in streams.items():
-            stream = ForeignLoader(DataLoader(Stream(count), batch_size=2), world, accumulation=2)
+            stream = DataLoaderAdapter(
+                DataLoader(Stream(count), batch_size=2), world, accumulation=2
+            )
             try:
                 found[name] = [
                     (step.number, step.rounds, step.samples, [micro.samples for micro in step])
@@ -125,10 +130,10 @@ def trained(world: World, kind: str) -> list[float]:
         )
     else:  # global batches of 12 and 5 samples: as many batches on each rank, none of them alike
         own = [[[0, 1, 2, 3, 4], [12, 13, 14]], [[5, 6, 7], [15]], [[8, 9, 10, 11], [16]]]
-        loader = ForeignLoader(DataLoader(dataset, batch_sampler=own[rank]), world)
+        loader = DataLoaderAdapter(DataLoader(dataset, batch_sampler=own[rank]), world)
     strategy = Ddp(world)
     model = strategy.prepare(seeded_model())
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world)
+    update = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world)
     for epoch in range(2):
         for step in loader.epoch(epoch):
             for micro in update.accumulate(step):

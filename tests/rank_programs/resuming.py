@@ -21,20 +21,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
-from torchmuster.train.checkpointing.in_training import Saving
-from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.optimizers import schedule
 from torchmuster.train.precision import FP16, FP32
 from torchmuster.train.progress import progress
-from torchmuster.train.schedules import schedule
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StoppedAtRequest
-from torchmuster.train.strategies.choose import Name, build
+from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.trainer import Evaluation, Trainer
 from torchmuster.train.world import World
-from torchmuster.worker.training import train
+from torchmuster.worker.training import train_from_settings
 
 WIDTH, SAMPLES, STEPS = 256, 40, 11  # with batches of 16 an epoch has 3 steps
 
@@ -141,14 +141,19 @@ def make(
         loss=loss,
         optimizer=momentum if plain else adamw,
         loader=loader,
-        strategy=build(name, world, precision=precision),
+        strategy=build_strategy(name, world, precision=precision),
         precision=precision,
         clip_norm=0.5,
         schedule=lambda optimizer: schedule(optimizer, "cosine", warmup_steps=4, total_steps=STEPS),
         evaluation=Evaluation(
             loader=BatchLoader(Transformed(0.0), world, global_batch_size=8), measure=accuracy
         ),
-        saving=Saving(to=folder / "checkpoints", every=every, mode=mode, stop=StopAt(stop_at)),  # type: ignore[arg-type]
+        saving=CheckpointSettings(
+            to=folder / "checkpoints",
+            every=every,
+            mode=mode,
+            stop=StopAt(stop_at),  # type: ignore[arg-type]
+        ),
         reports=Reports(world, folder=folder, quiet=True, log_every=log_every),
     )
 
@@ -262,7 +267,7 @@ def from_settings(world: World, folder: Path) -> dict[str, list[dict[str, Any]]]
             given = {"model.build": "own:model", "data.dataset": "own:data", "train.log_every": 1}
             given |= {f"train.{name}": value for name, value in part.items()}
             flags = [Flag(flag="", path=path, text=str(text)) for path, text in given.items()]
-            train(resolve(flags=flags).settings, world, folder / title)
+            train_from_settings(resolve(flags=flags).settings, world, folder / title)
             dist.barrier()
         lines[title] = _lines(folder / title / "metrics" / "steps.jsonl")
     return lines
@@ -321,7 +326,7 @@ def _odd(
     inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(5))
     if world.world_size == 1:  # a sampler that draws when an epoch begins
         dataset = TensorDataset(inputs, numbers % 3, numbers)
-        loader: Any = ForeignLoader(DataLoader(dataset, batch_size=8, shuffle=True), world)
+        loader: Any = DataLoaderAdapter(DataLoader(dataset, batch_size=8, shuffle=True), world)
     else:
         data = list(zip(inputs, numbers % 3, numbers, strict=True))
         loader = BatchLoader(data, world, global_batch_size=8, seed=3)
@@ -342,8 +347,8 @@ def _odd(
         loss=loss,
         optimizer=adamw,
         loader=loader,
-        strategy=Ddp(world, **find) if name == "ddp" else build(name, world),
-        saving=Saving(to=folder / "checkpoints", every=every, mode="async", keep=20),
+        strategy=Ddp(world, **find) if name == "ddp" else build_strategy(name, world),
+        saving=CheckpointSettings(to=folder / "checkpoints", every=every, mode="async", keep=20),
         reports=Reports(world, folder=folder, quiet=True, log_every=50),
     )
 

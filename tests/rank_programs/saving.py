@@ -29,15 +29,14 @@ from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.devices.model import Device, Kind
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
-from torchmuster.train import random_states
-from torchmuster.train.agreement import tell_all
+from torchmuster.train import seeds
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, Mode, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.single import Single
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import whole_tensor
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 
 class Kinds(nn.Module):
@@ -93,7 +92,7 @@ class Training:
         return {**state, "progress": {"step": self.step, "odd": odd, "none": None, "yes": True}}
 
     def save(self, checkpointer: Checkpointer) -> None:
-        checkpointer.save(self.state(), step=self.step, own=random_states.keep(self.world))
+        checkpointer.save(self.state(), step=self.step, own=seeds.save_random_states(self.world))
 
     def restore(self, loaded: Loaded) -> None:
         self.strategy.load_state_dict(self.model, loaded.state, self.optimizer)
@@ -103,7 +102,7 @@ class Training:
         """Return a hash over every value of model and optimiser, with rank 0's buffers; all ranks call it."""
         found = hashlib.sha256()
         _add(found, {k: v for k, v in self.state().items() if k != "progress"})
-        return str(tell_all(found.hexdigest(), self.world)[0])
+        return str(all_gather_object(found.hexdigest(), self.world)[0])
 
 
 def _add(found: Any, part: Any) -> None:
@@ -142,7 +141,7 @@ def _read(world: World, place: Path, way: str) -> tuple[str, int, bool, str]:
     assert loaded is not None
     training.restore(loaded)
     held = loaded.state["model"]["norm.running_mean"].tolist()
-    assert tell_all(held, world) == [held] * world.world_size
+    assert all_gather_object(held, world) == [held] * world.world_size
     assert loaded.found.manifest.global_batch_size == 16
     return training.digest(), loaded.step, loaded.own is not None, repr(loaded.state["progress"])
 
@@ -208,7 +207,7 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
             report = checkpointer.wait()
             assert report is not None
             found["problems"].append(report.problem)
-            found["left"].append(len(tell_all(store.names(), world)[0]))
+            found["left"].append(len(all_gather_object(store.names(), world)[0]))
             store.fails = ""
         # The rest of the training goes on while a save is written.
         store.gate = threading.Event()
@@ -229,7 +228,7 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         found["kept"] = [one.step for one in committed(store)]
         if world.is_first:
             store.delete(committed(store)[0].name)
-        tell_all(None, world)
+        all_gather_object(None, world)
         other = Training(world, "ddp", seed=5)
         loaded = checkpointer.load(other.state())
         assert loaded is not None
@@ -334,7 +333,7 @@ def _on_disks_of_their_own(world: World, folder: Path, state: dict[str, Any]) ->
         checkpointer.save(state, step=1, own={})
         report = checkpointer.wait()
     assert report is not None
-    return [said, report.problem.split("; ")[1:], tell_all(store.names(), world)]
+    return [said, report.problem.split("; ")[1:], all_gather_object(store.names(), world)]
 
 
 def _host(free_bytes: int) -> Callable[[], Device]:
@@ -375,7 +374,7 @@ def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
                     shutil.rmtree(place)
                     shutil.copytree(intact, place)
                     _damage(store, newest.name, file, way, canary)
-                tell_all(None, world)
+                all_gather_object(None, world)
                 said = _load_damaged(checkpointer, reader, before, way)
                 wrong += [f"{file} {way}: {said}"] if said else []
     return wrong
@@ -440,11 +439,11 @@ def fill_disk(world: World, folder: Path) -> list[tuple[str, int]]:
                 ballast.unlink(missing_ok=True)
                 if full:
                     _fill(ballast, leave_bytes=10**6)
-            tell_all(None, world)
+            all_gather_object(None, world)
             training.save(checkpointer)
             report = checkpointer.wait()
             assert report is not None
-            said.append((report.problem, len(tell_all(store.names(), world)[0])))
+            said.append((report.problem, len(all_gather_object(store.names(), world)[0])))
     return said
 
 
@@ -485,7 +484,7 @@ def lose_service(world: World) -> list[tuple[str, list[int]]]:
     """Save to S3, lose the service in the middle of a save, and save when it is back."""
     service = Service() if world.is_first else None
     try:
-        port = tell_all(service.port if service else None, world)[0]
+        port = all_gather_object(service.port if service else None, world)[0]
         os.environ.update(
             AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
             AWS_ACCESS_KEY_ID="made-up-key",
@@ -521,7 +520,7 @@ def _save_to(store: Store, service: Service | None, world: World) -> list[tuple[
             assert report is not None
             if service is not None and not goes:
                 service.again()
-            tell_all(None, world)
+            all_gather_object(None, world)
             said.append((report.problem, [one.step for one in committed(store)]))
         at_save = training.step - 1
         loaded = checkpointer.load(training.state())

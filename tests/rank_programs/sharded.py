@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.train.models.meta_init import build_on_rank_0, build_whole, is_on_meta
 from torchmuster.train.seeds import seed_everything
-from torchmuster.train.strategies.choose import build
+from torchmuster.train.strategies.choose import build_strategy
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.world import World
 
@@ -78,7 +78,7 @@ def drawn(world: World) -> tuple[list[list[float]], bool]:
     seed_everything(0, world)
     model = build_on_rank_0(Drawn, world, seed=0)
     goes_on = (random.random(), float(numpy.random.rand())) == expected
-    model = build("fsdp", world).prepare(model)
+    model = build_strategy("fsdp", world).prepare(model)
     values = [one.full_tensor().tolist() for one in model.parameters() if isinstance(one, DTensor)]
     return values, goes_on
 
@@ -95,19 +95,19 @@ def whole_everywhere(world: World) -> list[list[float]]:
     """Return the values of a model that every rank has to build whole."""
     model = build_on_rank_0(ReadsItsValues, world, seed=world.global_rank)
     assert not is_on_meta(model)
-    model = build("fsdp", world).prepare(model)
+    model = build_strategy("fsdp", world).prepare(model)
     return [one.full_tensor().tolist() for one in model.parameters() if isinstance(one, DTensor)]
 
 
 def _spread(way: str, world: World, seed: int) -> nn.Module:
     if way in ("single", "ddp"):
         model = build_whole(Uneven, seed=seed)
-        return build("ddp", world).prepare(model) if way == "ddp" else model
+        return build_strategy("ddp", world).prepare(model) if way == "ddp" else model
     model = build_on_rank_0(Uneven, world, seed=seed)
     assert is_on_meta(model) != world.is_first
     offload = way == "offload"
     sharding = Sharding(kind="hybrid_shard", shard_size=world.world_size // 2)
-    strategy = build(
+    strategy = build_strategy(
         "fsdp", world, sharding=sharding if way == "hybrid" else Sharding(cpu_offload=offload)
     )
     sharded: Any = strategy.prepare(model)

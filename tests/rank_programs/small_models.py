@@ -8,7 +8,7 @@ from torch import nn
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 FEATURES = 6

@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from patience import GIVE_UP_S
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
-from torchmuster.train import neighbours, stop_request
-from torchmuster.train.agreement import tell_all
+from torchmuster.train import stop_request
 from torchmuster.train.stop_request import StopRequest
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 _MANY = 100_000
 # What torch and a module keep to themselves.
@@ -171,7 +170,7 @@ def _pipes(world: World) -> tuple[int, int]:
     if folder is not None:
         os.mkfifo(Path(folder, "away"))
         os.mkfifo(Path(folder, "back"))
-    place = tell_all(folder, world)[0]
+    place = all_gather_object(folder, world)[0]
     away, back = (os.open(Path(place, name), os.O_RDWR) for name in ("away", "back"))
     dist.barrier()
     if folder is not None:
@@ -195,7 +194,7 @@ def when_one_is_killed(world: World) -> bool:
     if world.global_rank == 1:
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait()
-        _MODULE.neighbours.address = lambda: f"{neighbours._machine()} {gone.pid}"
+        _MODULE.neighbours.address = lambda: f"{stop_request._machine()} {gone.pid}"
         StopRequest._follow = lambda *_: None  # type: ignore[method-assign]
     with StopRequest(world) as stop:
         dist.barrier()
@@ -292,7 +291,7 @@ def _meet_at_a_tcp_store(world: World) -> Any:
     store = None
     if world.is_first:
         store = _DIST.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-    port = tell_all(store.port if store else None, world)[0]
+    port = all_gather_object(store.port if store else None, world)[0]
     if store is None:
         store = _DIST.TCPStore("127.0.0.1", port, timeout=timeout)
     _MODULE.group_store = lambda: store

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
-from torchmuster.train.assembly import with_values
-from torchmuster.train.models.recompute import recompute_blocks
+from torchmuster.train.defaults import with_values
+from torchmuster.train.models.blocks import recompute_blocks
 from torchmuster.train.precision import BF16, FP32, Precision
-from torchmuster.train.strategies.choose import build, memory_of_each_rank
-from torchmuster.train.strategies.protocol import Strategy
+from torchmuster.train.strategies.choose import build_strategy, memory_of_each_rank
 from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 _BATCH = global_batch(
@@ -28,9 +28,12 @@ _BATCH = global_batch(
 
 
 def _strategies(world: World, precision: Precision = FP32) -> list[Strategy]:
-    ways: list[Strategy] = [build("ddp", world), build("fsdp", world, precision=precision)]
+    ways: list[Strategy] = [
+        build_strategy("ddp", world),
+        build_strategy("fsdp", world, precision=precision),
+    ]
     if world.world_size == 1:
-        ways.append(build("single", world))
+        ways.append(build_strategy("single", world))
     return ways
 
 
@@ -115,7 +118,7 @@ def gradients(world: World) -> dict[str, Any]:
 
 def accumulation_of_shards(world: World) -> dict[str, Any]:
     """Say after which backward a sharded gradient is there."""
-    strategy = build("fsdp", world)
+    strategy = build_strategy("fsdp", world)
     model = strategy.prepare(language_model(1))
     told: dict[str, Any] = {}
     for name, around in (("accumulating", strategy.accumulating), ("no_sync", strategy.no_sync)):
@@ -254,10 +257,10 @@ class Tied(nn.Module):
 
 def sharded_blocks(world: World) -> dict[str, Any]:
     """Say which modules are sharded on their own, and how copies are laid out."""
-    whole = build("fsdp", world).prepare(Language())
-    tied: Any = build("fsdp", world).prepare(Tied())
+    whole = build_strategy("fsdp", world).prepare(Language())
+    tied: Any = build_strategy("fsdp", world).prepare(Tied())
     tied(torch.ones(1, 4)).sum().backward()
-    hybrid: Any = build("fsdp", world, sharding=Sharding(kind="hybrid_shard"))
+    hybrid: Any = build_strategy("fsdp", world, sharding=Sharding(kind="hybrid_shard"))
     hybrid.prepare(nn.Linear(4, 4))
     return {
         "language": [name for name, one in whole.named_modules() if isinstance(one, FSDPModule)],
@@ -287,7 +290,7 @@ class Half(nn.Module):
 
 def unused(world: World, ranks_that_use: list[int], more: int, find: bool) -> list[float]:
     """Two steps in which only some ranks use the whole model; the check is made after the first."""
-    strategy = build("ddp", world, find_unused_parameters=find)
+    strategy = build_strategy("ddp", world, find_unused_parameters=find)
     model = strategy.prepare(Half(more))
     norms = []
     for number in range(2):
@@ -329,7 +332,7 @@ class Branches(nn.Module):
 
 def used_here_and_there(world: World) -> list[str]:
     """One step in which all ranks take the same branch, then one in which they do not: what is said."""
-    strategy = build("fsdp", world)
+    strategy = build_strategy("fsdp", world)
     model = strategy.prepare(Branches())
     parameters = list(model.parameters())
     said = []
@@ -350,13 +353,13 @@ def used_here_and_there(world: World) -> list[str]:
 def values_of_built_models(world: World) -> dict[str, Any]:
     """Build for every strategy and prepare; return checksums of what comes out."""
     strategies = {
-        "ddp": build("ddp", world),
-        "fsdp": build("fsdp", world),
-        "offload": build("fsdp", world, sharding=Sharding(cpu_offload=True)),
-        "another seed": build("fsdp", world),
+        "ddp": build_strategy("ddp", world),
+        "fsdp": build_strategy("fsdp", world),
+        "offload": build_strategy("fsdp", world, sharding=Sharding(cpu_offload=True)),
+        "another seed": build_strategy("fsdp", world),
     }
     if world.world_size == 1:
-        strategies["single"] = build("single", world)
+        strategies["single"] = build_strategy("single", world)
     told: dict[str, Any] = {}
     for name, strategy in strategies.items():
         raw = with_values(Language, strategy, world, seed=6 if name == "another seed" else 5)

@@ -8,8 +8,8 @@ from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.files import Files
 from torchmuster.train.data.streams.iterable import Iterables
 from torchmuster.train.data.streams.packing import PackedRows
-from torchmuster.train.data.streams.source import Source
-from torchmuster.train.data.streams.tokenising import ByteTokenizer, Tokenised
+from torchmuster.train.data.streams.reading import Source
+from torchmuster.train.data.streams.tokenizing import ByteTokenizer, Tokenized
 from torchmuster.train.world import World
 
 Batches = list[tuple[int, int | None, list[list[Any]]]]  # (number, samples, own micro-batches)
@@ -39,7 +39,7 @@ def source_named(name: str, place: str) -> Source:
         "numbers": lambda: Iterables(range(203), lanes=5),
         "files": lambda: Files(f"{place}/*.txt", lanes=12),
         "packed": lambda: PackedRows(
-            Tokenised(Files(f"{place}/*.txt", lanes=6), ByteTokenizer()),
+            Tokenized(Files(f"{place}/*.txt", lanes=6), ByteTokenizer()),
             sequence_length=24,
             end=ByteTokenizer.end,
         ),

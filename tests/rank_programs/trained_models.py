@@ -26,10 +26,10 @@ def make_and_train(
     runs: Mapping[str, tuple[str, Mapping[str, str]]],
 ) -> dict[str, torch.Tensor]:
     """Make the models, train each run in its folder, and return the logits of each trained model."""
-    from torchmuster.train.first import first
+    from torchmuster.train.world import rank_zero_first
 
     os.chdir(folder)
-    with first(world):
+    with rank_zero_first(world):
         if world.is_first:
             for name, described in models.items():
                 tiny_models.make_model(Path(name), **described)
@@ -38,7 +38,7 @@ def make_and_train(
         flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
         asked = _Asked()
         with mock.patch.object(training, "Trainer", asked):
-            training.train(resolve(flags=flags).settings, world, Path(run_folder))
+            training.train_from_settings(resolve(flags=flags).settings, world, Path(run_folder))
         answers[name] = asked.logits
     return answers
 

@@ -13,10 +13,10 @@ from torchmuster.errors import MusterError
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.metrics.step_line import StepRecord
-from torchmuster.train.strategies.choose import Name, build
+from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.sharding import Sharding
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.weights import save_weights
 from torchmuster.train.world import World
@@ -130,7 +130,7 @@ def train_in_many_ways(world: World, folder: Path) -> dict[str, Any]:
             its_folder = folder / f"{name}-{kind}-{world.world_size}"
             trainer = make(
                 world,
-                build(name, world),
+                build_strategy(name, world),
                 kind,
                 records,
                 folder=its_folder,
@@ -165,7 +165,7 @@ def verdicts(world: World) -> dict[str, list[str]]:
     def train(delay_s: float, compute_s: float) -> list[str]:
         records: list[StepRecord] = []
         loader = BatchLoader(Slow(delay_s), world, global_batch_size=GLOBAL_BATCH)
-        trainer = make(world, build("ddp", world), "mean", records, loader=loader)
+        trainer = make(world, build_strategy("ddp", world), "mean", records, loader=loader)
 
         def slow_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             time.sleep(compute_s)
@@ -187,7 +187,11 @@ def verdicts(world: World) -> dict[str, list[str]]:
 def communication(world: World) -> dict[str, float | None]:
     """Return the last record's share of communication under each strategy."""
     hybrid = Fsdp(world, sharding=Sharding(kind="hybrid_shard", shard_size=1))
-    strategies = {"ddp": build("ddp", world), "fsdp": build("fsdp", world), "hybrid": hybrid}
+    strategies = {
+        "ddp": build_strategy("ddp", world),
+        "fsdp": build_strategy("fsdp", world),
+        "hybrid": hybrid,
+    }
     shares = {}
     for name, strategy in strategies.items():
         records: list[StepRecord] = []
@@ -199,7 +203,7 @@ def communication(world: World) -> dict[str, float | None]:
 def go_on_elsewhere(world: World, name: Name) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train 5 steps, and 5 more; then the last 5 again in a new trainer that was given the state."""
     records: list[StepRecord] = []
-    trainer = make(world, build(name, world), "mean", records)
+    trainer = make(world, build_strategy(name, world), "mean", records)
     trainer.fit(steps=5)
     state = {
         part: {key: _copy(value) for key, value in states.items()}
@@ -208,7 +212,7 @@ def go_on_elsewhere(world: World, name: Name) -> tuple[list[dict[str, Any]], lis
     records.clear()
     trainer.fit(steps=10)
     again: list[StepRecord] = []
-    other = make(world, build(name, world), "mean", again)
+    other = make(world, build_strategy(name, world), "mean", again)
     other.restore(state)
     other.fit(steps=10)
     return [_plain(one) for one in records], [_plain(one) for one in again]
@@ -259,7 +263,7 @@ def save(world: World, folder: Path) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     names: tuple[Name, ...] = ("ddp", "fsdp")
     for name in names:
-        strategy = build(name, world)
+        strategy = build_strategy(name, world)
         model = strategy.prepare(tagger())
         for limit in (10**9, 300):
             save_weights(

@@ -9,12 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from rank_programs.small_models import Layers, data, portion, seeded_model, step_of, strategy_of
 from torchmuster.errors import MusterError
-from torchmuster.train.agreement import tell_all
 from torchmuster.train.data.step import MicroBatch
+from torchmuster.train.optimizers import schedule
 from torchmuster.train.precision import FP16, FP32
-from torchmuster.train.schedules import schedule
-from torchmuster.train.update import Outcome, Update
-from torchmuster.train.world import World
+from torchmuster.train.step import StepResult, TrainStep
+from torchmuster.train.world import World, all_gather_object
 
 COUNTED = 5  # samples of a step whose loss is counted: on 3 ranks with 2 micro-batches one is idle
 
@@ -25,7 +24,7 @@ def learning_rates(world: World, rounds: int) -> list[float]:
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     curve = schedule(optimizer, "cosine", warmup_steps=2, total_steps=7)
-    update = Update(model, optimizer, strategy, world, schedule=curve)
+    update = TrainStep(model, optimizer, strategy, world, schedule=curve)
     rates = []
     for number in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -35,8 +34,12 @@ def learning_rates(world: World, rounds: int) -> list[float]:
 
 
 def _one_step(
-    update: Update, model: nn.Module, micro_batches: list[MicroBatch], samples: int, factor: float
-) -> Outcome:
+    update: TrainStep,
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    samples: int,
+    factor: float,
+) -> StepResult:
     for micro in update.accumulate(step_of(micro_batches, samples)):
         inputs, targets = micro.batch
         update.backward(nn.functional.mse_loss(model(inputs), targets) * factor)
@@ -47,7 +50,7 @@ def losses_of_two_kinds(world: World) -> str:
     """Rank 0 gives a mean, the others a total and a count."""
     strategy = strategy_of("ddp", world)
     model = strategy.prepare(seeded_model())
-    update = Update(model, torch.optim.SGD(model.parameters()), strategy, world)
+    update = TrainStep(model, torch.optim.SGD(model.parameters()), strategy, world)
     for micro in update.accumulate(step_of(portion(4, world), 4)):
         loss = model(micro.batch[0]).sum()
         try:
@@ -63,7 +66,9 @@ def overflowing(world: World, name: str) -> dict[str, Any]:
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    update = Update(model, optimizer, strategy, world, precision=FP16, clip_norm=1.0, scaler=scaler)
+    update = TrainStep(
+        model, optimizer, strategy, world, precision=FP16, clip_norm=1.0, scaler=scaler
+    )
     inputs, targets = data(8)
     losses, outcomes, scales = [], [], []
     for _ in range(30):
@@ -98,7 +103,7 @@ def an_overflow_in_one_shard(world: World) -> list[bool]:
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    update = Update(model, optimizer, strategy, world, precision=FP16, scaler=scaler)
+    update = TrainStep(model, optimizer, strategy, world, precision=FP16, scaler=scaler)
     answers = []
     for spoil in (True, False):
         for micro in update.accumulate(step_of(portion(8, world), 8)):
@@ -108,7 +113,7 @@ def an_overflow_in_one_shard(world: World) -> list[bool]:
             assert isinstance(gradient, DTensor)
             gradient.to_local().flatten()[0] = float("inf")
         answers.append(update.apply().applied)
-    said = tell_all([*answers, scaler.get_scale() == 2.0], world)
+    said = all_gather_object([*answers, scaler.get_scale() == 2.0], world)
     assert all(one == said[0] for one in said)
     return list(said[0])
 
@@ -128,7 +133,7 @@ def warnings_of_fp16(world: World) -> list[str]:
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    update = Update(model, optimizer, strategy, world, precision=FP16, scaler=scaler)
+    update = TrainStep(model, optimizer, strategy, world, precision=FP16, scaler=scaler)
     overflowed = []
     for number in range(120):
         bad = number % 15 == 14
@@ -146,7 +151,7 @@ def weights_after_counted_steps(world: World, name: str, clip_norm: float | None
     strategy = strategy_of(name, world)
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    update = Update(model, optimizer, strategy, world, precision=FP32, clip_norm=clip_norm)
+    update = TrainStep(model, optimizer, strategy, world, precision=FP32, clip_norm=clip_norm)
     for number in range(3):
         for micro in update.accumulate(step_of(portion(COUNTED, world, rounds=2), None, number)):
             loss, count = counted_loss(model, micro.batch)

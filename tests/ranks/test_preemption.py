@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.data.dataloader_adapter import ForeignLoader
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
 from torchmuster.train.world import join_world
 

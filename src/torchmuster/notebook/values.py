@@ -69,12 +69,12 @@ def _packed(value: Any, where: str) -> object:
 
 
 def _of_tensor(tensor: Any, where: str) -> msgspec.msgpack.Ext:
-    from torchmuster.train.checkpointing.host_bytes import WORDS, pieces
+    from torchmuster.train.checkpointing.storage import WORDS, byte_pieces
 
     if tensor.dtype not in WORDS or not _is_strided(tensor):
         raise _refusal(f"{where} cannot be pulled: it is {tensor.dtype}, {tensor.layout}")
     # Each is copied while it is there: the memory goes with the last one.
-    content = b"".join(bytes(one) for one in pieces(tensor.resolve_conj().resolve_neg()))
+    content = b"".join(bytes(one) for one in byte_pieces(tensor.resolve_conj().resolve_neg()))
     array = _Array(WORDS[tensor.dtype], tuple(tensor.shape), content)
     return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(array))
 
@@ -99,7 +99,7 @@ def _unpacked(code: int, data: memoryview) -> object:
 def _to_tensor(array: _Array) -> object:
     import torch
 
-    from torchmuster.train.checkpointing.host_bytes import DTYPES
+    from torchmuster.train.checkpointing.storage import DTYPES
 
     dtype = DTYPES[array.dtype]
     if not array.content:  # frombuffer takes no empty one

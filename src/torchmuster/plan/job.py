@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 Recompute: TypeAlias = (
     Literal["none", "full", "selective"] | int
@@ -35,7 +35,9 @@ class Candidate:
     """One way to train: how the model is spread, and how large a rank's portions are."""
 
     strategy: Literal["single", "ddp", "fsdp"]
-    layout: Layout  # single: 1 x 1; ddp: ranks x 1; fsdp full: 1 x ranks; hybrid: copies x shards
+    layout: (
+        ShardLayout  # single: 1 x 1; ddp: ranks x 1; fsdp full: 1 x ranks; hybrid: copies x shards
+    )
     reshard: bool = True  # fsdp: blocks are given back between forward and backward (full_shard)
     cpu_offload: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -17,7 +17,7 @@ from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.proof.comparison import Promise
 from torchmuster.plan.search.exploring import Look, Traces
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
 Name: TypeAlias = Literal["single", "ddp", "fsdp"]
@@ -49,7 +49,7 @@ class Question:
         """A whole copy on each rank."""
         return Candidate(
             strategy="ddp",
-            layout=Layout(copies=self.ranks, shards=1),
+            layout=ShardLayout(copies=self.ranks, shards=1),
             precision=self.precision,
             recompute=self.recompute,
             micro_batch_size=self.micro_batch_size,

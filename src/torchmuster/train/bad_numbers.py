@@ -1,7 +1,7 @@
 """NaN or Inf: every rank leaves the same step out, and all say whose it was, in which batch and layer.
 
 That a step is bad costs nothing to know: the strategies agree on it before weights change, see
-:class:`torchmuster.train.update.Update`. Only then the ranks look for the cause, all together: they compute the
+:class:`torchmuster.train.step.TrainStep`. Only then the ranks look for the cause, all together: they compute the
 step's micro-batches again and watch every layer::
 
     outcome = update.apply()
@@ -9,22 +9,141 @@ step's micro-batches again and watch every layer::
         finding = bad_numbers.examine(number, update.micro_batches, loss_fn)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.agreement import tell_all
 from torchmuster.train.buffers import untrained
 from torchmuster.train.data.step import MicroBatch
-from torchmuster.train.names import own_name
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.watched import WatchedBackward, WatchedForward, bad_rows, worst
-from torchmuster.train.world import World
+from torchmuster.train.weights import own_name
+from torchmuster.train.world import World, all_gather_object
+
+
+def worst(tensor: torch.Tensor) -> str | None:
+    """Return ``NaN``, ``Inf`` or ``-Inf`` if the tensor (or this rank's shard) has one, else None."""
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    if not (own.is_floating_point() or own.is_complex()) or bool(torch.isfinite(own).all()):
+        return None
+    if bool(torch.isnan(own).any()):
+        return "NaN"
+    return "-Inf" if own.is_floating_point() and not bool(torch.isposinf(own).any()) else "Inf"
+
+
+def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, each with its place."""
+    if isinstance(value, torch.Tensor):
+        yield path or "the tensor", value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from tensors_of(one, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            yield from tensors_of(one, f"{path}[{place}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from tensors_of(getattr(value, one.name), f"{path}.{one.name}")
+
+
+def bad_rows(batch: Any) -> dict[str, Any] | None:
+    """Return the first tensor of a batch that is not finite: its place, the kind, and which rows."""
+    for place, tensor in tensors_of(batch, "batch"):
+        if (kind := worst(tensor)) is not None:
+            bad = ~torch.isfinite(tensor)
+            rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten() if bad.dim() else bad
+            return {"what": place, "kind": kind, "rows": rows.tolist() if bad.dim() else [0]}
+    return None
+
+
+class _NanHooks:
+    """Hooks on every module while the ``with`` lasts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self.culprit: dict[str, str] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class ForwardNanHooks(_NanHooks):
+    """Keeps the first layer whose output is bad though all before it were fine.
+
+    A -Inf counts only if nothing worse comes: masks are often made of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._masks: dict[str, str] | None = None
+
+    def __enter__(self) -> "ForwardNanHooks":
+        for name, module in self._model.named_modules():
+            # A module's hook comes after those of the modules inside it: the innermost is first.
+            self._handles.append(module.register_forward_hook(self._hook(own_name(name))))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.culprit = self.culprit or self._masks
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, _: Any, output: Any) -> None:
+            if self.culprit is not None:
+                return
+            for _, tensor in tensors_of(output):
+                kind = worst(tensor)
+                found = {"what": name or type(module).__name__, "kind": kind or ""}
+                if kind == "-Inf":
+                    self._masks = self._masks or found
+                elif kind is not None:
+                    self.culprit = found
+
+        return look
+
+
+class BackwardNanHooks(_NanHooks):
+    """Keeps the first gradient that is bad, in the order of the backward."""
+
+    def __enter__(self) -> "BackwardNanHooks":
+        for name, module in self._model.named_modules():
+            own = own_name(name) or type(module).__name__
+            self._handles.append(module.register_forward_pre_hook(self._parameters_hook(own)))
+            self._handles.append(module.register_forward_hook(self._output_hook(own)))
+        return self
+
+    def _parameters_hook(self, name: str) -> Any:
+        def watch(module: nn.Module, _: Any) -> None:
+            for own, parameter in module.named_parameters(recurse=False):
+                self._watch(parameter, f"the parameter {name}.{own}")
+
+        return watch
+
+    def _output_hook(self, name: str) -> Any:
+        def watch(module: nn.Module, _: Any, output: Any) -> None:
+            for _, tensor in tensors_of(output):
+                self._watch(tensor, f"the output of {name}")
+
+        return watch
+
+    def _watch(self, tensor: torch.Tensor, name: str) -> None:
+        def look(gradient: torch.Tensor) -> None:
+            if self.culprit is None and (kind := worst(gradient)) is not None:
+                self.culprit = {"what": name, "kind": kind}
+
+        if tensor.requires_grad:
+            self._handles.append(tensor.register_hook(look))  # type: ignore[no-untyped-call]
+
 
 _SKIPPED = "all ranks skipped this step"
 _SHOWN = 8  # indices of samples, at most
@@ -84,7 +203,7 @@ class BadNumbers:
         self._in_a_row = self._in_a_row + 1 if follows else 1
         self._last_bad = step_number
         seen = self._look(micro_batches, loss_fn)
-        of_ranks = tell_all(seen, self._world)
+        of_ranks = all_gather_object(seen, self._world)
         where = f"step {step_number}" if epoch is None else f"step {step_number} of epoch {epoch}"
         stops = self._in_a_row >= self._most_in_a_row
         found = self._verdict(where, of_ranks, "all ranks stop" if stops else _SKIPPED)
@@ -101,7 +220,7 @@ class BadNumbers:
             seen["weights"] = {"what": bad[0], "more": len(bad) - 1}
         with _as_it_was(self._model, self._world.device):
             for micro in micro_batches:
-                with torch.no_grad(), WatchedForward(self._model) as forward:
+                with torch.no_grad(), ForwardNanHooks(self._model) as forward:
                     loss = self._total(loss_fn, micro)
                 if "loss" in seen or (kind := worst(loss)) is None:
                     continue
@@ -110,9 +229,9 @@ class BadNumbers:
                     seen["layer"] = {**forward.culprit, "samples": _samples(micro)}
                 _look_at_input(micro, seen)
             # Only if all ranks' losses are finite: a backward is one that all ranks take part in.
-            if not any("loss" in one for one in tell_all(seen, self._world)):
+            if not any("loss" in one for one in all_gather_object(seen, self._world)):
                 for micro in micro_batches:
-                    with WatchedBackward(self._model) as backward:
+                    with BackwardNanHooks(self._model) as backward:
                         self._total(loss_fn, micro).backward()  # type: ignore[no-untyped-call]
                     if "gradient" not in seen and backward.culprit is not None:
                         seen["gradient"] = {**backward.culprit, "samples": _samples(micro)}

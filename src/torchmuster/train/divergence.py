@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchmuster.finding import Finding, Status
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.names import own_name
-from torchmuster.train.world import World
+from torchmuster.train.weights import own_name
+from torchmuster.train.world import World, all_gather_object
 
 _PIECE = 2**22  # so many numbers at a time: what is computed takes eight bytes for each
 _ODD = 0x1E3779B97F4A7C15  # to mix bits with; sums and products go round at 64 bits
@@ -45,7 +44,7 @@ class Divergence:
             return None
         differing, digests = [], {}
         for group, members in self._replicated.items():
-            own = digest([parameter for _, parameter in members]).to(self._world.device)
+            own = weights_digest([parameter for _, parameter in members]).to(self._world.device)
             # The highest of ~own is the lowest of own, without a second call.
             most = torch.cat((own, ~own))
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -53,7 +52,7 @@ class Divergence:
             for place in (highest != ~lowest).nonzero().flatten().tolist():
                 differing.append(members[place][0])
                 digests[members[place][0]] = int(own[place])
-        said = tell_all({"differing": differing, "digests": digests}, self._world)
+        said = all_gather_object({"differing": differing, "digests": digests}, self._world)
         first = next((one["differing"][0] for one in said if one["differing"]), None)
         if first is None:
             self._same_up_to = step_number
@@ -87,7 +86,7 @@ class Divergence:
         )
 
 
-def digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def weights_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one whole number for each tensor's bits, on its device: a sum in which every place has a weight."""
     own = []
     weights: dict[torch.device, torch.Tensor] = {}

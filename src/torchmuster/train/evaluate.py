@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from torchmuster.errors import MusterError
-from torchmuster.train.agreement import gather_rows, most_exact, tell_all
 from torchmuster.train.buffers import share_buffers
 from torchmuster.train.data.step import Loader, MicroBatch, Step
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object, gather_rows, most_exact
 
 # (sum, count), or a tensor with one value for each sample.
 Value: TypeAlias = tuple[float | torch.Tensor, float | torch.Tensor] | torch.Tensor
@@ -53,7 +52,9 @@ def evaluate(
                 total, count = _counted(name, value, micro)
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + count)
-    said = tell_all({name: [float(one) for one in pair] for name, pair in sums.items()}, world)
+    said = all_gather_object(
+        {name: [float(one) for one in pair] for name, pair in sums.items()}, world
+    )
     names = dict.fromkeys(name for of_rank in said for name in of_rank)
     return {name: _mean([one[name] for one in said if name in one]) for name in names}
 

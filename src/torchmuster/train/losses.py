@@ -1,7 +1,7 @@
 """The usual losses: a function of the model and a batch that returns what is to be made small.
 
 A loss is either the mean over the samples of a micro-batch, or ``(total, count)``: a sum over items
-such as tokens, and how many they are. :class:`torchmuster.train.update.Update` weighs either one so
+such as tokens, and how many they are. :class:`torchmuster.train.step.TrainStep` weighs either one so
 that the step is that of the whole batch.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from torch.utils.checkpoint import checkpoint
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.nested import tensors_in
+from torchmuster.train.data.pytree import tensors_in
 
 Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
 
@@ -65,7 +65,7 @@ def language_model(
     return _summed(logits.flatten(0, 1), targets.flatten()), count
 
 
-def measured(
+def measured_loss(
     loss: Loss,
 ) -> Callable[[nn.Module, Any], dict[str, tuple[torch.Tensor, torch.Tensor | int]]]:
     """Return a loss as what :func:`torchmuster.train.evaluate.evaluate` adds up over all ranks."""
@@ -80,7 +80,7 @@ def measured(
     return measure
 
 
-def named(name: str) -> Loss | None:
+def loss_named(name: str) -> Loss | None:
     """Return one of these losses by its name; None if it has none."""
     known: dict[str, Loss] = {"cross_entropy": cross_entropy, "language_model": language_model}
     return known.get(name)

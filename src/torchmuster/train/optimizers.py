@@ -1,20 +1,24 @@
 """Optimisers by the names that settings use."""
 
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchmuster.errors import Impossible
 
 Name = Literal["adamw", "sgd"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def named(name: Name, *, learning_rate: float, weight_decay: float) -> MakeOptimizer:
+def optimizer_named(name: Name, *, learning_rate: float, weight_decay: float) -> MakeOptimizer:
     """Return what makes the optimiser once the parameters are there; sgd has a momentum of 0.9.
 
     adamw is torch's fused one, which takes it from the device whether a step is to be applied: see
-    :class:`torchmuster.train.update.Update`. torch's fused SGD cannot do that in its first step, nor for shards.
+    :class:`torchmuster.train.step.TrainStep`. torch's fused SGD cannot do that in its first step, nor for shards.
     """
     if name == "sgd":
         return lambda parameters: torch.optim.SGD(
@@ -25,4 +29,61 @@ def named(name: Name, *, learning_rate: float, weight_decay: float) -> MakeOptim
         lr=learning_rate,
         weight_decay=weight_decay,
         fused=all(one.is_floating_point() for one in parameters),
+    )
+
+
+Shape = Literal["constant", "linear", "cosine"]
+
+_AFTER_WARM_UP: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def schedule_factor(
+    step: int, shape: Shape, *, warmup_steps: int = 0, total_steps: int | None = None
+) -> float:
+    """Return what the learning rate is multiplied with in a step, counted from 0.
+
+    The warm-up's last step has the whole rate; none has the rate 0, which would be a step for nothing.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if total_steps is None:
+        return _AFTER_WARM_UP[shape](0.0)
+    done = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    return _AFTER_WARM_UP[shape](min(done, 1.0))
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer,
+    shape: Shape = "constant",
+    *,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+) -> LambdaLR:
+    """Return torch's LambdaLR for a curve; ``total_steps`` counts optimiser steps of the whole run."""
+    if shape not in _AFTER_WARM_UP:
+        raise Impossible(
+            f"the schedule {shape!r} is not known", fix=f"use one of {', '.join(get_args(Shape))}"
+        )
+    if total_steps is None and shape != "constant":
+        raise Impossible(
+            f"the schedule {shape!r} needs the number of steps, which is not known here",
+            why="the data shows only at its end how long it is; without that only a constant rate is "
+            "possible",
+            fix="say how many steps to train, or use the schedule 'constant'",
+        )
+    if total_steps is not None and warmup_steps > total_steps:
+        raise Impossible(
+            f"a warm-up of {warmup_steps} steps does not fit in {total_steps} steps",
+            fix="fewer warm-up steps, or more steps",
+        )
+    # A plain function is left out of the state dict, so a continued run may change the curve.
+    return LambdaLR(
+        optimizer,
+        lambda step: schedule_factor(
+            step, shape, warmup_steps=warmup_steps, total_steps=total_steps
+        ),
     )

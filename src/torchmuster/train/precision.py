@@ -9,8 +9,7 @@ import torch
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 Name = Literal["fp32", "bf16", "fp16"]
 
@@ -39,7 +38,7 @@ PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, BF16, FP16)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class PrecisionSupport:
     """What a rank computes on, as far as number types go."""
 
     kind: str  # torch's device type: cpu, cuda, xpu …
@@ -54,16 +53,16 @@ class Card:
         return f"{self.name} (Compute {major}.{minor})"
 
 
-def cards(world: World) -> list[Card]:
+def precision_support(world: World) -> list[PrecisionSupport]:
     """Return what each rank computes on; all ranks call it."""
     return [
-        Card(
+        PrecisionSupport(
             kind=said["kind"],
             name=said["name"],
             has_bf16=said["has_bf16"],
             compute_capability=said["capability"] and tuple(said["capability"]),
         )
-        for said in tell_all(_look(world.device), world)
+        for said in all_gather_object(_look(world.device), world)
     ]
 
 
@@ -88,7 +87,7 @@ def _look(device: torch.device) -> dict[str, Any]:
     }
 
 
-def choose(asked: str, of_ranks: Sequence[Card]) -> Decision[Precision]:
+def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
     """Choose one precision for all ranks: the weakest card decides, and is named."""
     if asked == "auto":
         return _automatic(of_ranks)
@@ -106,7 +105,7 @@ def choose(asked: str, of_ranks: Sequence[Card]) -> Decision[Precision]:
     return Decision(value=PRECISIONS[asked], reason=f"{asked}: it was asked for")
 
 
-def _automatic(of_ranks: Sequence[Card]) -> Decision[Precision]:
+def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
     for rank, card in enumerate(of_ranks):
         if card.kind == "cpu":
             return Decision(
@@ -134,9 +133,9 @@ def _automatic(of_ranks: Sequence[Card]) -> Decision[Precision]:
     )
 
 
-def _first_without_bf16(of_ranks: Sequence[Card]) -> int | None:
+def _first_without_bf16(of_ranks: Sequence[PrecisionSupport]) -> int | None:
     return next((rank for rank, card in enumerate(of_ranks) if not card.has_bf16), None)
 
 
-def _named(rank: int, of_ranks: Sequence[Card]) -> str:
+def _named(rank: int, of_ranks: Sequence[PrecisionSupport]) -> str:
     return f"rank {rank}'s {of_ranks[rank]}"

@@ -5,15 +5,59 @@ seeds of its own, made by :func:`derive` without the rank.
 """
 
 import hashlib
+import importlib
 import random
 import sys
+from typing import Any
 
 import torch
 
 from torchmuster.train.world import World
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def save_random_states(world: World) -> dict[str, Any]:
+    """Return the states of Python, torch, the rank's device and numpy where it is in use, as JSON types."""
+    kept: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": _as_text(torch.get_rng_state()),
+    }
+    if world.device.type != "cpu":
+        kept["device"] = _as_text(torch.get_device_module(world.device).get_rng_state(world.device))
+    if numpy := sys.modules.get("numpy"):  # not imported here: most runs do without it
+        name, keys, *rest = numpy.random.get_state()
+        kept["numpy"] = [name, keys.tolist(), *rest]
+    return kept
+
+
+def load_random_states(kept: dict[str, Any], world: World) -> None:
+    """Go on from kept states; those of a device or library that is not here are left out."""
+    version, numbers, gauss = kept["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_as_state(kept["torch"]))
+    if "device" in kept and world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        module.set_rng_state(_as_state(kept["device"]), world.device)
+    if "numpy" in kept and (numpy := _numpy()) is not None:
+        numpy.random.set_state(tuple(kept["numpy"]))
+
+
+def _numpy() -> Any:
+    """Return numpy, also where it is imported only later: what it draws then must be what it would have drawn."""
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _as_state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
     """Return a seed of 63 bits for a purpose, the same in every process and every Python."""
     text = repr((seed, *parts)).encode()  # a tuple's repr keeps 1 and "1", and ("ab", "c") apart
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
@@ -21,14 +65,14 @@ def derive(seed: int, *parts: int | str) -> int:
 
 def seed_everything(seed: int, world: World, *, epoch: int = 0) -> int:
     """Seed Python, numpy where it is in use, and torch on all devices; return this rank's seed."""
-    own = derive(seed, "rank", world.global_rank, epoch)
+    own = derive_seed(seed, "rank", world.global_rank, epoch)
     seed_process(own)
     return own
 
 
 def worker_seed(seed: int, *, rank: int, worker: int, epoch: int) -> int:
     """Return the seed of a loader's worker: another one for each rank, worker and epoch."""
-    return derive(seed, "worker", rank, epoch, worker)
+    return derive_seed(seed, "worker", rank, epoch, worker)
 
 
 def seed_process(seed: int) -> None:

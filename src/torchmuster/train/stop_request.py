@@ -18,21 +18,127 @@ not all ranks have answered in time is dropped by all of them, and the next sign
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+import psutil
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import ExitCode
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.launch.probes.process_group import group_store
-from torchmuster.train import neighbours
-from torchmuster.train.signal_reader import SignalReader
 from torchmuster.train.world import World
+
+_BOOT, _NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+def process_address() -> str:
+    """Return what this process can be found by on its machine."""
+    return f"{_machine()} {os.getpid()}"
+
+
+def process_died(address: str) -> bool:
+    """Say whether a process of this machine is gone; nothing is known of those elsewhere."""
+    machine, _, pid = address.rpartition(" ")
+    return machine == _machine() and not psutil.pid_exists(int(pid))
+
+
+def _machine() -> str:
+    """Name this machine; containers may share their host's name, and number processes on their own."""
+    try:
+        return f"{_BOOT.read_text().strip()} {_NUMBERING.readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+_LAST = 0  # no signal has this number
+
+
+class SignalReader:
+    """Reads signals by a thread: Python's own handlers do not run while a collective is waited for."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._former: dict[int, Any] = {}
+        for name in names:
+            number = getattr(signal, name, None)  # not every system has them all
+            if number is not None:
+                self._former[number] = signal.signal(number, lambda *_: None)
+        self._former_descriptor = signal.set_wakeup_fd(
+            self._theirs.fileno(), warn_on_full_buffer=False
+        )
+        _open.append(self)
+        _watch_forks()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The signals that it reads."""
+        return list(self._former)
+
+    def read(self, hear: Any) -> None:
+        """Call ``hear`` with the name of each signal until it is closed."""
+        with self._ours:
+            while numbers := self._ours.recv(64):
+                for number in numbers:
+                    if number == _LAST:
+                        return
+                    if number in self._former:
+                        hear(signal.Signals(number).name)
+
+    def close(self) -> None:
+        """Put everything back as it was."""
+        self.put_back()
+        self._theirs.send(bytes([_LAST]))  # a forked process may keep its end open
+        self._theirs.close()
+        _open.remove(self)
+
+    def put_back(self) -> None:
+        """Let signals do again what they did before."""
+        signal.set_wakeup_fd(self._former_descriptor)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+
+# Those whose signals a forked process (a loader's worker) must not take for its own.
+_open: list[SignalReader] = []
+_masks: list[set[Any]] = []  # of who is forking
+_forks_watched = False
+
+
+def _watch_forks() -> None:
+    global _forks_watched
+    if not _forks_watched and hasattr(os, "register_at_fork"):
+        _forks_watched = True
+        os.register_at_fork(
+            before=_hold_back, after_in_parent=_let_through, after_in_child=_be_another
+        )
+
+
+def _hold_back() -> None:
+    """Let no signal come before the new process is itself: it would be taken for one to this process."""
+    if _open:
+        numbers = [number for one in _open for number in one.numbers]
+        _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+
+def _let_through() -> None:
+    if _masks:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _be_another() -> None:
+    while _open:
+        _open.pop().put_back()
+    _let_through()
+
 
 # Ctrl-C; what schedulers end processes with; what they warn of the end with.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -104,7 +210,7 @@ class StopRequest:
             store = PrefixStore("torchmuster/stop", group_store())
             visit = store.add(f"visits/{self._world.global_rank}", 1)
             self._store = PrefixStore(f"{visit}", store)
-            self._store.set(f"address/{self._world.global_rank}", neighbours.address())
+            self._store.set(f"address/{self._world.global_rank}", process_address())
             # A connection of its own: the thread's waiting would keep all others from the store.
             self._start("stop-request", self._follow, _connected_anew(self._store))
         if threading.current_thread() is threading.main_thread():
@@ -226,7 +332,7 @@ class StopRequest:
         silent = [f"address/{rank}" for rank in here if not store.check([f"done/{rank}"])]
         visit = store.underlying_store
         addresses = [visit.get(key).decode() for key in silent if visit.check([key])]
-        return any(neighbours.has_died(address) for address in addresses)
+        return any(process_died(address) for address in addresses)
 
     def _answered_until(self, asked_s: float, words: str) -> float:
         """Return when it is too late for answers; a demand may follow on a wish."""

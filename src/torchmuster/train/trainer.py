@@ -30,25 +30,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import render
-from torchmuster.train import assembly
+from torchmuster.train import defaults
 from torchmuster.train.bad_numbers import BadNumbers
-from torchmuster.train.checkpointing import of_trainer
+from torchmuster.train.checkpointing import trainer_state
 from torchmuster.train.checkpointing.checkpointer import Loaded
-from torchmuster.train.checkpointing.in_training import Saves, Saving
+from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 from torchmuster.train.counted_flops import FlopsPerSample
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import Measure, evaluate
 from torchmuster.train.metrics.banner import banner
 from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.metrics.reports import Reports, StepLines
 from torchmuster.train.metrics.step_line import StepRecord
-from torchmuster.train.metrics.step_lines import StepLines
-from torchmuster.train.metrics.tally import Tally
-from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress as now
-from torchmuster.train.strategies.protocol import Strategy
-from torchmuster.train.update import Outcome, Update
+from torchmuster.train.step import StepResult, TrainStep
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 # Gives the mean over a batch's samples, or a total over items (tokens) and how many they are.
@@ -80,7 +79,7 @@ class Trainer:
         clip_norm: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         evaluation: Evaluation | None = None,
-        saving: Saving | None = None,
+        saving: CheckpointSettings | None = None,
         on_bad_numbers: Literal["skip", "stop"] = "skip",
         reports: Reports | None = None,
         seed: int = 0,
@@ -107,16 +106,16 @@ class Trainer:
         self._saving = saving
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
-        self.precision = assembly.chosen_precision(precision, world)
-        self.strategy = assembly.chosen_strategy(strategy, self.precision.value, model, world)
-        with naming_memory(world):
-            model = assembly.with_values(model, self.strategy.value, world, seed=seed)
-        assembly.check_trained(model)
-        with naming_memory(world, model):
+        self.precision = defaults.default_precision(precision, world)
+        self.strategy = defaults.default_strategy(strategy, self.precision.value, model, world)
+        with oom_report(world):
+            model = defaults.with_values(model, self.strategy.value, world, seed=seed)
+        defaults.check_trained(model)
+        with oom_report(world, model):
             self.model = self.strategy.value.prepare(model)
         self.optimizer = optimizer([one for one in self.model.parameters() if one.requires_grad])
         self.schedule = schedule(self.optimizer) if schedule is not None else None
-        self._update = Update(
+        self._update = TrainStep(
             self.model,
             self.optimizer,
             self.strategy.value,
@@ -134,7 +133,7 @@ class Trainer:
         self._position: dict[str, Any] | None = None  # of the loader, in an epoch that was left
         self.evaluated = 0  # the step after which that was done last
         self._goes_on = False  # from what another process has saved
-        self._tally = Tally(
+        self._tally = StepMetrics(
             world,
             communication_of(self.model, world),
             workers=getattr(loader, "workers", None),  # not every loader has some
@@ -142,11 +141,11 @@ class Trainer:
         )
         self._flops = FlopsPerSample(self.model)
         self._lines = StepLines(self.reports, self._tally, loss_scale=self._update.loss_scale)
-        self._saves: Saves | None = None
+        self._saves: CheckpointPolicy | None = None
         self._last_step: int | None = None
         self._introduced = False
         # The last step's number, epoch and outcome.
-        self._unsettled: tuple[int, int, Outcome] | None = None
+        self._unsettled: tuple[int, int, StepResult] | None = None
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> StepRecord | None:
         """Train until so many epochs or steps are done in all; return the last record."""
@@ -276,7 +275,7 @@ class Trainer:
         self.evaluated = self.step
         self.reports.evaluation(self.step, self.epoch, numbers)
 
-    def _save_if_due(self, saves: Saves) -> None:
+    def _save_if_due(self, saves: CheckpointPolicy) -> None:
         begun, elapsed_s = time.perf_counter(), self._tally.elapsed_s
         if saves.is_due(self.step, elapsed_s):
             now.phase = "saving"
@@ -291,7 +290,7 @@ class Trainer:
             yield
             return
         try:
-            with of_trainer.saving_states(self, self._saving) as self._saves:
+            with trainer_state.trainer_states(self, self._saving) as self._saves:
                 yield
         finally:
             self._saves = None
@@ -329,8 +328,8 @@ class Trainer:
         )
 
     def _naming_memory(self) -> AbstractContextManager[None]:
-        size = assembly.micro_batch_size(self.loader, self.world)
-        return naming_memory(self.world, self.model, self.optimizer, micro_batch_size=size)
+        size = defaults.micro_batch_size(self.loader, self.world)
+        return oom_report(self.world, self.model, self.optimizer, micro_batch_size=size)
 
     def state(self) -> dict[str, Any]:
         """Return everything that must be kept to go on later: tensors, and plain JSON types.
@@ -355,7 +354,7 @@ class Trainer:
         """Go on from what :meth:`state` gave, also on another number of ranks."""
         progress = state["progress"]
         self._unsettled = None
-        assembly.refuse_another_schedule(self.schedule, progress["schedule"])
+        defaults.refuse_another_schedule(self.schedule, progress["schedule"])
         self.strategy.value.load_state_dict(self.model, state, self.optimizer)
         self.step = progress["step"]
         self.evaluated = progress["evaluated"]
@@ -383,4 +382,4 @@ class Trainer:
             raise Impossible(
                 "there is nothing to resume from", fix="give Trainer(saving=Saving(to=…, …))"
             )
-        return of_trainer.resume(self, self._saving)
+        return trainer_state.resume_trainer(self, self._saving)

@@ -19,10 +19,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import MusterError
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.names import own_name
-from torchmuster.train.strategies.protocol import Strategy
-from torchmuster.train.world import World
+from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.torch_private import WRAPPED
+from torchmuster.train.world import World, all_gather_object
+
+
+def own_name(name: str) -> str:
+    """Return a parameter's or module's name as it is in the model that was written."""
+    parts = name.split(".")
+    if parts[0] == "module":  # DDP's
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in WRAPPED)
+
 
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
 
@@ -55,7 +63,7 @@ def save_weights(
             problem = str(error)
     for _ in tensors:  # every rank takes part in putting each tensor together
         pass
-    problem = tell_all(problem, world)[0]
+    problem = all_gather_object(problem, world)[0]
     if problem:
         raise MusterError(
             f"the weights could not be written to {folder}",

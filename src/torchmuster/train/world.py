@@ -1,16 +1,22 @@
 """Who this process is among the ranks, and the group they form."""
 
+import json
 import os
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.probes.membership import number
+from torchmuster.launch.probes.process_group import group_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +67,153 @@ def join_world(
     finally:
         if not made_elsewhere:
             process_group.cleanup()
+
+
+def most_exact_type(device: torch.device) -> torch.dtype:
+    """Return the type to add numbers up in: Apple's GPUs have no double precision."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def most_exact(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers in the most exact type that their device has."""
+    return numbers.to(most_exact_type(numbers.device))
+
+
+class Totals:
+    """Numbers that are being added up over all ranks, in double precision where the device has it."""
+
+    def __init__(self, numbers: Sequence[float], world: World) -> None:
+        self._numbers = [float(one) for one in numbers]
+        self._asked: dist.Work | None = None
+        if world.world_size > 1:
+            self._sums = torch.tensor(
+                numbers, dtype=most_exact_type(world.device), device=world.device
+            )
+            self._asked = dist.all_reduce(self._sums, async_op=True)
+
+    def wait(self) -> list[float]:
+        """Return the sums."""
+        if self._asked is not None:
+            self._asked.wait()
+            self._numbers, self._asked = self._sums.tolist(), None
+        return self._numbers
+
+
+def sum_over_ranks(numbers: Sequence[float], world: World) -> list[float]:
+    """Add numbers up over all ranks."""
+    return Totals(numbers, world).wait()
+
+
+def is_simulated(world: World) -> bool:
+    """Say whether this rank is the only one there is of many: in the planner's world all are as this one."""
+    return world.backend == "fake"
+
+
+def all_gather_object(
+    value: Any, world: World, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Return what each rank has to say (plain JSON types), in the order of ranks.
+
+    Who speaks beside the training, in a thread, has a ``group`` of its own, which is one of the host (gloo).
+    """
+    text = json.dumps(value).encode()
+    if world.world_size == 1:
+        return [json.loads(text)]  # as the others would hear it: tuples are lists
+    if is_simulated(world):
+        return [json.loads(text)] * world.world_size
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if group is None:
+        own = own.to(world.device)
+    return [json.loads(bytes(one.tolist())) for one in gather_rows(own, world, group)]
+
+
+def gather_rows(
+    own: torch.Tensor, world: World, group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Return each rank's tensor, in the order of ranks; they may differ in their first dimension only."""
+    if world.world_size == 1:
+        return [own]
+    length = torch.tensor([len(own)], device=own.device)
+    lengths = [torch.zeros_like(length) for _ in range(world.world_size)]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(one.item()) for one in lengths]
+    room = own.new_zeros(max(sizes), *own.shape[1:])
+    room[: len(own)] = own
+    rooms = [torch.zeros_like(room) for _ in range(world.world_size)]
+    dist.all_gather(rooms, room, group=group)
+    return [one[:size] for one, size in zip(rooms, sizes, strict=True)]
+
+
+def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> None:
+    """End all ranks, with the same words, if one of them was started with other settings."""
+    told = all_gather_object({name: repr(value) for name, value in settings.items()}, world)
+    for rank, theirs in enumerate(told):
+        different = [name for name in theirs if theirs[name] != told[0][name]]
+        if different:
+            name = different[0]
+            raise Impossible(
+                f"rank {rank} has other settings than rank 0: {name} is {theirs[name]}, "
+                f"not {told[0][name]}",
+                why=f"settings that differ: {len(different)}; all ranks must train the same",
+                fix="start all ranks with the same file, flags and TORCHMUSTER_ variables",
+            )
+
+
+_DONE = "done"
+_LONGEST_PAUSE_S = 1.0
+
+
+@contextmanager
+def rank_zero_first(
+    world: World, *, per: Literal["run", "node"] = "run", timeout_s: float = 6 * 3600.0
+) -> Iterator[None]:
+    """Let rank 0, or with ``per="node"`` the first rank of each node, run the body before the others.
+
+    If it fails there, the others fail too, at once, with an error that names that rank and its error.
+    All ranks must come here; inside the body they must not communicate.
+    """
+    if world.world_size == 1:
+        yield
+        return
+    store = PrefixStore("torchmuster/first", group_store())
+    visit = store.add(f"visits/{world.global_rank}", 1)  # all ranks come equally often
+    # The host's name too: not every launcher numbers the nodes.
+    node = f"{socket.gethostname()}/{world.node_rank}"
+    key = f"{visit}" if per == "run" else f"{visit}/node {node}"
+    if world.is_first if per == "run" else world.local_rank == 0:
+        try:
+            yield
+        except BaseException as error:
+            store.set(key, f"rank {world.global_rank}: {type(error).__name__}: {error}")
+            raise
+        store.set(key, _DONE)
+    else:
+        said = _wait(store, key, timeout_s)
+        if said != _DONE:
+            raise MusterError(
+                f"what rank {world.global_rank} waited for failed on {said}",
+                fix="mend what failed there; the other ranks were only waiting",
+            )
+        yield
+
+
+def _wait(store: Store, key: str, timeout_s: float) -> str:
+    """Ask from time to time: a wait at the store lets no signal through, and prints when it ends."""
+    end = time.monotonic() + timeout_s
+    pause_s = 0.01
+    try:
+        while not store.check([key]):
+            if time.monotonic() > end:
+                raise MusterError(
+                    f"waited {timeout_s:g} s for the first rank, which is still not done",
+                    fix="give first() a longer timeout_s, or look at what the first rank does",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return str(store.get(key).decode())
+    except RuntimeError as error:  # torch's errors of stores
+        raise MusterError(
+            "the ranks' store is gone while waiting for the first rank",
+            why=str(error).splitlines()[0],
+            fix="look at rank 0's log: its process holds the store, and may have ended",
+        ) from error

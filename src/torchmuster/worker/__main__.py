@@ -20,12 +20,9 @@ from torchmuster.config.written import as_yaml
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.alike import refuse_differences
-from torchmuster.train.world import World, join_world
-from torchmuster.worker.sinks import refuse_missing_sinks
-from torchmuster.worker.speaking import say
-from torchmuster.worker.training import train
+from torchmuster.train.world import World, all_gather_object, assert_same_on_all_ranks, join_world
+from torchmuster.worker.reporting import rank_zero_log, refuse_missing_sinks
+from torchmuster.worker.training import train_from_settings
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -41,11 +38,11 @@ def main(words: Sequence[str] | None = None) -> None:
             if options.run_folder is None:
                 check_ranks(resolved, world)
             values = resolved.values()
-            refuse_differences({path: values[path] for path in paths_for_ranks()}, world)
+            assert_same_on_all_ranks({path: values[path] for path in paths_for_ranks()}, world)
             _refuse_missing_gpu(resolved, options.device, world)
             refuse_missing_sinks(resolved, world)
             folder = options.run_folder or _new_folder(resolved, world)
-            train(resolved.settings, world, folder)
+            train_from_settings(resolved.settings, world, folder)
     except MusterError as error:
         # As the text of the exit: launchers show it as the reason, without a traceback.
         sys.exit(str(error))
@@ -72,13 +69,13 @@ def check_ranks(resolved: Resolved, world: World) -> None:
             fix="start one process, or --set distributed.enabled=true",
         )
     if wanted.num_gpus not in (None, started):
-        say(
+        rank_zero_log(
             world,
             f"distributed.num_gpus is {wanted.num_gpus}, but {started} ranks were started on this "
             "machine: the launcher decides, here --nproc-per-node",
         )
     if wanted.gpu_ids is not None and world.device.type != "cpu":
-        say(
+        rank_zero_log(
             world,
             "distributed.gpu_ids decides nothing under another launcher: CUDA_VISIBLE_DEVICES does",
         )
@@ -91,7 +88,7 @@ def _new_folder(resolved: Resolved, world: World) -> Path:
         run = create(DEFAULT_ROOT, resolved.settings.experiment_name)
         write_atomically(run.config, as_yaml(resolved))
         path = str(run.path)
-    return Path(tell_all(path, world)[0])
+    return Path(all_gather_object(path, world)[0])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,14 +5,12 @@ from typing import Any
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.train.data.hub import open_dataset
-from torchmuster.train.data.kinds import Batches, loader_for
-from torchmuster.train.data.text import TOKEN_FILES, TextRows, tokenizer_named
-from torchmuster.train.first import first
-from torchmuster.train.losses import Loss, measured
-from torchmuster.train.models import named
+from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
+from torchmuster.train.data.text import TOKEN_FILES, TextRows, open_dataset, tokenizer_named
+from torchmuster.train.losses import Loss, measured_loss
+from torchmuster.train.models import factory
 from torchmuster.train.trainer import Evaluation
-from torchmuster.train.world import World
+from torchmuster.train.world import World, rank_zero_first
 
 _USUAL_MICRO_BATCH_SIZE = 8
 
@@ -24,7 +22,7 @@ def rows_of(settings: Settings, world: World) -> TextRows | None:
         return None
     name = data.tokenizer or settings.model.model_name_or_path
     has_tokens = data.tokenizer is None and (data.files or "").endswith(TOKEN_FILES)
-    with first(world, per="node"):
+    with rank_zero_first(world, per="node"):
         tokenizer = None if has_tokens or name is None else tokenizer_named(name)
     return TextRows(
         tokenizer=tokenizer,
@@ -39,9 +37,11 @@ def rows_of(settings: Settings, world: World) -> TextRows | None:
 def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
     """Return what holds the samples."""
     data = settings.data
-    with first(world, per="node"):  # whatever is fetched or cached is so once on each machine
+    with rank_zero_first(
+        world, per="node"
+    ):  # whatever is fetched or cached is so once on each machine
         if data.dataset is not None:
-            return named.call(data.dataset, "data.dataset")
+            return factory.call_import(data.dataset, "data.dataset")
         assert rows is not None
         if data.files is not None:
             return rows.of_files(data.files)
@@ -49,7 +49,7 @@ def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
         return rows.of_dataset(open_dataset(data.hugging_face, data.split))
 
 
-def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[Batches]:
+def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
     """Return the sizes of batches; ``kept`` is that of a whole step in the run that goes on.
 
     A step stays as large as it was, on whatever ranks: the reason says so where it had to be seen to.
@@ -75,7 +75,7 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
                 f"the ranks compute at most {at_once} at once"
             )
     return Decision(
-        value=Batches(
+        value=LoaderSpec(
             global_batch_size=whole,
             micro_batch_size=micro,
             micro_batch_sizes=wanted.micro_batch_sizes,
@@ -91,7 +91,7 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
 def evaluation_of(
     settings: Settings,
     rows: TextRows | None,
-    batches: Batches,
+    batches: LoaderSpec,
     loss: Loss,
     world: World,
 ) -> Evaluation | None:
@@ -99,9 +99,9 @@ def evaluation_of(
     data = settings.data
     if data.evaluation_dataset is None and data.evaluation_files is None:
         return None
-    with first(world, per="node"):
+    with rank_zero_first(world, per="node"):
         if data.evaluation_dataset is not None:
-            samples = named.call(data.evaluation_dataset, "data.evaluation_dataset")
+            samples = factory.call_import(data.evaluation_dataset, "data.evaluation_dataset")
         else:
             assert rows is not None
             assert data.evaluation_files is not None
@@ -109,4 +109,4 @@ def evaluation_of(
     loader = loader_for(samples, world, batches.in_order())
     # Without a number: after each epoch, or once at the end where steps are counted.
     every = settings.train.evaluate_every or settings.train.steps
-    return Evaluation(loader=loader, measure=measured(loss), every=every)
+    return Evaluation(loader=loader, measure=measured_loss(loss), every=every)

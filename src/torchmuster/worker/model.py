@@ -7,34 +7,35 @@ from torch import nn
 
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
-from torchmuster.train.data.portions import Portions
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.data.batch_split import BatchSplit
+from torchmuster.train.data.streams.tokenizing import Tokenizer, TransformersTokenizer
 from torchmuster.train.data.text import TextRows
-from torchmuster.train.first import first
-from torchmuster.train.models import hugging_face
-from torchmuster.train.models.compiling import compile_blocks
-from torchmuster.train.models.making import Lora, Recipe, check_tokens, lost_updates
+from torchmuster.train.models import hugging_face, lora
+from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
+from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens, lost_updates
 from torchmuster.train.models.meta_init import build_for, build_on_meta
-from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
-from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.world import World
-from torchmuster.worker.planned import planned
-from torchmuster.worker.speaking import say
+from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.weights import replaced_folder
+from torchmuster.train.world import World, rank_zero_first
+from torchmuster.worker.planned import planned_strategy
+from torchmuster.worker.reporting import rank_zero_log
 
 
-def recipe_of(settings: Settings, world: World) -> Recipe:
+def recipe_of(settings: Settings, world: World) -> ModelRecipe:
     """Return how the model is made; what must be fetched is."""
     wanted = settings.model
     files = None
     if wanted.model_name_or_path is not None:
-        with first(world, per="node"):  # one rank fetches it for all of its machine
-            files = hugging_face.find(wanted.model_name_or_path)
+        with rank_zero_first(world, per="node"):  # one rank fetches it for all of its machine
+            files = hugging_face.find_model(wanted.model_name_or_path)
     adapters = None
     if wanted.lora_rank is not None:
         adapters = Lora(rank=wanted.lora_rank, alpha=wanted.lora_alpha, targets=wanted.lora_targets)
-    return Recipe(
+    return ModelRecipe(
         files=files,
         build=wanted.build,
         dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
@@ -45,12 +46,12 @@ def recipe_of(settings: Settings, world: World) -> Recipe:
 
 def model_of(
     settings: Settings,
-    recipe: Recipe,
+    recipe: ModelRecipe,
     rows: TextRows | None,
     number_type: Precision,
     world: World,
     *,
-    portions: Portions | None,
+    portions: BatchSplit | None,
     folder: Path,
 ) -> tuple[nn.Module, Decision[Strategy]]:
     """Return the model and how it will be spread; for fsdp, only rank 0's model has values."""
@@ -72,11 +73,11 @@ def model_of(
         )
     sharding = _sharding(settings)
     sizes, memory = strategies.sizes_of(sketched), strategies.memory_of_each_rank(world)
-    name = strategies.choose(
+    name = strategies.choose_strategy(
         asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
     )
     if asked == "auto" and sharding is None and portions is not None and memory is not None:
-        name = planned(
+        name = planned_strategy(
             settings,
             name,
             states_bytes=sizes.states_bytes,
@@ -96,8 +97,8 @@ def model_of(
     if wanted.compile:
         said.append(compile_blocks(model, world.device).reason)
     for reason in filter(None, said):
-        say(world, reason)
-    strategy = strategies.build(
+        rank_zero_log(world, reason)
+    strategy = strategies.build_strategy(
         name.value,
         world,
         precision=number_type,
@@ -122,3 +123,48 @@ def _sharding(settings: Settings) -> Sharding | None:
         cpu_offload=wanted.fsdp_cpu_offload,
     )
     return None if sharding == Sharding() else sharding
+
+
+_OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+
+
+def write_model_files(
+    folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, model: nn.Module, world: World
+) -> None:
+    """Write the model's config, or that of its LoRA adapter, and the tokenizer; rank 0 writes, all ranks call it."""
+    with rank_zero_first(world):
+        if not world.is_first:
+            return
+        try:
+            with replaced_folder(folder) as unfinished:
+                if recipe.files is not None:
+                    hugging_face.save_configs(recipe.files, unfinished)
+                if recipe.lora is not None:
+                    # Next to a config.json, an adapter would be taken for a whole model.
+                    (unfinished / "config.json").unlink(missing_ok=True)
+                    lora.peft_config(model).save_pretrained(unfinished)
+                _save_tokenizer(unfinished, recipe, tokenizer, world)
+        except OSError as error:
+            raise MusterError(
+                f"the model's config and tokenizer cannot be written to {folder}",
+                why=error.strerror or str(error),
+                fix="make room there, or use another folder for runs",
+            ) from error
+
+
+def _save_tokenizer(
+    folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, world: World
+) -> None:
+    """Save the tokenizer that the training uses, else the one that the model's folder has."""
+    if isinstance(tokenizer, TransformersTokenizer):
+        tokenizer.save(folder)
+        return
+    source = None if recipe.files is None else recipe.files.folder
+    if source is None or not any(any(source.glob(kind)) for kind in _OF_TOKENIZERS):
+        return
+    try:
+        hugging_face.save_tokenizer(hugging_face.load_tokenizer(str(source)), folder)
+    except Impossible as error:
+        rank_zero_log(
+            world, f"the weights will have no tokenizer next to them: {error.what} ({error.why})"
+        )

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.devices.for_model import Strategy, states_decide
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress
-from torchmuster.train.world import World
-from torchmuster.worker.speaking import say
+from torchmuster.train.world import World, all_gather_object
+from torchmuster.worker.reporting import rank_zero_log
 
 if TYPE_CHECKING:  # most trainings need no plan, and should not wait for its modules
     from torchmuster.plan.strategy import Question, Spread
@@ -22,14 +21,14 @@ if TYPE_CHECKING:  # most trainings need no plan, and should not wait for its mo
 TRACED_WITHIN_S = 45.0
 
 
-def planned(
+def planned_strategy(
     settings: Settings,
     by_states: Decision[Strategy],
     *,
     states_bytes: int,
     memory_bytes: int,
     precision: Precision,
-    portions: Portions,
+    portions: BatchSplit,
     world: World,
     folder: Path,
 ) -> Decision[Strategy]:
@@ -58,7 +57,7 @@ def planned(
         if decided.value.promise is not None:
             comparison.write(folder, decided.value.promise)
         told = [decided.value.name, decided.reason]
-    name, reason = tell_all(told, world)[0]
+    name, reason = all_gather_object(told, world)[0]
     return Decision(value=name, reason=reason)
 
 
@@ -70,8 +69,10 @@ def _traced(
     from torchmuster.plan.tracing.tracer import Tracer
 
     progress.phase = "planning"  # whoever watches this rank sees it wait for other processes
-    say(world, "tracing a few layers of the model: its size does not say whether copies of it fit")
-    with Tracer(cache=cache_folder(), say=lambda text: say(world, text)) as tracer:
+    rank_zero_log(
+        world, "tracing a few layers of the model: its size does not say whether copies of it fit"
+    )
+    with Tracer(cache=cache_folder(), say=lambda text: rank_zero_log(world, text)) as tracer:
         limit = threading.Timer(TRACED_WITHIN_S, tracer.give_up)
         limit.start()
         try:

@@ -9,17 +9,17 @@ import msgspec
 from torchmuster.bench.loader import LoaderAnswer, LoaderRequest, Reading
 from torchmuster.bench.probes.loader import to_device, visit_all
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.train.assembly import portions_of
-from torchmuster.train.data.kinds import loader_for
-from torchmuster.train.data.nested import tensors_in
+from torchmuster.train.data.loader_factory import loader_for
+from torchmuster.train.data.pytree import tensors_in
 from torchmuster.train.data.step import Loader
+from torchmuster.train.defaults import portions_of
 from torchmuster.train.world import World, join_world
 from torchmuster.worker.data import batches_of, rows_of, samples_of
 
 _COPIES_TIMED = 15
 
 
-def measure(request: LoaderRequest, world: World) -> LoaderAnswer:
+def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
     """Read in each way; all ranks do, at the same time."""
     settings = request.settings
     rows = rows_of(settings, world)
@@ -54,7 +54,7 @@ def main() -> None:
     asked, answers = sys.argv[1:]
     request = msgspec.json.decode(Path(asked).read_bytes(), type=LoaderRequest)
     with join_world(request.device) as world:
-        found = measure(request, world)
+        found = measure_reading(request, world)
     leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
 
 

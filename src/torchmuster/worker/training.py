@@ -11,39 +11,34 @@ from torchmuster.config.settings import Settings
 from torchmuster.config.training import checkpoint_place
 from torchmuster.errors import MusterError
 from torchmuster.runfolder import RunFolder
-from torchmuster.train import losses, optimizers, precision, schedules
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.assembly import portions_of
-from torchmuster.train.checkpointing.in_training import Saving
-from torchmuster.train.data.kinds import loader_for
+from torchmuster.train import losses, optimizers, precision
+from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
-from torchmuster.train.models import lora, named
-from torchmuster.train.models.making import Recipe, with_weights_of
-from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.defaults import portions_of
+from torchmuster.train.models import factory, lora
+from torchmuster.train.models.factory import ModelRecipe, with_weights_of
+from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.weights import save_weights
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import parse_seconds
-from torchmuster.worker.comparing import reports_of
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
-from torchmuster.worker.model import model_of, recipe_of
-from torchmuster.worker.model_files import write_model_files
-from torchmuster.worker.peak import peak_flop_s
-from torchmuster.worker.sinks import sent_beside
-from torchmuster.worker.speaking import say
+from torchmuster.worker.model import model_of, recipe_of, write_model_files
+from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
 
 
-def train(settings: Settings, world: World, folder: Path) -> None:
+def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     """Build everything that the settings name, train, and leave the weights in the folder.
 
     A folder that has checkpoints already is gone on with. A request to end is followed once all is built:
     before that there is nothing to save.
     """
     stop = StopRequest(world) if settings.checkpoint.enabled else None
-    with naming_memory(world):
+    with oom_report(world):
         recipe = recipe_of(settings, world)
         rows = rows_of(settings, world)
         trainer = _trainer(settings, recipe, rows, world, folder, stop)
@@ -51,7 +46,7 @@ def train(settings: Settings, world: World, folder: Path) -> None:
     tokenizer = None if rows is None else rows.tokenizer
     write_model_files(run.model, recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"
-    with sent_beside(settings, world, folder):
+    with start_sinks(settings, world, folder):
         with stop or nullcontext():
             if stop is not None:
                 trainer.resume()
@@ -59,14 +54,14 @@ def train(settings: Settings, world: World, folder: Path) -> None:
             last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
         _save(trainer, recipe, place, beside=run.model)
     if trainer.step == begun_at:
-        say(world, f"it had finished: nothing is left to train after step {begun_at}")
+        rank_zero_log(world, f"it had finished: nothing is left to train after step {begun_at}")
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
-    say(world, f"trained {trainer.step} steps{ended}; the weights are in {place}")
+    rank_zero_log(world, f"trained {trainer.step} steps{ended}; the weights are in {place}")
 
 
 def _trainer(
     settings: Settings,
-    recipe: Recipe,
+    recipe: ModelRecipe,
     rows: TextRows | None,
     world: World,
     folder: Path,
@@ -79,9 +74,9 @@ def _trainer(
         settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
     )
     if batches.reason:
-        say(world, batches.reason)
+        rank_zero_log(world, batches.reason)
     loader = loader_for(samples_of(settings, rows, world), world, batches.value)
-    number_type = precision.choose(wanted.precision, precision.cards(world))
+    number_type = precision.choose_precision(wanted.precision, precision.precision_support(world))
     model, strategy = model_of(
         settings,
         recipe,
@@ -92,13 +87,13 @@ def _trainer(
         folder=folder,
     )
     loss = _loss(settings)
-    reports = reports_of(settings, world, folder)
+    reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
     return Trainer(
         world,
         model=model,
         loss=loss,
-        optimizer=optimizers.named(
+        optimizer=optimizers.optimizer_named(
             wanted.optimizer,
             learning_rate=wanted.learning_rate,
             weight_decay=wanted.weight_decay,
@@ -113,16 +108,16 @@ def _trainer(
         on_bad_numbers=wanted.on_bad_numbers,
         reports=reports,
         seed=wanted.seed,
-        peak_flop_s=peak_flop_s(world.device, model, precision_of_run.value.compute),
+        peak_flop_s=peak_flops(world.device, model, precision_of_run.value.compute),
     )
 
 
-def _saving(settings: Settings, folder: Path, stop: StopRequest) -> Saving:
+def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSettings:
     wanted = settings.checkpoint
     every = wanted.every
     place = checkpoint_place(wanted, folder.resolve())
     assert place is not None, "called where checkpoints are on"
-    return Saving(
+    return CheckpointSettings(
         to=place,
         every=every if isinstance(every, int) else None,
         every_s=None if isinstance(every, int) else parse_seconds(every),
@@ -132,7 +127,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> Saving:
     )
 
 
-def _kept_batch_size(saving: Saving, world: World) -> int | None:
+def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     """Return the size of a step in the run that goes on; None if it only begins."""
     kept: int | None = None
     problem = ""
@@ -141,7 +136,7 @@ def _kept_batch_size(saving: Saving, world: World) -> int | None:
             kept = next((one.global_batch_size for one in committed(saving.store())), None)
         except (MusterError, OSError) as error:
             problem = str(error)
-    kept, problem = tell_all([kept, problem], world)[0]
+    kept, problem = all_gather_object([kept, problem], world)[0]
     if problem:
         raise MusterError(
             f"what this run has saved cannot be looked at: {problem}",
@@ -154,7 +149,7 @@ def _loss(settings: Settings) -> losses.Loss:
     wanted = settings.model
     usual = "language_model" if wanted.model_name_or_path else "cross_entropy"
     name = wanted.loss or usual
-    return losses.named(name) or named.find(name, "model.loss")
+    return losses.loss_named(name) or factory.find_import(name, "model.loss")
 
 
 def _epochs(settings: Settings) -> int | None:
@@ -170,12 +165,12 @@ def _schedule(
     total = wanted.steps
     if epochs is not None and in_epoch is not None:
         total = epochs * in_epoch
-    return lambda optimizer: schedules.schedule(
+    return lambda optimizer: optimizers.schedule(
         optimizer, wanted.schedule, warmup_steps=wanted.warmup_steps, total_steps=total
     )
 
 
-def _save(trainer: Trainer, recipe: Recipe, place: Path, *, beside: Path) -> None:
+def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -> None:
     """Leave what was trained: LoRA's matrices alone, or the whole model; with what belongs to it."""
     strategy = trainer.strategy.value
     if recipe.lora is not None:

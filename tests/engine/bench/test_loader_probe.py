@@ -19,7 +19,7 @@ from torchmuster.bench.probes.loader import _computing, content_of, visit_all
 from torchmuster.config.settings import Settings
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible
-from torchmuster.train.data.kinds import Batches, loader_for
+from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader
 
 pytestmark = pytest.mark.engine
@@ -96,7 +96,7 @@ def reads(
     )
 
     def make(reading: Reading) -> Loader:
-        batches = Batches(
+        batches = LoaderSpec(
             micro_batch_size=BATCH, workers=reading.workers, prefetch=reading.prefetch
         )
         return loader_for(dataset, world, batches)

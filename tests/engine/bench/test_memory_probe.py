@@ -15,7 +15,7 @@ from torchmuster.bench.probes.memory import RecomputeSwitch, followed_stages
 from torchmuster.plan.job import Candidate, Recompute, Work
 from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.tensor_memory import tensor_memory
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,9 @@ SAMPLES = 128
 PARAMETERS = (16 * 64 + 64) + 4 * (64 * 256 + 256 + 256 * 64 + 64) + (64 * 10 + 10)
 TENSORS = 2 + 4 * 4 + 2
 ONE_SAMPLE = 16 * 4  # the dataset's, which stays
-ALONE = Candidate(strategy="single", layout=Layout(copies=1, shards=1), micro_batch_size=SAMPLES)
+ALONE = Candidate(
+    strategy="single", layout=ShardLayout(copies=1, shards=1), micro_batch_size=SAMPLES
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes import building
 from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import Record, Request
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 
@@ -27,7 +27,7 @@ TIED = {
     "tie_word_embeddings": True,
 }
 SHARDED = Candidate(
-    strategy="fsdp", layout=Layout(copies=1, shards=4), precision="bf16", recompute="full"
+    strategy="fsdp", layout=ShardLayout(copies=1, shards=4), precision="bf16", recompute="full"
 )
 
 

@@ -16,7 +16,7 @@ from torchmuster.plan.probes import trace as probe
 from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import Record, Request
 from torchmuster.train import losses
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
@@ -47,7 +47,7 @@ def candidate(
 ) -> Candidate:
     return Candidate(
         strategy=strategy,
-        layout=Layout(copies=copies, shards=shards),
+        layout=ShardLayout(copies=copies, shards=shards),
         **more,
     )
 

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.plan.probes import limit
 from torchmuster.plan.probes.limit import limited
-from torchmuster.train.out_of_memory import recognise
+from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.units import MiB
 
 pytestmark = pytest.mark.engine
@@ -32,7 +32,7 @@ def test_what_is_too_much_is_refused_as_an_accelerator_does(
         with pytest.raises(torch.OutOfMemoryError) as refused:
             torch.zeros(2 * MiB, dtype=torch.uint8)
         assert one.numel() == 2 * MiB
-    assert recognise(refused.value)
+    assert is_out_of_memory(refused.value)
     assert "2097152 bytes" in str(refused.value)
     assert str(refused.value) == snapshot
     assert followed.peak_bytes == 2 * MiB

@@ -24,12 +24,12 @@ from torchmuster.plan.probes.trace import answer, trace
 from torchmuster.plan.proof.real_steps import Steps
 from torchmuster.plan.record import Allocation, Collective, Record, Request
 from torchmuster.plan.torch_private import single_allocations
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 
 KERNELS: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
-ALONE = Layout(copies=1, shards=1)
+ALONE = ShardLayout(copies=1, shards=1)
 MODELS = """
 import torch
 from torch import nn
@@ -227,7 +227,7 @@ def test_a_gradient_is_added_to_where_it_lies_unless_it_is_a_view(own: Work) -> 
 def test_parameters_that_ddp_would_wait_for_are_named(
     own: Work, snapshot: SnapshotAssertion
 ) -> None:
-    candidate = Candidate(strategy="ddp", layout=Layout(copies=4, shards=1))
+    candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1))
     with pytest.raises(MusterError) as caught:
         trace(Request(work=built_by("with_spare", own), candidate=candidate))
     assert caught.value.what.endswith(": spare")
@@ -245,7 +245,7 @@ def test_packed_rows_take_the_masks_that_they_need(llama: Work) -> None:
 def fsdp(copies: int, shards: int, **more: Any) -> Candidate:
     return Candidate(
         strategy="fsdp",
-        layout=Layout(copies=copies, shards=shards),
+        layout=ShardLayout(copies=copies, shards=shards),
         micro_batch_size=2,
         **more,
     )
@@ -298,7 +298,7 @@ def test_copies_reduce_among_themselves_in_the_last_micro_batch_alone(llama: Wor
 
 
 def test_ddp_keeps_its_gradients_and_reduces_all_of_them_once(llama: Work) -> None:
-    candidate = Candidate(strategy="ddp", layout=Layout(copies=4, shards=1), accumulation=2)
+    candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1), accumulation=2)
     record = trace(Request(work=llama, candidate=candidate))
     reduced = [
         one for one in collectives(record) if (one.kind, one.dtype) == ("all_reduce", "float32")

@@ -8,10 +8,10 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
+from torchmuster.train.data.batch_split import split_batch
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.data.portions import choose_portions
 from torchmuster.train.metrics.banner import banner, batch_line
-from torchmuster.train.schedules import schedule
+from torchmuster.train.optimizers import schedule
 
 pytestmark = pytest.mark.engine
 
@@ -74,7 +74,7 @@ def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:
 def test_the_batch_is_written_as_the_sum_it_is(
     sizes: tuple[int, ...], whole: int, said: str
 ) -> None:
-    portions = choose_portions(len(sizes), micro_batch_sizes=sizes, global_batch_size=whole)
+    portions = split_batch(len(sizes), micro_batch_sizes=sizes, global_batch_size=whole)
     assert batch_line(portions, ON_GPUS) == said
 
 

@@ -10,15 +10,20 @@ from torch import nn
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
 from torchmuster.train.precision import BF16, FP16
-from torchmuster.train.strategies.choose import Sizes, build, choose, sizes_of
+from torchmuster.train.strategies.choose import (
+    ModelSizes,
+    build_strategy,
+    choose_strategy,
+    sizes_of,
+)
 from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
+from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
 from torchmuster.units import GiB
 
 pytestmark = pytest.mark.engine
 
-SMALL = Sizes(parameter_bytes=GiB // 10, trained_bytes=GiB // 10)
-LARGE = Sizes(parameter_bytes=28 * GiB, trained_bytes=28 * GiB)
+SMALL = ModelSizes(parameter_bytes=GiB // 10, trained_bytes=GiB // 10)
+LARGE = ModelSizes(parameter_bytes=28 * GiB, trained_bytes=28 * GiB)
 WORLD = made_up_world()
 
 
@@ -26,11 +31,11 @@ def test_fp16_with_shards_in_the_hosts_memory_is_refused_on_accelerators(
     snapshot: SnapshotAssertion,
 ) -> None:
     offload = Sharding(cpu_offload=True)
-    build("fsdp", WORLD, sharding=offload, precision=FP16)
+    build_strategy("fsdp", WORLD, sharding=offload, precision=FP16)
     world = replace(WORLD, device=torch.device("cuda", 0), backend="nccl")
-    build("fsdp", world, sharding=offload, precision=BF16)
+    build_strategy("fsdp", world, sharding=offload, precision=BF16)
     with pytest.raises(Impossible) as refused:
-        build("fsdp", world, sharding=offload, precision=FP16)
+        build_strategy("fsdp", world, sharding=offload, precision=FP16)
     assert "fsdp_cpu_offload" in refused.value.what
     assert refused.value == snapshot
 
@@ -39,7 +44,7 @@ def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
     model = nn.ModuleList([nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False).bfloat16()])
     model[0].requires_grad_(False)
     sizes = sizes_of(model)
-    assert sizes == Sizes(parameter_bytes=600, trained_bytes=200)
+    assert sizes == ModelSizes(parameter_bytes=600, trained_bytes=200)
     assert sizes.states_bytes == 600 + 3 * 200
 
 
@@ -79,55 +84,55 @@ def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
     ],
 )
 def test_auto_takes_the_simplest_that_has_room(
-    ranks: int, sizes: Sizes, memory_bytes: int | None, reason: str
+    ranks: int, sizes: ModelSizes, memory_bytes: int | None, reason: str
 ) -> None:
-    decision = choose("auto", ranks=ranks, sizes=sizes, memory_bytes=memory_bytes)
+    decision = choose_strategy("auto", ranks=ranks, sizes=sizes, memory_bytes=memory_bytes)
     assert decision.reason == reason
     assert decision.value == reason.partition(":")[0]
 
 
 def test_a_tenth_of_the_memory_is_left_free() -> None:
-    just = Sizes(parameter_bytes=9 * GiB, trained_bytes=0)
-    over = Sizes(parameter_bytes=9 * GiB + 1, trained_bytes=0)
-    assert choose("auto", ranks=2, sizes=just, memory_bytes=10 * GiB).value == "ddp"
-    assert choose("auto", ranks=2, sizes=over, memory_bytes=10 * GiB).value == "fsdp"
+    just = ModelSizes(parameter_bytes=9 * GiB, trained_bytes=0)
+    over = ModelSizes(parameter_bytes=9 * GiB + 1, trained_bytes=0)
+    assert choose_strategy("auto", ranks=2, sizes=just, memory_bytes=10 * GiB).value == "ddp"
+    assert choose_strategy("auto", ranks=2, sizes=over, memory_bytes=10 * GiB).value == "fsdp"
 
 
 def test_frozen_weights_bring_nothing_along() -> None:
-    lora = Sizes(parameter_bytes=28 * GiB, trained_bytes=GiB)
-    assert choose("auto", ranks=2, sizes=lora, memory_bytes=40 * GiB).value == "ddp"
+    lora = ModelSizes(parameter_bytes=28 * GiB, trained_bytes=GiB)
+    assert choose_strategy("auto", ranks=2, sizes=lora, memory_bytes=40 * GiB).value == "ddp"
 
 
 @pytest.mark.parametrize("asked", ["ddp", "fsdp"])
 def test_what_is_asked_for_is_taken(asked: str) -> None:
-    decision = choose(asked, ranks=2, sizes=LARGE, memory_bytes=GiB)  # type: ignore[arg-type]
+    decision = choose_strategy(asked, ranks=2, sizes=LARGE, memory_bytes=GiB)  # type: ignore[arg-type]
     assert (decision.value, decision.reason) == (asked, f"{asked}: asked for")
 
 
 def test_options_of_fsdp_ask_for_fsdp(snapshot: SnapshotAssertion) -> None:
     offload = Sharding(cpu_offload=True)
-    decision = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=offload)
+    decision = choose_strategy("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=offload)
     assert decision.value == "fsdp"
     assert "fsdp_cpu_offload" in decision.reason
     hybrid = Sharding(kind="hybrid_shard")
-    decision = choose("auto", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
+    decision = choose_strategy("auto", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
     assert decision.value == "fsdp"
     assert "hybrid_shard" in decision.reason
     assert decision.reason == snapshot
-    alone = choose("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
+    alone = choose_strategy("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=hybrid)
     assert alone.value == "single"
 
 
 def test_no_shard_is_ddp(snapshot: SnapshotAssertion) -> None:
     none = Sharding(kind="no_shard")
-    decision = choose("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
+    decision = choose_strategy("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
     assert decision.value == "ddp"
     assert decision.reason == snapshot
     with pytest.raises(Impossible, match="fsdp with no_shard") as refused:
         Fsdp(WORLD, sharding=none)
     assert refused.value == snapshot
     with pytest.raises(Impossible, match="no_shard") as refused:
-        choose(
+        choose_strategy(
             "fsdp",
             ranks=4,
             sizes=LARGE,
@@ -139,22 +144,22 @@ def test_no_shard_is_ddp(snapshot: SnapshotAssertion) -> None:
 
 def test_contradictions_are_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="4 ranks") as single:
-        choose("single", ranks=4, sizes=SMALL, memory_bytes=GiB)
+        choose_strategy("single", ranks=4, sizes=SMALL, memory_bytes=GiB)
     assert single.value == snapshot
     with pytest.raises(Impossible) as options:
-        choose("ddp", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=Sharding())
+        choose_strategy("ddp", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=Sharding())
     assert options.value == snapshot
     with pytest.raises(Impossible) as refused:
-        build("ddp", WORLD, sharding=Sharding(cpu_offload=True))
+        build_strategy("ddp", WORLD, sharding=Sharding(cpu_offload=True))
     assert str(refused.value) == str(options.value)
     with pytest.raises(Impossible, match="find_unused_parameters") as refused:
-        build("fsdp", WORLD, find_unused_parameters=True)
+        build_strategy("fsdp", WORLD, find_unused_parameters=True)
     assert refused.value == snapshot
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
 def test_strategies_are_made_by_their_names(name: str) -> None:
-    assert build(name, WORLD).name == name  # type: ignore[arg-type]
+    assert build_strategy(name, WORLD).name == name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +197,9 @@ def test_strategies_are_made_by_their_names(name: str) -> None:
 def test_ranks_share_the_model_as_the_kind_of_sharding_says(
     sharding: Sharding, machines: list[int], layout: tuple[int, int], reason: str
 ) -> None:
-    decision = lay_out(sharding, ranks_of_machines=machines)
+    decision = choose_layout(sharding, ranks_of_machines=machines)
     copies, shards = layout
-    assert decision.value == Layout(copies=copies, shards=shards)
+    assert decision.value == ShardLayout(copies=copies, shards=shards)
     assert decision.reason == reason
 
 
@@ -226,5 +231,5 @@ def test_layouts_that_cannot_be_are_refused(
     sharding: Sharding, machines: list[int], text: str
 ) -> None:
     with pytest.raises(Impossible) as refused:
-        lay_out(sharding, ranks_of_machines=machines)
+        choose_layout(sharding, ranks_of_machines=machines)
     assert str(refused.value) == text

@@ -19,10 +19,10 @@ from torchmuster.distributed import (
     sync_gradients,
 )
 from torchmuster.errors import Impossible
-from torchmuster.train import random_states
-from torchmuster.train.legacy import board
-from torchmuster.train.legacy.board import Board
-from torchmuster.train.legacy.presence import present_world
+from torchmuster.train import seeds
+from torchmuster.train.legacy import trainers
+from torchmuster.train.legacy.data import present_world
+from torchmuster.train.legacy.trainers import Board
 
 pytestmark = pytest.mark.engine
 
@@ -115,7 +115,7 @@ def test_curves_hold_what_the_gpus_say(machine: Any, monkeypatch: pytest.MonkeyP
             assert step == 5
             written[name] = number
 
-    monkeypatch.setattr(board, "_writer", lambda folder: Writer())
+    monkeypatch.setattr(trainers, "_writer", lambda folder: Writer())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     Board(Path("unused"), present_world()).write_gpus(5)
     names = {name.partition("/")[0] for name in written}
@@ -130,12 +130,12 @@ def test_random_numbers_go_on_where_they_were() -> None:
     import numpy
 
     world = present_world()
-    kept = random_states.keep(world)
+    kept = seeds.save_random_states(world)
 
     def draw() -> list[float]:
         return [random.random(), random.gauss(), torch.rand(()).item(), float(numpy.random.rand())]
 
     first = draw()
     assert draw() != first
-    random_states.put_back(kept, world)
+    seeds.load_random_states(kept, world)
     assert draw() == first

@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.legacy import one_file, states
+from torchmuster.train.legacy import checkpoint_file
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +33,10 @@ def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def tree_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return {"model": states.of_model(model), "optimizer": states.of_optimizer(optimizer, model)}
+    return {
+        "model": checkpoint_file.model_state(model),
+        "optimizer": checkpoint_file.optimizer_state(optimizer, model),
+    }
 
 
 def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
@@ -50,8 +53,8 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
         "empty": torch.empty(0, 4),
     }
     tree["same"] = tree["turned"]
-    one_file.write(tmp_path / "new folder" / "a.safetensors", tree)
-    back = one_file.read(tmp_path / "new folder" / "a.safetensors")
+    checkpoint_file.write_parts(tmp_path / "new folder" / "a.safetensors", tree)
+    back = checkpoint_file.read_file(tmp_path / "new folder" / "a.safetensors")
     assert back.keys() == tree.keys()
     assert back["numbers"] == tree["numbers"]
     assert back["pair"] == (0.9, 0.999)
@@ -68,10 +71,12 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
 
 def test_a_model_and_its_optimiser_come_back_under_their_own_names(tmp_path: Path) -> None:
     model, optimizer = trained()
-    one_file.write(tmp_path / "a", tree_of(model, optimizer))
+    checkpoint_file.write_parts(tmp_path / "a", tree_of(model, optimizer))
     assert "model/0.weight" in load_file(tmp_path / "a")
     other, other_optimizer = trained(seed=1)
-    states.put_back(one_file.read(tmp_path / "a"), other, other_optimizer, tmp_path / "a")
+    checkpoint_file.load_states(
+        checkpoint_file.read_file(tmp_path / "a"), other, other_optimizer, tmp_path / "a"
+    )
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
     saved, loaded = optimizer.state_dict(), other_optimizer.state_dict()
@@ -86,16 +91,16 @@ def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
-    one_file.write(path, {"epoch": 1})
+    checkpoint_file.write_parts(path, {"epoch": 1})
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(one_file, "save_file", full)
+    monkeypatch.setattr(checkpoint_file, "save_file", full)
     with pytest.raises(MusterError, match=f"the checkpoint {path} could not be written") as caught:
-        one_file.write(path, {"epoch": 2})
+        checkpoint_file.write_parts(path, {"epoch": 2})
     assert "No space left on device" in caught.value.why
-    assert one_file.read(path) == {"epoch": 1}
+    assert checkpoint_file.read_file(path) == {"epoch": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
@@ -117,7 +122,7 @@ def test_a_pickle_is_refused_and_not_run(
     else:
         torch.save(bad, tmp_path / "bad.pt", _use_new_zipfile_serialization=writer == "torch.save")
     with pytest.raises(Impossible) as refused:
-        one_file.read(tmp_path / "bad.pt")
+        checkpoint_file.read_file(tmp_path / "bad.pt")
     assert not (tmp_path / "executed").exists()
     assert "torch.load(path, weights_only=True)" in refused.value.fix
     assert refused.value == snapshot
@@ -129,44 +134,44 @@ def test_a_checkpoint_whose_length_begins_as_a_pickle_does_is_read(
 ) -> None:
     """The first bytes of a safetensors file are a length: any bytes."""
     path = tmp_path / "a"
-    one_file.write(path, {"text": ""})
+    checkpoint_file.write_parts(path, {"text": ""})
     shortest = int.from_bytes(path.read_bytes()[:8], "little")
     text = "x" * (int.from_bytes(first, "little") - shortest)
-    one_file.write(path, {"text": text})
+    checkpoint_file.write_parts(path, {"text": text})
     assert path.read_bytes().startswith(first)
-    assert one_file.read(path) == {"text": text}
+    assert checkpoint_file.read_file(path) == {"text": text}
 
 
 def test_files_that_are_no_checkpoint_are_named(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible, match="missing") as refused:
-        one_file.read(tmp_path / "missing")
+        checkpoint_file.read_file(tmp_path / "missing")
     assert refused.value == snapshot
     save_file({"weight": torch.zeros(2)}, tmp_path / "weights")
     with pytest.raises(Impossible, match="weights") as refused:
-        one_file.read(tmp_path / "weights")
+        checkpoint_file.read_file(tmp_path / "weights")
     assert refused.value == snapshot
     for header in ({"__tensor__": "gone"}, {"__tuple__": 3}, "["):
         text = header if isinstance(header, str) else json.dumps(header)
         save_file({"weight": torch.zeros(2)}, tmp_path / "odd", metadata={"torchmuster": text})
         with pytest.raises(MusterError, match="odd is damaged"):
-            one_file.read(tmp_path / "odd")
+            checkpoint_file.read_file(tmp_path / "odd")
 
 
 def test_a_damaged_file_is_named_wherever_it_is_cut(tmp_path: Path) -> None:
     model, optimizer = trained()
-    one_file.write(tmp_path / "a", tree_of(model, optimizer))
+    checkpoint_file.write_parts(tmp_path / "a", tree_of(model, optimizer))
     whole = (tmp_path / "a").read_bytes()
     for length in [0, 1, 5, 8, 9, 100, *random.Random(0).sample(range(len(whole)), 20)]:
         (tmp_path / "cut").write_bytes(whole[:length])
         with pytest.raises(MusterError, match=r"the checkpoint .*cut is damaged"):
-            one_file.read(tmp_path / "cut")
+            checkpoint_file.read_file(tmp_path / "cut")
 
 
 def test_what_cannot_be_kept_is_named(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="optimizer/hook") as refused:
-        one_file.write(tmp_path / "a", {"optimizer": {"hook": trained}})
+        checkpoint_file.write_parts(tmp_path / "a", {"optimizer": {"hook": trained}})
     assert refused.value == snapshot
     assert list(tmp_path.iterdir()) == []
 
@@ -178,7 +183,7 @@ def test_another_model_or_optimiser_is_refused_before_anything_changes(
     tree = tree_of(model, optimizer)
     wider = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5), nn.Linear(5, 1))
     with pytest.raises(Impossible) as refused:
-        states.put_back(tree, wider, None, Path("x"))
+        checkpoint_file.load_states(tree, wider, None, Path("x"))
     assert "2.weight: (2, 4)" in refused.value.why
     assert "3.weight" in refused.value.why
     assert refused.value == snapshot
@@ -186,13 +191,13 @@ def test_another_model_or_optimiser_is_refused_before_anything_changes(
     other, _ = trained(seed=1)
     before = other.state_dict()["0.weight"].clone()
     with pytest.raises(Impossible) as refused:
-        states.put_back(tree, other, torch.optim.SGD(other.parameters()), Path("x"))
+        checkpoint_file.load_states(tree, other, torch.optim.SGD(other.parameters()), Path("x"))
     assert "AdamW" in refused.value.why
     assert refused.value == snapshot
     with pytest.raises(Impossible) as refused:
-        states.put_back(tree, other, torch.optim.AdamW(other.parameters()), Path("x"))
+        checkpoint_file.load_states(tree, other, torch.optim.AdamW(other.parameters()), Path("x"))
     assert refused.value == snapshot
     assert torch.equal(other.state_dict()["0.weight"], before)
     with pytest.raises(Impossible) as refused:
-        states.of_optimizer(optimizer, other)
+        checkpoint_file.optimizer_state(optimizer, other)
     assert refused.value == snapshot

@@ -11,7 +11,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
-from torchmuster.train.models.compiling import can_compile, compile_blocks
+from torchmuster.train.models.blocks import can_compile, compile_blocks
 
 pytestmark = [pytest.mark.engine]
 CPU = torch.device("cpu")
@@ -23,8 +23,8 @@ import json, torch
 from torch import nn
 import torch._inductor.config as inductor
 from torch._dynamo.utils import counters
-from torchmuster.train.models.compiling import compile_blocks
-from torchmuster.train.models.recompute import recompute_blocks
+from torchmuster.train.models.blocks import compile_blocks
+from torchmuster.train.models.blocks import recompute_blocks
 
 torch.manual_seed(0)
 cpu, x = torch.device("cpu"), torch.randn(3, 4)

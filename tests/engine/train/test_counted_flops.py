@@ -7,8 +7,8 @@ from torch import nn
 from made_up_worlds import made_up_world
 from torchmuster.train.counted_flops import CountedFlops, FlopsPerSample, is_compiled
 from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.tally import Tally
-from torchmuster.worker.peak import peak_flop_s
+from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.worker.reporting import peak_flops
 
 pytestmark = pytest.mark.engine
 
@@ -84,7 +84,7 @@ def test_a_whole_step_is_counted_with_the_types_of_its_products() -> None:
 def test_a_record_has_the_rate_and_its_share_where_the_highest_is_known(
     peak: float | None, known: bool
 ) -> None:
-    tally = Tally(WORLD, communication_of(nn.Linear(1, 1), WORLD), peak_flop_s=peak)
+    tally = StepMetrics(WORLD, communication_of(nn.Linear(1, 1), WORLD), peak_flop_s=peak)
     tally.flops_per_sample = 1e6
     tally.add(torch.tensor(0.1), 4, None)
     tally.end_step(torch.tensor(0.0))
@@ -97,7 +97,7 @@ def test_a_record_has_the_rate_and_its_share_where_the_highest_is_known(
 
 
 def test_of_a_processor_nobody_has_said_the_highest_rate() -> None:
-    assert peak_flop_s(torch.device("cpu"), model(), torch.float32) is None
+    assert peak_flops(torch.device("cpu"), model(), torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_the_highest_rate_is_that_of_the_card_and_the_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flop_s(torch.device("cuda:0"), model().to(weights), compute_in) == peak
+    assert peak_flops(torch.device("cuda:0"), model().to(weights), compute_in) == peak

@@ -14,11 +14,12 @@ from torch.utils.data import TensorDataset
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
-from torchmuster.train.data import starvation, workers
+from torchmuster.train.data import loader as workers
+from torchmuster.train.data import starvation
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.data.nested import placed, tensors_in
-from torchmuster.train.data.shared_memory import Room, free_bytes
-from torchmuster.train.data.starvation import Starvation, advice, judge
+from torchmuster.train.data.pytree import move_to_device, tensors_in
+from torchmuster.train.data.starvation import Starvation, judge_starvation, starvation_advice
+from torchmuster.train.data.worker_processes import SharedMemory, free_shared_memory
 
 pytestmark = pytest.mark.engine
 MiB = 1024**2
@@ -39,12 +40,12 @@ def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
 
 
 def test_with_room_enough_nothing_is_said() -> None:
-    room = Room(free_bytes=64 * MiB, workers=1, batches=2, ranks=1)
+    room = SharedMemory(free_bytes=64 * MiB, workers=1, batches=2, ranks=1)
     assert room.refusal(32 * MiB) is None
     assert room.refusal(32 * MiB + 1) is not None
-    assert Room(free_bytes=None, workers=1, batches=2, ranks=1).refusal(2**60) is None
-    assert free_bytes("/no/such/folder") is None
-    assert isinstance(free_bytes(), int)
+    assert SharedMemory(free_bytes=None, workers=1, batches=2, ranks=1).refusal(2**60) is None
+    assert free_shared_memory("/no/such/folder") is None
+    assert isinstance(free_shared_memory(), int)
 
 
 def test_waiting_for_data_is_measured_and_judged(
@@ -75,12 +76,17 @@ def test_waiting_for_data_is_measured_and_judged(
 
 
 def test_advice_goes_no_further_than_the_cores(snapshot: SnapshotAssertion) -> None:
-    assert advice(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
-    assert advice(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
-    assert advice(workers=12, cores=64, ranks=4) == "workers 12 -> try 16 (64 cores / 4 ranks)"
-    assert advice(workers=4, cores=8, ranks=2) == snapshot
-    assert judge(0.09, workers=0, cores=8, ranks=1).status is Status.OK
-    assert judge(0.52, workers=0, cores=8, ranks=2).status is Status.WARNING
+    assert starvation_advice(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
+    assert (
+        starvation_advice(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
+    )
+    assert (
+        starvation_advice(workers=12, cores=64, ranks=4)
+        == "workers 12 -> try 16 (64 cores / 4 ranks)"
+    )
+    assert starvation_advice(workers=4, cores=8, ranks=2) == snapshot
+    assert judge_starvation(0.09, workers=0, cores=8, ranks=1).status is Status.OK
+    assert judge_starvation(0.52, workers=0, cores=8, ranks=2).status is Status.WARNING
 
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -113,7 +119,7 @@ def test_whatever_a_batch_is_made_of_arrives_on_the_device() -> None:
         "tuple": (one, None, OrderedDict(deep=one)),
         "packed": torch.nn.utils.rnn.pack_sequence([one, one]),
     }
-    moved = placed(batch, meta)
+    moved = move_to_device(batch, meta)
     assert moved.pop("packed").data.device == meta
     assert [tensor.device for tensor in tensors_in(moved)] == [meta] * 5
     assert len(list(tensors_in(batch))) == 7  # two of them in what was packed
@@ -121,7 +127,7 @@ def test_whatever_a_batch_is_made_of_arrives_on_the_device() -> None:
     assert (type(moved["pair"]), moved["pair"].second) == (Pair, 3)
     assert (type(moved["example"]), moved["example"].name) == (Example, "cat")
     assert moved["tuple"][1] is None
-    assert placed([Knowing()], meta)[0].device == meta
+    assert move_to_device([Knowing()], meta)[0].device == meta
     device_world = dataclasses.replace(made_up_world(), device=meta)
     loader = BatchLoader(TensorDataset(torch.zeros(4, 2)), device_world, global_batch_size=4)
     (micro,) = next(loader.epoch(0))

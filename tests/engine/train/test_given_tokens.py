@@ -14,17 +14,15 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
 from torchmuster.train.data.streams.iterable import Iterables
-from torchmuster.train.data.streams.packing import PackedRows, PaddedRows
-from torchmuster.train.data.streams.rows import Row
-from torchmuster.train.data.streams.source import Source
-from torchmuster.train.data.streams.tokenising import (
+from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row
+from torchmuster.train.data.streams.reading import Source
+from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
-    Tokenised,
+    Tokenized,
     Tokenizer,
     TransformersTokenizer,
 )
-from torchmuster.train.data.text import TextRows
-from torchmuster.train.data.token_files import TokenRows
+from torchmuster.train.data.text import TextRows, TokenRows
 from torchmuster.train.losses import language_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
@@ -55,7 +53,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 
 def laid_out(records: list[Any], tokenizer: Tokenizer, *, length: int, packed: bool) -> Source:
     kind = PackedRows if packed else PaddedRows
-    documents = Tokenised(Iterables(records, lanes=1), tokenizer)
+    documents = Tokenized(Iterables(records, lanes=1), tokenizer)
     return kind(documents, sequence_length=length, end=tokenizer.end)
 
 

@@ -18,10 +18,14 @@ from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
 from torchmuster.train.checkpointing.checkpointer import SaveReport
-from torchmuster.train.checkpointing.in_training import Saves, Saving, words_for
+from torchmuster.train.checkpointing.policy import (
+    CheckpointPolicy,
+    CheckpointSettings,
+    save_message,
+)
 from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.metrics_file import MetricsFile
-from torchmuster.train.metrics.tally import Tally, _add_exactly
+from torchmuster.train.metrics.reports import MetricsFile
+from torchmuster.train.metrics.step_metrics import StepMetrics, _add_exactly
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.worker.data import batches_of
 
@@ -72,9 +76,9 @@ class Asked:
         return step == 5
 
 
-def saves(checkpointer: Noting, **how: Any) -> Saves:
-    saving = Saving(to="x", **how)
-    return Saves(saving, checkpointer, take=lambda: ({"a": 1}, {"b": 2}))  # type: ignore[arg-type]
+def saves(checkpointer: Noting, **how: Any) -> CheckpointPolicy:
+    saving = CheckpointSettings(to="x", **how)
+    return CheckpointPolicy(saving, checkpointer, take=lambda: ({"a": 1}, {"b": 2}))  # type: ignore[arg-type]
 
 
 def test_saves_are_due_by_steps_or_by_the_clock_of_all() -> None:
@@ -91,7 +95,7 @@ def test_saves_are_due_by_steps_or_by_the_clock_of_all() -> None:
     at_the_end = saves(Noting())
     assert not any(at_the_end.is_due(step, 1e6) for step in range(1, 50))
     with pytest.raises(Impossible, match="every_s is 0"):
-        Saving(to="x", every_s=0.0)
+        CheckpointSettings(to="x", every_s=0.0)
 
 
 def test_the_end_is_saved_once_and_again_if_it_failed() -> None:
@@ -131,11 +135,11 @@ def test_too_little_room_ends_a_training_before_it_begins() -> None:
 def test_a_save_is_told_in_one_line_and_a_failure_with_what_follows(
     snapshot: SnapshotAssertion,
 ) -> None:
-    assert words_for(report(120)) == snapshot(name="saved")
-    failed = words_for(report(120, "the disk is full"))
+    assert save_message(report(120)) == snapshot(name="saved")
+    failed = save_message(report(120, "the disk is full"))
     assert "         why  the disk is full\n" in failed
     assert failed == snapshot(name="failed")
-    at_the_end = words_for(report(120, "the disk is full"), is_last=True)
+    at_the_end = save_message(report(120, "the disk is full"), is_last=True)
     assert at_the_end == snapshot(name="failed at the end")
 
 
@@ -162,10 +166,10 @@ def test_sums_of_losses_do_not_depend_on_when_they_are_added_up(numbers: list[fl
 
 
 def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
-    def tally() -> Tally:
-        return Tally(WORLD, communication_of(torch.nn.Linear(1, 1), WORLD))
+    def tally() -> StepMetrics:
+        return StepMetrics(WORLD, communication_of(torch.nn.Linear(1, 1), WORLD))
 
-    def add(to: Tally, loss: float) -> None:
+    def add(to: StepMetrics, loss: float) -> None:
         to.add(torch.tensor(loss), 4, None)
         to.end_step(torch.tensor(0.0))
 
@@ -196,7 +200,7 @@ class Busy:
 
 
 def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
-    tally = Tally(WORLD, Busy())
+    tally = StepMetrics(WORLD, Busy())
     for step in (1, 2):
         tally.add(torch.tensor(0.1), 4, None)
         tally.end_step(torch.tensor(0.0))

@@ -39,9 +39,9 @@ def folder(path: Path, **config: object) -> str:
 
 def test_a_folder_with_only_a_config_is_built(tmp_path: Path) -> None:
     for kind, name in (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM")):
-        files = hugging_face.find(folder(tmp_path / kind, model_type=kind))
+        files = hugging_face.find_model(folder(tmp_path / kind, model_type=kind))
         assert files.weights == ()
-        model: Any = hugging_face.build(files)
+        model: Any = hugging_face.build_model(files)
         assert type(model).__name__ == name
         assert model.training
         assert model.config._attn_implementation == "sdpa"
@@ -50,31 +50,33 @@ def test_a_folder_with_only_a_config_is_built(tmp_path: Path) -> None:
 
 
 def test_attention_and_number_type_are_those_asked_for(tmp_path: Path) -> None:
-    files = hugging_face.find(folder(tmp_path / "m", model_type="llama", dtype="bfloat16"))
-    model: Any = hugging_face.build(files)
+    files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama", dtype="bfloat16"))
+    model: Any = hugging_face.build_model(files)
     assert model.dtype is torch.bfloat16  # the model's own
-    model = hugging_face.build(files, dtype="float16", attention="eager")
+    model = hugging_face.build_model(files, dtype="float16", attention="eager")
     assert model.dtype is torch.float16
     assert model.config._attn_implementation == "eager"
 
 
 def test_weights_come_back(tmp_path: Path) -> None:
-    built: Any = hugging_face.build(hugging_face.find(folder(tmp_path / "m", model_type="qwen2")))
+    built: Any = hugging_face.build_model(
+        hugging_face.find_model(folder(tmp_path / "m", model_type="qwen2"))
+    )
     built.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
-    files = hugging_face.find(str(tmp_path / "saved"))
+    files = hugging_face.find_model(str(tmp_path / "saved"))
     assert len(files.weights) > 1
-    loaded = hugging_face.load(files)
+    loaded = hugging_face.load_model(files)
     assert all(
         torch.equal(one, other)
         for one, other in zip(built.parameters(), loaded.parameters(), strict=True)
     )
     files.weights[0].unlink()
     with pytest.raises(Impossible, match=f"weights are missing in .*: {files.weights[0].name}"):
-        hugging_face.find(str(tmp_path / "saved"))
+        hugging_face.find_model(str(tmp_path / "saved"))
 
 
 def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
-    files = hugging_face.find(folder(tmp_path / "m", model_type="llama"))
+    files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama"))
     for name in ("generation_config.json", "preprocessor_config.json", "README.md"):
         (tmp_path / "m" / name).write_text("{}")
     (tmp_path / "out").mkdir()
@@ -92,7 +94,7 @@ def test_others_find_a_model_by_its_absolute_path_or_by_its_name_on_the_hub(
     from huggingface_hub import constants
 
     folder(tmp_path / "m", model_type="llama")
-    found = hugging_face.find("m")
+    found = hugging_face.find_model("m")
     assert (found.name, found.revision) == (str(tmp_path / "m"), None)
     # As huggingface_hub keeps what it has fetched.
     revision = "0123456789abcdef0123456789abcdef01234567"
@@ -103,14 +105,14 @@ def test_others_find_a_model_by_its_absolute_path_or_by_its_name_on_the_hub(
     folder(kept / "snapshots" / revision, model_type="llama")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    found = hugging_face.find("owner/name")
+    found = hugging_face.find_model("owner/name")
     assert (found.name, found.revision) == ("owner/name", revision)
     assert found.folder.name == revision
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as error:
-        hugging_face.find("./nowhere")
+        hugging_face.find_model("./nowhere")
     assert "'./nowhere'" in error.value.what
     assert str(tmp_path) in error.value.why
     assert error.value == snapshot
@@ -120,7 +122,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, snapshot: SnapshotAssertion) 
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
     with pytest.raises(Impossible, match=r"notes .*config\.json") as error:
-        hugging_face.find("notes")
+        hugging_face.find_model("notes")
     assert error.value == snapshot
 
 
@@ -131,7 +133,7 @@ def test_a_name_that_was_not_fetched_before_and_no_network(
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(Impossible) as error:
-        hugging_face.find("owner/name")
+        hugging_face.find_model("owner/name")
     assert "'owner/name'" in error.value.what
     assert [error.value.what, error.value.fix] == snapshot  # why: as the hub's library says it
     assert "hf download owner/name --local-dir FOLDER" in error.value.fix
@@ -141,7 +143,7 @@ def test_pickles_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> Non
     folder(tmp_path / "m", model_type="llama")
     (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(Impossible, match=r"pytorch_model\.bin") as error:
-        hugging_face.find(str(tmp_path / "m"))
+        hugging_face.find_model(str(tmp_path / "m"))
     assert error.value == snapshot
 
 
@@ -157,9 +159,9 @@ def test_pickles_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> Non
 def test_a_config_that_transformers_cannot_build(
     config: dict[str, object], kind: str, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    files = hugging_face.find(folder(tmp_path / "m", **config))
+    files = hugging_face.find_model(folder(tmp_path / "m", **config))
     with pytest.raises(Impossible) as error:
-        hugging_face.build(files)
+        hugging_face.build_model(files)
     assert str(tmp_path / "m") in error.value.what
     assert kind in error.value.why
     assert [error.value.what, error.value.fix] == snapshot
@@ -169,9 +171,12 @@ def test_a_config_that_transformers_cannot_build(
 def test_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    files = hugging_face.find(folder(tmp_path / "m", model_type="llama"))
+    files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for attempt in (lambda: hugging_face.build(files), lambda: hugging_face.find("owner/name")):
+    for attempt in (
+        lambda: hugging_face.build_model(files),
+        lambda: hugging_face.find_model("owner/name"),
+    ):
         with pytest.raises(Impossible) as error:
             attempt()
         assert error.value == snapshot

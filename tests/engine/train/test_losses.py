@@ -180,6 +180,6 @@ def test_a_model_without_logits_is_named(snapshot: SnapshotAssertion) -> None:
 
 
 def test_names() -> None:
-    assert losses.named("cross_entropy") is losses.cross_entropy
-    assert losses.named("language_model") is losses.language_model
-    assert losses.named("my.module:loss") is None
+    assert losses.loss_named("cross_entropy") is losses.cross_entropy
+    assert losses.loss_named("language_model") is losses.language_model
+    assert losses.loss_named("my.module:loss") is None

@@ -6,7 +6,7 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.decision import Decision
-from torchmuster.train.models.making import lost_updates, with_weights_of
+from torchmuster.train.models.factory import lost_updates, with_weights_of
 from torchmuster.train.precision import BF16, FP32
 
 pytestmark = pytest.mark.engine

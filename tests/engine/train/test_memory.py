@@ -12,8 +12,13 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import OutOfMemory
-from torchmuster.train.memory import MemoryTable, memory_table
-from torchmuster.train.out_of_memory import explained, naming_memory, recognise
+from torchmuster.train.out_of_memory import (
+    MemoryTable,
+    is_out_of_memory,
+    memory_table,
+    oom_report,
+    out_of_memory_finding,
+)
 from torchmuster.train.world import World
 from torchmuster.units import GiB, MiB
 
@@ -102,7 +107,7 @@ def test_the_table_is_a_few_aligned_lines() -> None:
     ],
 )
 def test_errors_of_memory_are_recognised(error: Exception, is_it: bool) -> None:
-    assert recognise(error) is is_it
+    assert is_out_of_memory(error) is is_it
 
 
 class Asks(nn.Module):
@@ -142,7 +147,7 @@ def test_who_what_and_how_much_is_said(phase: str, words: str) -> None:
     kind = AsksInStep if phase == "step" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.1)
 
-    @naming_memory(world(), model, optimizer)
+    @oom_report(world(), model, optimizer)
     def step() -> None:
         model(torch.ones(2)).sum().backward()
         optimizer.step()
@@ -155,17 +160,17 @@ def test_who_what_and_how_much_is_said(phase: str, words: str) -> None:
     )
     assert caught.value.why.splitlines()[0] == "parameters                        4 B"
     assert "in use by this process" in caught.value.why
-    assert recognise(caught.value.__cause__)  # type: ignore[arg-type]
+    assert is_out_of_memory(caught.value.__cause__)  # type: ignore[arg-type]
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(ValueError, match="mine"), naming_memory(world()):
+    with pytest.raises(ValueError, match="mine"), oom_report(world()):
         raise ValueError("mine")
 
 
 def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has …")
-    told = explained(error, table(), world(4), micro_batch_size=8)
+    told = out_of_memory_finding(error, table(), world(4), micro_batch_size=8)
     assert told.what.endswith(", asked for 1.5 GiB")
     settings = re.findall(r"\((\w+\.\w+): ", told.fix)
     assert settings == [
@@ -176,10 +181,10 @@ def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion)
     ]
     assert told.fix == snapshot
     small = table(parameters_bytes=GiB, gradients_bytes=GiB, optimizer_bytes=2 * GiB)
-    sharded = explained(error, small, world(4), sharded=True).fix
+    sharded = out_of_memory_finding(error, small, world(4), sharded=True).fix
     assert sharded.endswith("(distributed.fsdp_cpu_offload: true)")
     assert sharded == snapshot
-    in_pieces = explained(error, table(used_bytes=12 * GiB), world(1)).fix
+    in_pieces = out_of_memory_finding(error, table(used_bytes=12 * GiB), world(1)).fix
     assert in_pieces.endswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     assert in_pieces == snapshot
 
@@ -189,7 +194,7 @@ def test_a_limit_of_this_process_is_the_limit_of_the_table(tmp_path: Path, kind:
     program = tmp_path / "limited.py"
     program.write_text(
         "import psutil, resource, torch\n"
-        "from torchmuster.train.memory import memory_table\n"
+        "from torchmuster.train.out_of_memory import memory_table\n"
         "limit = psutil.Process().memory_info().vms + 2**30\n"
         f"resource.setrlimit(resource.{kind}, (limit, limit))\n"
         "table = memory_table(None, None, torch.device('cpu'))\n"

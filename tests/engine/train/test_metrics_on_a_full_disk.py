@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.metrics import metrics_file
-from torchmuster.train.metrics.metrics_file import MetricsFile
-from torchmuster.train.metrics.progress import Lines
+from torchmuster.train.metrics import reports
+from torchmuster.train.metrics.reports import Lines, MetricsFile
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +64,7 @@ def test_lines_wait_for_room_and_none_is_torn(
 def test_what_waits_is_bounded_and_the_rest_is_counted(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_file, "_MOST_WAITING_BYTES", 200)
+    monkeypatch.setattr(reports, "_MOST_WAITING_BYTES", 200)
     files = MetricsFile(tmp_path)
     disk.room_bytes = 0
     for step in range(1, 11):

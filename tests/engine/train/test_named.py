@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmuster.errors import Impossible
-from torchmuster.train.models import named
+from torchmuster.train.models import factory
 
 pytestmark = pytest.mark.engine
 
@@ -33,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_function_of_the_working_folder_is_called() -> None:
-    assert named.call("mine_of_named:make", "model.build") == 42
-    assert named.call("mine_of_named:Holder.make", "model.build") == "held"
+    assert factory.call_import("mine_of_named:make", "model.build") == 42
+    assert factory.call_import("mine_of_named:Holder.make", "model.build") == "held"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_function_of_the_working_folder_is_called() -> None:
 )
 def test_what_cannot_be_used_is_told(name: str, what: str, why: str) -> None:
     with pytest.raises(Impossible) as error:
-        named.call(name, "model.build")
+        factory.call_import(name, "model.build")
     assert error.value.what == what
     assert why in error.value.why
     assert error.value.fix
@@ -89,7 +89,7 @@ def test_the_users_own_error_stays_and_says_who_called(
     name: str, kind: type[Exception], note: str
 ) -> None:
     with pytest.raises(kind) as error:
-        named.call(name, "model.build")
+        factory.call_import(name, "model.build")
     (told,) = error.value.__notes__
     assert told.startswith(f"model.build is {name}: ")
     assert told.endswith(note)

@@ -17,16 +17,15 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Indexed, Iterables
-from torchmuster.train.data.streams.packing import PackedRows, PaddedRows
-from torchmuster.train.data.streams.rows import Row
-from torchmuster.train.data.streams.source import Source
-from torchmuster.train.data.streams.tokenising import (
+from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row
+from torchmuster.train.data.streams.reading import Source
+from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
-    Tokenised,
+    Tokenized,
     Tokens,
     TransformersTokenizer,
 )
-from torchmuster.train.data.token_files import TokenRows, write_tokens
+from torchmuster.train.data.text import TokenRows, write_tokens
 from torchmuster.train.losses import language_model
 
 pytestmark = pytest.mark.engine
@@ -110,7 +109,7 @@ def test_steps_of_packed_rows_go_on_after_any_step() -> None:
     texts = [f"text {one} " * (one % 5) for one in range(60)]
 
     def loader() -> StreamLoader:
-        source = Tokenised(Indexed(texts, lanes=3), ByteTokenizer())
+        source = Tokenized(Indexed(texts, lanes=3), ByteTokenizer())
         rows = PackedRows(source, sequence_length=32, end=ByteTokenizer.end)
         return StreamLoader(rows, made_up_world(), global_batch_size=4, block=3)
 
@@ -210,7 +209,7 @@ def test_a_tokenizer_of_transformers_from_a_folder(tmp_path: Path) -> None:
     tokenizer = TransformersTokenizer(str(tmp_path))
     assert (tokenizer.end, tokenizer.vocabulary) == (0, 4)
     samples = ["two words", {"text": "words words"}, {"input_ids": [3, 2]}]
-    source = Tokenised(Iterables(samples, lanes=1), tokenizer)
+    source = Tokenized(Iterables(samples, lanes=1), tokenizer)
     assert source.open([0], epoch=0, cursors={})[0].read(9) == [
         [2, 3],
         [3, 3],
@@ -244,7 +243,7 @@ def test_transformers_missing_is_said(
 def test_a_sample_without_text_is_named(
     sample: Any, fact: str, snapshot: SnapshotAssertion
 ) -> None:
-    source = Tokenised(Iterables([sample], lanes=1), ByteTokenizer())
+    source = Tokenized(Iterables([sample], lanes=1), ByteTokenizer())
     with pytest.raises(MusterError) as refused:
         source.open([0], epoch=0, cursors={})[0].read(1)
     assert fact in str(refused.value)

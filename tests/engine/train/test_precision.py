@@ -6,16 +6,16 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
-from torchmuster.train.precision import Card, cards, choose
+from torchmuster.train.precision import PrecisionSupport, choose_precision, precision_support
 
 pytestmark = pytest.mark.engine
 
-A100 = Card(kind="cuda", name="NVIDIA A100", has_bf16=True, compute_capability=(8, 0))
-H100 = Card(kind="cuda", name="NVIDIA H100", has_bf16=True, compute_capability=(9, 0))
-T4 = Card(kind="cuda", name="Tesla T4", has_bf16=False, compute_capability=(7, 5))
-P40 = Card(kind="cuda", name="Tesla P40", has_bf16=False, compute_capability=(6, 1))
-MI250 = Card(kind="cuda", name="AMD Instinct MI250", has_bf16=True)
-CPU = Card(kind="cpu", name="CPU", has_bf16=True)
+A100 = PrecisionSupport(kind="cuda", name="NVIDIA A100", has_bf16=True, compute_capability=(8, 0))
+H100 = PrecisionSupport(kind="cuda", name="NVIDIA H100", has_bf16=True, compute_capability=(9, 0))
+T4 = PrecisionSupport(kind="cuda", name="Tesla T4", has_bf16=False, compute_capability=(7, 5))
+P40 = PrecisionSupport(kind="cuda", name="Tesla P40", has_bf16=False, compute_capability=(6, 1))
+MI250 = PrecisionSupport(kind="cuda", name="AMD Instinct MI250", has_bf16=True)
+CPU = PrecisionSupport(kind="cpu", name="CPU", has_bf16=True)
 
 
 @pytest.mark.parametrize(
@@ -40,28 +40,30 @@ CPU = Card(kind="cpu", name="CPU", has_bf16=True)
         ([A100, CPU], "fp32: rank 1 computes on a CPU; all ranks use one type"),
     ],
 )
-def test_the_weakest_card_decides_and_is_named(of_ranks: list[Card], reason: str) -> None:
-    choice = choose("auto", of_ranks)
+def test_the_weakest_card_decides_and_is_named(
+    of_ranks: list[PrecisionSupport], reason: str
+) -> None:
+    choice = choose_precision("auto", of_ranks)
     assert choice.reason == reason
     assert choice.value.name == reason[:4]
     assert choice.value.needs_scaler == (choice.value.name == "fp16")
 
 
 def test_what_was_asked_for_is_used_where_it_can_be(snapshot: SnapshotAssertion) -> None:
-    assert choose("bf16", [CPU]).value.compute is torch.bfloat16
-    assert choose("fp32", [A100]).reason == "fp32: it was asked for"
+    assert choose_precision("bf16", [CPU]).value.compute is torch.bfloat16
+    assert choose_precision("fp32", [A100]).reason == "fp32: it was asked for"
     with pytest.raises(Impossible) as refusal:
-        choose("bf16", [A100, T4])
+        choose_precision("bf16", [A100, T4])
     assert "rank 1's Tesla T4" in refusal.value.what
     assert refusal.value == snapshot
     with pytest.raises(Impossible, match="'half'") as refusal:
-        choose("half", [CPU])
+        choose_precision("half", [CPU])
     assert refusal.value == snapshot
 
 
 def test_a_cpu_is_seen_as_one_and_autocast_computes_in_the_type() -> None:
     world = made_up_world()
-    assert cards(world) == [CPU]
+    assert precision_support(world) == [CPU]
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        with choose(name, [CPU]).value.autocast(world.device):
+        with choose_precision(name, [CPU]).value.autocast(world.device):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype

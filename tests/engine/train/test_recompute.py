@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchmuster.errors import Impossible
-from torchmuster.train.models.recompute import recompute_blocks
+from torchmuster.train.models.blocks import recompute_blocks
 
 pytestmark = pytest.mark.engine
 

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.train.checkpointing.checkpointer import Checkpointer, _changing
-from torchmuster.train.checkpointing.fitting import never_stepped
-from torchmuster.train.checkpointing.host_bytes import DTYPES, pieces
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, Staging, _changing
+from torchmuster.train.checkpointing.flatten import flatten, share_memory, unflatten
+from torchmuster.train.checkpointing.loading import never_stepped
 from torchmuster.train.checkpointing.pace import Pace
-from torchmuster.train.checkpointing.staging import Staging
-from torchmuster.train.checkpointing.tree import put_together, same_memory, taken_apart
+from torchmuster.train.checkpointing.storage import DTYPES, byte_pieces
 
 pytestmark = pytest.mark.engine
 
@@ -40,9 +39,9 @@ _TREES = st.recursive(
 
 @given(st.dictionaries(_KEYS, _TREES, max_size=3))
 def test_whatever_has_no_tensors_comes_back_as_it_was_through_json(state: dict[str, Any]) -> None:
-    rest, tensors = taken_apart(state)
+    rest, tensors = flatten(state)
     assert tensors == {}
-    assert repr(put_together(json.loads(json.dumps(rest, allow_nan=False)), {})) == repr(state)
+    assert repr(unflatten(json.loads(json.dumps(rest, allow_nan=False)), {})) == repr(state)
 
 
 def test_tensors_are_named_by_the_way_to_them() -> None:
@@ -52,9 +51,9 @@ def test_tensors_are_named_by_the_way_to_them() -> None:
         "optimizer": {"param_groups": [{"lr": torch.tensor(0.1), "betas": (0.9, 0.999)}]},
         "progress": {"loss": math.nan, "milestones": Counter({3: 1})},
     }
-    rest, tensors = taken_apart(state)
+    rest, tensors = flatten(state)
     assert list(tensors) == ["model.layers.0.weight", "optimizer.param_groups.0.lr"]
-    again = put_together(json.loads(json.dumps(rest)), tensors)
+    again = unflatten(json.loads(json.dumps(rest)), tensors)
     assert again["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     assert again["progress"]["milestones"] == {3: 1}
     assert math.isnan(again["progress"]["loss"])
@@ -64,7 +63,7 @@ def test_tensors_are_named_by_the_way_to_them() -> None:
 def test_two_ways_with_one_name_are_refused(snapshot: SnapshotAssertion) -> None:
     state = {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}}
     with pytest.raises(Impossible, match=r"model\.a\.b") as refused:
-        taken_apart(state)
+        flatten(state)
     assert refused.value == snapshot
 
 
@@ -78,7 +77,7 @@ def test_tied_tensors_are_found_and_others_are_not() -> None:
         "e": torch.ones(0),
         "f": torch.ones(0),
     }
-    assert same_memory(tensors) == {"c": "a"}
+    assert share_memory(tensors) == {"c": "a"}
 
 
 @pytest.mark.parametrize("word", DTYPES)
@@ -86,7 +85,7 @@ def test_bytes_are_those_of_the_tensor_for_every_type(word: str) -> None:
     whole = torch.arange(48, dtype=torch.uint8).remainder(2).view(DTYPES[word]).view(2, -1)
     part = whole[:, : whole.shape[1] // 2]  # not contiguous
     wanted = bytes(part.contiguous().view(torch.uint8).flatten().tolist())
-    assert b"".join(bytes(one) for one in pieces(part)) == wanted
+    assert b"".join(bytes(one) for one in byte_pieces(part)) == wanted
     staging = Staging(torch.device("cpu"))
     staged = staging.take([part, torch.ones(0), torch.tensor(True)], None)
     part.zero_()  # what was taken is not what it is now
@@ -103,7 +102,7 @@ def test_all_that_the_optimiser_does_not_train_is_taken_at_once() -> None:
     model = {"a": trained, "teacher": frozen, "mean": running, "tied": trained.detach()}
     optimizer = {"state": {"a": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a"]}]}
     state = {"model": model, "optimizer": optimizer}
-    tensors = taken_apart(state)[1]
+    tensors = flatten(state)[1]
     assert _changing(state, tensors, None) == ["model.teacher", "model.mean"]
     assert _changing(state, tensors, ["mean"]) == ["model.mean"]
 

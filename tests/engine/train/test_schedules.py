@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from torchmuster.errors import Impossible
-from torchmuster.train.schedules import Shape, factor, schedule
+from torchmuster.train.optimizers import Shape, schedule, schedule_factor
 
 pytestmark = pytest.mark.engine
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.engine
     ],
 )
 def test_the_curves(shape: Shape, expected: list[float]) -> None:
-    given = [factor(step, shape, warmup_steps=2, total_steps=6) for step in range(7)]
+    given = [schedule_factor(step, shape, warmup_steps=2, total_steps=6) for step in range(7)]
     assert given == pytest.approx(expected, abs=1e-6)
-    assert factor(100, shape, warmup_steps=2, total_steps=6) == pytest.approx(expected[-1])
+    assert schedule_factor(100, shape, warmup_steps=2, total_steps=6) == pytest.approx(expected[-1])
 
 
 def _optimizer() -> torch.optim.Optimizer:

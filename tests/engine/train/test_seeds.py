@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from made_up_worlds import made_up_world
-from torchmuster.train.seeds import derive, seed_everything, worker_seed
+from torchmuster.train.seeds import derive_seed, seed_everything, worker_seed
 
 pytestmark = pytest.mark.engine
 
@@ -17,12 +17,18 @@ WORLD = made_up_world(ranks=2)
 
 def test_a_derived_seed_never_changes() -> None:
     # Written down: runs are continued by other versions, on other machines.
-    assert derive(0) == 7210762507766007076
-    assert derive(42, "order", 3) == 1608119151863092300
+    assert derive_seed(0) == 7210762507766007076
+    assert derive_seed(42, "order", 3) == 1608119151863092300
 
 
 def test_purposes_are_kept_apart() -> None:
-    seeds = [derive(1), derive(1, 1), derive(1, "1"), derive(1, "ab", "c"), derive(1, "a", "bc")]
+    seeds = [
+        derive_seed(1),
+        derive_seed(1, 1),
+        derive_seed(1, "1"),
+        derive_seed(1, "ab", "c"),
+        derive_seed(1, "a", "bc"),
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= one < 2**63 for one in seeds)
 

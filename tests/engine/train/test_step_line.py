@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.metrics.step_line import StepRecord, render, verdict
+from torchmuster.train.metrics.step_line import StepRecord, dominant_cost, render_step_line
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ RECORD = StepRecord(
 def test_a_line_says_where_the_run_is_and_what_its_time_goes_into(
     snapshot: SnapshotAssertion,
 ) -> None:
-    assert render(RECORD) == snapshot
+    assert render_step_line(RECORD) == snapshot
 
 
 def test_what_is_not_always_there_is_said_where_it_is(snapshot: SnapshotAssertion) -> None:
@@ -47,7 +47,7 @@ def test_what_is_not_always_there_is_said_where_it_is(snapshot: SnapshotAssertio
         skipped_steps=3,
         verdict="the others wait for rank 1",
     )
-    assert render(record, last_step=1000) == snapshot
+    assert render_step_line(record, last_step=1000) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_what_is_not_always_there_is_said_where_it_is(snapshot: SnapshotAssertio
 def test_the_rate_is_said_where_it_was_counted_and_never_believed_beyond_the_highest(
     flop_s: float, mfu: float | None, said: str
 ) -> None:
-    line = render(replace(RECORD, flop_s=flop_s, mfu=mfu))
-    assert line == render(RECORD).replace("samples/s | ", f"samples/s | {said} | ")
+    line = render_step_line(replace(RECORD, flop_s=flop_s, mfu=mfu))
+    assert line == render_step_line(RECORD).replace("samples/s | ", f"samples/s | {said} | ")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_rate_is_said_where_it_was_counted_and_never_believed_beyond_the_hig
 def test_one_verdict_names_what_dominates(
     data: list[float], communication: list[float] | None, checkpoint: float, said: str
 ) -> None:
-    assert said == verdict(
+    assert said == dominant_cost(
         data_shares=data,
         communication_shares=communication,
         checkpoint_share=checkpoint,

@@ -21,8 +21,7 @@ from torchmuster.errors import Impossible
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Indexed, Iterables
-from torchmuster.train.data.streams.laps import lap_order, owners
-from torchmuster.train.data.streams.source import Source
+from torchmuster.train.data.streams.reading import Source, round_order, shard_owners
 from torchmuster.train.world import World
 
 pytestmark = pytest.mark.engine
@@ -124,9 +123,9 @@ def test_ranks_without_lanes_take_part_with_a_sample_that_counts_nothing() -> No
 
 
 def test_lanes_go_round_and_dry_ones_drop_out() -> None:
-    assert lap_order([3, 1, 2]) == [0, 1, 2, 0, 2, 0]
-    assert owners(6, [1, 1, 1]) == [0, 1, 2, 0, 1, 2]
-    assert owners(6, [4, 2]) == [0, 1, 0, 0, 1, 0]
+    assert round_order([3, 1, 2]) == [0, 1, 2, 0, 2, 0]
+    assert shard_owners(6, [1, 1, 1]) == [0, 1, 2, 0, 1, 2]
+    assert shard_owners(6, [4, 2]) == [0, 1, 0, 0, 1, 0]
 
 
 def test_shuffling_is_by_block_and_epoch_and_can_be_left_out() -> None:

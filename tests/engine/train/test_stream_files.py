@@ -21,7 +21,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams import files as reading_files
 from torchmuster.train.data.streams.files import Files
-from torchmuster.train.data.streams.source import Source
+from torchmuster.train.data.streams.reading import Source
 
 pytestmark = pytest.mark.engine
 

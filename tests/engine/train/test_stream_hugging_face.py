@@ -12,7 +12,7 @@ from rank_programs.streaming import Batches, together
 from rank_programs.streaming import given as given_out
 from ranks_in_lockstep import run_in_lockstep
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.data.streams.hugging_face import HuggingFaceStream
+from torchmuster.train.data.streams.iterable import HuggingFaceStream
 from torchmuster.train.world import World
 
 pytestmark = pytest.mark.engine

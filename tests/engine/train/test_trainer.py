@@ -19,10 +19,11 @@ from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Step
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Iterables
-from torchmuster.train.metrics import progress, reports
+from torchmuster.train.metrics import reports
+from torchmuster.train.metrics import reports as progress
 from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.metrics.step_line import StepRecord
-from torchmuster.train.schedules import schedule
+from torchmuster.train.optimizers import schedule
 from torchmuster.train.trainer import Evaluation, Trainer
 
 pytestmark = pytest.mark.engine
@@ -312,7 +313,7 @@ def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away(
 
 
 def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = progress.screen(10)
+    screen = progress.screen_for(10)
     screen.move(5)
     screen.say("a line")
     screen.close()

@@ -12,8 +12,8 @@ from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.precision import FP16
+from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.single import Single
-from torchmuster.train.update import Update
 
 pytestmark = pytest.mark.engine
 
@@ -34,8 +34,8 @@ def step_of(sizes: list[int], *, rounds: int | None = None, samples: int | None 
     )
 
 
-def update_of(model: nn.Module, **options: Any) -> Update:
-    return Update(
+def update_of(model: nn.Module, **options: Any) -> TrainStep:
+    return TrainStep(
         model, torch.optim.SGD(model.parameters(), lr=1.0), Single(WORLD), WORLD, **options
     )
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from made_up_worlds import made_up_world
 from patience import GIVE_UP_S
-from torchmuster.train.data import worker_signals
-from torchmuster.train.data.foreign import ForeignLoader
+from torchmuster.train.data import worker_processes
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
+from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
 
 pytestmark = pytest.mark.engine
 
@@ -44,12 +44,12 @@ def test_a_signal_from_elsewhere_does_not_end_them(kind: str) -> None:
         return
     called: list[int] = []
     loader = DataLoader(Pids(), batch_size=4, num_workers=1, worker_init_fn=called.append)
-    steps = ForeignLoader(loader, ALONE).epoch(0)
+    steps = DataLoaderAdapter(loader, ALONE).epoch(0)
     _stands_signals(int(next(iter(step.micro_batches)).batch[0]) for step in steps)
     _await_feeders()
-    ForeignLoader(loader, ALONE)
+    DataLoaderAdapter(loader, ALONE)
     prepare = loader.worker_init_fn
-    assert isinstance(prepare, HeedingOnlyTheRank)
+    assert isinstance(prepare, IgnoreSignalsInWorkers)
     assert prepare._then == called.append  # once around it, however often it is used
 
 
@@ -68,7 +68,7 @@ def _stands_signals(pids: Iterator[int]) -> None:
 
 
 def test_the_rank_itself_can_end_them() -> None:
-    loader = DataLoader(Pids(), num_workers=1, worker_init_fn=HeedingOnlyTheRank())
+    loader = DataLoader(Pids(), num_workers=1, worker_init_fn=IgnoreSignalsInWorkers())
     reading = iter(loader)
     next(reading)
     (worker,) = reading._workers  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def test_the_rank_itself_can_end_them() -> None:
 
 
 def test_they_end_with_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_signals, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_processes, "_LOOK_EVERY_S", 0.1)
     ours, theirs = multiprocessing.Pipe()
     rank = multiprocessing.get_context("fork").Process(target=_read_for_ever, args=(theirs,))
     rank.start()
@@ -97,7 +97,7 @@ def test_they_end_with_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _read_for_ever(pipe: Any) -> None:
-    loader = DataLoader(Pids(), num_workers=1, worker_init_fn=HeedingOnlyTheRank())
+    loader = DataLoader(Pids(), num_workers=1, worker_init_fn=IgnoreSignalsInWorkers())
     reading = iter(loader)
     pipe.send(int(next(reading)))
     time.sleep(600)

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchmuster.train.agreement import most_exact, most_exact_type
-from torchmuster.train.world import join_world
+from torchmuster.train.world import join_world, most_exact, most_exact_type
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.record import Request
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import MiB
 
 HERE = Environment(
@@ -196,7 +196,7 @@ def test_of_a_deep_model_only_the_ends_are_forecast(blocks: int, asked: list[obj
 
     found = forecast(
         Work(),
-        Candidate(strategy="single", layout=Layout(copies=1, shards=1)),
+        Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1)),
         ["full", 2, "none"],
         blocks=blocks,
         kernels="cpu",

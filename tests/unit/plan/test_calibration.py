@@ -20,7 +20,7 @@ from torchmuster.plan.timing.calibration import Calibration, RankRates
 from torchmuster.plan.timing.fitting import RealRun
 from torchmuster.plan.timing.links import Group
 from torchmuster.plan.timing.rates import Rates, usual
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 MEASURED = RankRates(
     flops={"float32": 1e11, "bfloat16": 2e11},
@@ -41,7 +41,7 @@ HERE = Hardware(
     within=Link(latency_s=0.0, bytes_s=1.0),
     between=Link(latency_s=0.0, bytes_s=1.0),
 )
-ALONE = Candidate(strategy="single", layout=Layout(copies=1, shards=1))
+ALONE = Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1))
 
 
 def record() -> Record:

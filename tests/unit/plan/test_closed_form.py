@@ -22,7 +22,7 @@ from torchmuster.plan.memory.model_configuration import configuration, weights_d
 from torchmuster.plan.memory.model_figures import figures
 from torchmuster.plan.record import Record
 from torchmuster.plan.search.pruning import too_large_by_formula
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 H100 = parse("8xH100")
@@ -139,7 +139,7 @@ def folder_with(config: Mapping[str, object], folder: Path) -> Work:
 
 
 def candidate(**more: object) -> Candidate:
-    usual = {"strategy": "fsdp", "precision": "bf16", "layout": Layout(copies=1, shards=8)}
+    usual = {"strategy": "fsdp", "precision": "bf16", "layout": ShardLayout(copies=1, shards=8)}
     return Candidate(**{**usual, **more})  # type: ignore[arg-type]
 
 
@@ -274,7 +274,7 @@ def test_the_allocator_and_the_band(tmp_path: Path, snapshot: SnapshotAssertion)
     most = found.high_bytes - sum(one.high_bytes for one in terms)
     assert [likely, least, most] == pytest.approx([1.2 * tensors, 0.8 * tensors, 1.56 * tensors])
     assert found.origin == snapshot
-    alone = candidate(precision="fp32", layout=Layout(copies=1, shards=1))
+    alone = candidate(precision="fp32", layout=ShardLayout(copies=1, shards=1))
     on_cpu = closed_form.estimate(work, alone, hardware=LAPTOP)
     assert on_cpu.total_bytes == on_cpu.tensor_bytes + sum(one.size_bytes for one in on_cpu.outside)
     assert on_cpu.origin == snapshot
@@ -284,7 +284,7 @@ def test_the_allocator_and_the_band(tmp_path: Path, snapshot: SnapshotAssertion)
     "change",
     [
         lambda one: replace(one, micro_batch_size=2),
-        lambda one: replace(one, layout=Layout(copies=1, shards=4)),
+        lambda one: replace(one, layout=ShardLayout(copies=1, shards=4)),
         lambda one: replace(one, precision="fp32"),
         lambda one: replace(one, reshard=False),
         lambda one: replace(one, accumulation=2),
@@ -307,7 +307,7 @@ def test_copies_of_weights_for_autocast(tmp_path: Path) -> None:
     found = [
         closed_form.estimate(one, way, hardware=H100).by_category["activations"]
         for one in (work, replace(work, torch_dtype="bfloat16"))
-        for way in (candidate(), candidate(strategy="ddp", layout=Layout(copies=8, shards=1)))
+        for way in (candidate(), candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1)))
     ]
     assert [one - found[0] for one in found] == [0, 2 * 6_738_415_616, 0, 0]
 

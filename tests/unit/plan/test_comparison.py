@@ -9,12 +9,12 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.proof import comparison
 from torchmuster.plan.proof.comparison import Measured, Promise, line
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 PROMISE = Promise(
     candidate=Candidate(
-        strategy="fsdp", layout=Layout(copies=1, shards=8), recompute=2, micro_batch_size=4
+        strategy="fsdp", layout=ShardLayout(copies=1, shards=8), recompute=2, micro_batch_size=4
     ),
     hardware="8 x H100",
     tensor_bytes=40 * GiB,

@@ -25,7 +25,7 @@ from torchmuster.plan.search.refusal import nearest_of, refusal
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.forecast import StepTime
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 
@@ -71,7 +71,10 @@ def test_the_runner_up_says_by_how_much_it_is_slower(
     asked = question()
     explored = Explored(traces=Traces(asked, large.look))
     kept = Candidate(
-        strategy="fsdp", layout=Layout(copies=1, shards=8), precision="bf16", micro_batch_size=8
+        strategy="fsdp",
+        layout=ShardLayout(copies=1, shards=8),
+        precision="bf16",
+        micro_batch_size=8,
     )
     for one in (kept, dataclasses.replace(kept, recompute="full")):
         explored.forecasts.append(forecast(one, explored.traces, asked, rates=RATES))
@@ -93,9 +96,9 @@ def at_rates(model: MadeUpModel, rates: dict[Candidate, float]) -> Explored:
     return explored
 
 
-SHARDED = Candidate(strategy="fsdp", layout=Layout(copies=1, shards=16), precision="bf16")
-HYBRID = dataclasses.replace(SHARDED, layout=Layout(copies=2, shards=8))
-COPIES = Candidate(strategy="ddp", layout=Layout(copies=16, shards=1), precision="bf16")
+SHARDED = Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=16), precision="bf16")
+HYBRID = dataclasses.replace(SHARDED, layout=ShardLayout(copies=2, shards=8))
+COPIES = Candidate(strategy="ddp", layout=ShardLayout(copies=16, shards=1), precision="bf16")
 
 
 @pytest.mark.parametrize("rate", [100.0 * 1.003**power for power in range(20)])
@@ -253,8 +256,8 @@ def test_the_refusal_names_what_is_missing_and_how_many_cards_would_do(
 def test_of_ways_that_miss_by_the_same_the_one_over_most_cards_is_named(
     small: MadeUpModel,
 ) -> None:
-    few = dataclasses.replace(SHARDED, layout=Layout(copies=1, shards=8), cpu_offload=True)
-    many = dataclasses.replace(few, layout=Layout(copies=2, shards=8))
+    few = dataclasses.replace(SHARDED, layout=ShardLayout(copies=1, shards=8), cpu_offload=True)
+    many = dataclasses.replace(few, layout=ShardLayout(copies=2, shards=8))
     explored = at_rates(small, {few: 1.0, many: 1.0})
     assert nearest_of(explored).candidate == many  # type: ignore[union-attr]
     less = dataclasses.replace(explored.forecasts[0].memory, high_bytes=1)

@@ -19,7 +19,7 @@ from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory import log_depth, shard_degree
 from torchmuster.plan.memory.traced_sizes import traced_sizes
 from torchmuster.plan.record import Allocation, Peak, Record, Request, Shape
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
 LINK = Link(latency_s=1e-6, bytes_s=1e11)
@@ -35,7 +35,7 @@ def machine(kind: str = "cuda", name: str = "H100") -> Hardware:
 def candidate(
     strategy: str = "fsdp", copies: int = 1, shards: int = 8, **more: object
 ) -> Candidate:
-    layout = Layout(copies=copies, shards=shards)
+    layout = ShardLayout(copies=copies, shards=shards)
     return Candidate(strategy=strategy, layout=layout, **more)  # type: ignore[arg-type]
 
 
@@ -135,7 +135,7 @@ def test_what_is_traced_for_a_candidate() -> None:
         kernels="cuda",
     )
     found = [(one.blocks, one.candidate.micro_batch_size, one.candidate.layout) for one in asked]
-    few, many = Layout(copies=2, shards=8), Layout(copies=2, shards=64)
+    few, many = ShardLayout(copies=2, shards=8), ShardLayout(copies=2, shards=64)
     assert found == [(3, 2, few), (3, 3, few), (4, 2, few), (4, 3, few), (3, 2, many), (4, 2, many)]
     assert {one.candidate.accumulation for one in asked} == {2}
     assert not any(one.keep_log for one in asked)
@@ -144,7 +144,7 @@ def test_what_is_traced_for_a_candidate() -> None:
 def test_fewer_traces_do_for_one_sample_and_one_machine() -> None:
     asked = memory.requests(WORK, candidate(shards=4), kernels="cpu")
     assert [(one.blocks, one.candidate.micro_batch_size) for one in asked] == [(3, 1), (4, 1)]
-    assert {one.candidate.layout for one in asked} == {Layout(copies=1, shards=4)}
+    assert {one.candidate.layout for one in asked} == {ShardLayout(copies=1, shards=4)}
 
 
 def test_a_log_is_traced_with_the_candidates_own_size() -> None:
@@ -172,7 +172,7 @@ def test_candidates_of_one_family_share_their_traces() -> None:
         replace(one, recompute="full"),
         replace(one, accumulation=1),
         replace(one, micro_batch_size=1),
-        replace(one, layout=Layout(copies=1, shards=16)),
+        replace(one, layout=ShardLayout(copies=1, shards=16)),
     ):
         assert memory.family(other, WORK) != memory.family(one, WORK)
 

@@ -11,7 +11,7 @@ from torchmuster.plan.answer import name_of
 from torchmuster.plan.as_settings import as_settings
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.search.ways import portions, spreads
-from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
+from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
 
 
 def names(**asked: object) -> list[str]:
@@ -75,7 +75,7 @@ def test_contradictions_are_refused_with_what_was_fixed(snapshot: SnapshotAssert
 
 
 def test_micro_batches_are_powers_of_two_and_divisors_of_a_ranks_part() -> None:
-    spread = Candidate(strategy="ddp", layout=Layout(copies=8, shards=1))
+    spread = Candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1))
     sizes = [
         (one.micro_batch_size, one.accumulation)
         for one in portions(spread, question(global_batch_size=96))
@@ -107,5 +107,5 @@ def test_a_way_becomes_settings_that_lay_the_model_out_so(one: Candidate) -> Non
             cpu_offload=settings.distributed.fsdp_cpu_offload,
         )
         machines = [8] * (ranks // 8)
-        assert lay_out(sharding, ranks_of_machines=machines).value == one.layout
+        assert choose_layout(sharding, ranks_of_machines=machines).value == one.layout
         assert sharding.cpu_offload == one.cpu_offload

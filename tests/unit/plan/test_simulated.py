@@ -13,10 +13,10 @@ from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory.forecast import Memory
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.search.simulated import simulated
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
-WAY = Candidate(strategy="fsdp", layout=Layout(copies=1, shards=8), precision="bf16")
+WAY = Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=8), precision="bf16")
 
 
 class Simulations:

@@ -18,7 +18,7 @@ from torchmuster.plan.timing.forecast import StepTime
 from torchmuster.plan.timing.links import Group
 from torchmuster.plan.timing.rates import Rates, key_of
 from torchmuster.plan.timing.timeline import Load, Pace, Part
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import MiB
 
 MB = 10**6
@@ -111,7 +111,7 @@ def traced(candidate: Candidate, *, blocks: int = BLOCKS) -> list[Record]:
 
 
 def candidate(strategy: Any = "single", copies: int = 1, shards: int = 1, **more: Any) -> Candidate:
-    return Candidate(strategy=strategy, layout=Layout(copies=copies, shards=shards), **more)
+    return Candidate(strategy=strategy, layout=ShardLayout(copies=copies, shards=shards), **more)
 
 
 def predict(
@@ -225,7 +225,7 @@ def test_copies_add_up_their_shards_beside_the_backward_over_their_own_links() -
         BLOCKS * added_up * 0.99, rel=1e-6
     )
     assert hidden.exposed_s < seen.exposed_s < BLOCKS * added_up
-    wider = dataclasses.replace(hybrid, layout=Layout(copies=2, shards=4))
+    wider = dataclasses.replace(hybrid, layout=ShardLayout(copies=2, shards=4))
     four = predict(wider, dataclasses.replace(far, cards_per_machine=4), records=records)
     assert four.communication_s < seen.communication_s  # shards are half as long
 

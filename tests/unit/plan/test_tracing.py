@@ -16,7 +16,7 @@ from torchmuster.plan.tracing import cache as cache_module
 from torchmuster.plan.tracing import tracer as tracing
 from torchmuster.plan.tracing.cache import TraceCache, contents_of
 from torchmuster.plan.tracing.tracer import Refused, Tracer
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 # Answers as the probe does, with a peak of as many bytes as blocks were asked for; 13 blocks end it, 14 are
 # refused, 15 wait until they were heard of.
@@ -67,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def a_request(folder: Path, blocks: int) -> Request:
     return Request(
         work=Work(build="mine:make", sequence_length=8, folder=str(folder)),
-        candidate=Candidate(strategy="single", layout=Layout(copies=1, shards=1)),
+        candidate=Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1)),
         blocks=blocks,
     )
 

@@ -19,11 +19,11 @@ from torchmuster.plan.proof import fresh_ranks, trials
 from torchmuster.plan.proof.fresh_ranks import Ran
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
-FSDP = Candidate(strategy="fsdp", layout=Layout(copies=1, shards=8), precision="bf16")
-DDP = Candidate(strategy="ddp", layout=Layout(copies=2, shards=1), micro_batch_size=8)
+FSDP = Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=8), precision="bf16")
+DDP = Candidate(strategy="ddp", layout=ShardLayout(copies=2, shards=1), micro_batch_size=8)
 ON_CPU = Hardware(
     card=Card(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=None, kind="cpu"),
     machines=1,

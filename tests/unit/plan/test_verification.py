@@ -22,13 +22,13 @@ from torchmuster.plan.proof.verification import (
 )
 from torchmuster.plan.record import Peak, Record, Request
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
 LINK = Link(latency_s=1e-5, bytes_s=1e9)
 WORK = Work(build="own:model", dataset="own:data")
-DDP = Candidate(strategy="ddp", layout=Layout(copies=16, shards=1), micro_batch_size=4)
-HYBRID = Candidate(strategy="fsdp", layout=Layout(copies=4, shards=8))
+DDP = Candidate(strategy="ddp", layout=ShardLayout(copies=16, shards=1), micro_batch_size=4)
+HYBRID = Candidate(strategy="fsdp", layout=ShardLayout(copies=4, shards=8))
 
 
 def hardware(*, kind: str = "cpu", cards: int = 2, memory_bytes: int = 8 * GiB) -> Hardware:

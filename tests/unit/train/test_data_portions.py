@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.portions import (
-    Portions,
-    choose_portions,
-    proportional,
+from torchmuster.train.data.batch_split import (
+    BatchSplit,
+    proportional_sizes,
     propose_micro_batch_sizes,
+    split_batch,
 )
 
 
-def sizes_by_round(portions: Portions, samples: int) -> list[list[int]]:
+def sizes_by_round(portions: BatchSplit, samples: int) -> list[list[int]]:
     ranks = range(len(portions.micro_batch_sizes))
     slices = [portions.slices(samples, rank) for rank in ranks]
     return [[one.stop - one.start for one in its_round] for its_round in zip(*slices, strict=True)]
@@ -30,7 +30,7 @@ def test_each_sample_has_one_place_and_no_rank_is_idle_without_need(
     micro_batch_sizes: list[int], whole: int, left: int
 ) -> None:
     ranks = len(micro_batch_sizes)
-    portions = choose_portions(ranks, global_batch_size=whole, micro_batch_sizes=micro_batch_sizes)
+    portions = split_batch(ranks, global_batch_size=whole, micro_batch_sizes=micro_batch_sizes)
     samples = min(left, whole)
     slices = [portions.slices(samples, rank) for rank in range(ranks)]
     rounds = -(-samples // sum(micro_batch_sizes))
@@ -51,17 +51,17 @@ def test_each_sample_has_one_place_and_no_rank_is_idle_without_need(
 
 
 def test_equal_sizes_by_default_and_own_sizes_where_given() -> None:
-    equal = choose_portions(4, global_batch_size=64, micro_batch_size=8)
+    equal = split_batch(4, global_batch_size=64, micro_batch_size=8)
     assert (equal.rounds, sizes_by_round(equal, 64)) == (2, [[8, 8, 8, 8]] * 2)
-    unlike = choose_portions(3, global_batch_size=36, micro_batch_sizes=(8, 8, 2))
+    unlike = split_batch(3, global_batch_size=36, micro_batch_sizes=(8, 8, 2))
     assert sizes_by_round(unlike, 36) == [[8, 8, 2]] * 2
 
 
 def test_a_tail_is_spread_and_a_small_rank_still_gets_a_sample() -> None:
-    equal = choose_portions(4, global_batch_size=64, micro_batch_size=8)
+    equal = split_batch(4, global_batch_size=64, micro_batch_size=8)
     assert sizes_by_round(equal, 33) == [[5, 4, 4, 4], [4, 4, 4, 4]]
     assert sizes_by_round(equal, 3) == [[1, 1, 1, 0]]
-    unlike = choose_portions(3, micro_batch_sizes=(8, 2, 8))
+    unlike = split_batch(3, micro_batch_sizes=(8, 2, 8))
     assert sizes_by_round(unlike, 9) == [[4, 1, 4]]
     assert sizes_by_round(unlike, 2) == [[1, 0, 1]]
 
@@ -81,8 +81,8 @@ def test_a_tail_is_spread_and_a_small_rank_still_gets_a_sample() -> None:
 def test_what_was_not_given_follows_from_what_was(
     given_sizes: dict[str, int], whole: int, micro_batch_sizes: tuple[int, ...], rounds: int
 ) -> None:
-    portions = choose_portions(2, **given_sizes)  # type: ignore[arg-type]
-    assert portions == Portions(global_batch_size=whole, micro_batch_sizes=micro_batch_sizes)
+    portions = split_batch(2, **given_sizes)  # type: ignore[arg-type]
+    assert portions == BatchSplit(global_batch_size=whole, micro_batch_sizes=micro_batch_sizes)
     assert portions.rounds == rounds
 
 
@@ -103,7 +103,7 @@ def test_sizes_that_contradict_each_other_are_refused(
     given_sizes: dict[str, int], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as refused:
-        choose_portions(2, **given_sizes)  # type: ignore[arg-type]
+        split_batch(2, **given_sizes)  # type: ignore[arg-type]
     assert str(refused.value) == snapshot
 
 
@@ -115,7 +115,7 @@ def test_sizes_that_contradict_each_other_are_refused(
 def test_proportional_shares_add_up_and_are_off_by_less_than_one(
     total: int, weights: list[float]
 ) -> None:
-    shares = proportional(total, weights)
+    shares = proportional_sizes(total, weights)
     assert sum(shares) == total
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share - total * weight / sum(weights)) < 1 + 1e-6

@@ -19,7 +19,7 @@ from torchmuster.bench.probes.clock import interleaved
 from torchmuster.bench.probes.on_device import device_name, device_of, number_types, quickest_s
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.torch_private import single_allocations
-from torchmuster.train.out_of_memory import recognise
+from torchmuster.train.out_of_memory import is_out_of_memory
 
 # What rounding can explain, of the norm: probabilities and outputs are rounded to the type on the way.
 _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -98,7 +98,7 @@ def _at_length(
                 turns[f"{name} training"] = training
             last_s[name] = quickest_s(forward if kind.forward_only else training, device)
         except Exception as error:
-            if not recognise(error):
+            if not is_out_of_memory(error):
                 raise
             turns = {key: turn for key, turn in turns.items() if not key.startswith(f"{name} ")}
             one = Measured(kind=name, length=length, left_out="memory ran out")

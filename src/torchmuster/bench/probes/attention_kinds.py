@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchmuster.train.models.compiling import can_compile
+from torchmuster.train.models.blocks import can_compile
 
 Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torchmuster.bench.probes.clock import calls_per_sample
 from torchmuster.bench.turn_taking import Turns
 from torchmuster.diagnose.probes.exact_values import wait_for_device
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 _MOST_CALLS = 1000  # of one sample
 
@@ -49,7 +48,7 @@ def interleaved_on_ranks(
         return clock() - begun_s
 
     def slowest(turn: Callable[[], object], calls: int) -> float:
-        return max(map(float, tell_all(sample(turn, calls), world)))
+        return max(map(float, all_gather_object(sample(turn, calls), world)))
 
     # All ranks hear the same times, and come to the same numbers.
     calls = {

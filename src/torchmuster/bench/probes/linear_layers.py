@@ -14,8 +14,8 @@ from torchmuster.plan.probes.building import build
 from torchmuster.plan.probes.imagined_world import imagined_world, masks_of_real_runs
 from torchmuster.plan.probes.live_storage import LiveStorages
 from torchmuster.plan.probes.refusals import named_refusals
-from torchmuster.train.names import own_name
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
+from torchmuster.train.weights import own_name
 
 # nn.Linear keeps its weight as (out, in); GPT-2's layers of transformers, which are called so, as (in, out).
 _KINDS = ("Linear", "Conv1D")
@@ -35,7 +35,7 @@ def linear_shapes(work: Work, micro_batch_size: int) -> tuple[Shape, ...]:
 
     one_rank = Candidate(
         strategy="single",
-        layout=Layout(copies=1, shards=1),
+        layout=ShardLayout(copies=1, shards=1),
         micro_batch_size=micro_batch_size,
     )
     seen = LiveStorages(answer=lambda _: None, on_host=True)

@@ -15,11 +15,10 @@ import torch
 from torchmuster.bench.loader import LoaderRequest, Reading, Visit
 from torchmuster.bench.probes.clock import interleaved
 from torchmuster.errors import Impossible
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.data.nested import changed, placed, tensors_in
+from torchmuster.train.data.pytree import map_tensors, move_to_device, tensors_in
 from torchmuster.train.data.step import Loader, MicroBatch
 from torchmuster.train.seeds import seed_process
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 # Micro-batches at the beginning of an epoch whose content is compared between the ways to read.
 _COMPARED = 4
@@ -118,7 +117,7 @@ def _timed(
 
 def _agreed(guess_s: float, window_s: float, world: World) -> tuple[int, int]:
     """Return how long and how many turns are, the same on all ranks: streams read in step."""
-    longest_s = max(tell_all(guess_s, world))
+    longest_s = max(all_gather_object(guess_s, world))
     calls = max(1, math.ceil(_LEAST_TURN_S / max(longest_s, 1e-6)))
     turns = math.ceil(window_s / max(calls * longest_s, 1e-6))
     return calls, min(max(turns, _LEAST_TURNS), _MOST_TURNS)
@@ -154,7 +153,7 @@ def content_of(batch: Any) -> bytes:
         own = tensor.detach().cpu().contiguous()
         digest.update(f"{own.dtype} {tuple(own.shape)}".encode())
         digest.update(ctypes.string_at(own.data_ptr(), own.nbytes) if own.nbytes else b"")
-    digest.update(repr(changed(batch, lambda _: None)).encode())
+    digest.update(repr(map_tensors(batch, lambda _: None)).encode())
     return digest.digest()
 
 
@@ -215,10 +214,13 @@ def to_device(
     device = world.device
     if device.type == "cpu":
         return (), ()
-    host = changed(batch, lambda one: one.cpu())
-    pinned = changed(host, lambda one: one.pin_memory())
+    host = map_tensors(batch, lambda one: one.cpu())
+    pinned = map_tensors(host, lambda one: one.pin_memory())
     taken = interleaved(
-        {"ordinary": lambda: placed(host, device), "pinned": lambda: placed(pinned, device)},
+        {
+            "ordinary": lambda: move_to_device(host, device),
+            "pinned": lambda: move_to_device(pinned, device),
+        },
         device=device,
         rounds=rounds,
     )

@@ -27,10 +27,8 @@ from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.tensor_memory import Look, tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train import precision
-from torchmuster.train.memory import local_bytes, memory_table
-from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.recompute import recompute_blocks
-from torchmuster.train.out_of_memory import recognise
+from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
+from torchmuster.train.out_of_memory import is_out_of_memory, local_bytes, memory_table
 from torchmuster.train.world import World, join_world
 
 _WARM_UP_S = 0.5
@@ -39,11 +37,11 @@ _STEADY = 2  # steps of which the lesser peak counts: a thread may have somethin
 
 def measure(request: MemoryRequest, world: World) -> MemoryAnswer:
     """Follow the stages in two precisions, and try every way to recompute in the first of them."""
-    cards = precision.cards(world)
-    chosen = precision.choose(request.precision, cards)
+    cards = precision.precision_support(world)
+    chosen = precision.choose_precision(request.precision, cards)
     main = chosen.value.name
     # Beside fp32 what an accelerator would choose; CPUs have bf16.
-    reduced = precision.choose("auto", cards).value.name
+    reduced = precision.choose_precision("auto", cards).value.name
     other = "fp32" if main != "fp32" else ("bf16" if reduced == "fp32" else reduced)
     trial = _Trial(request, replace(request.candidate, precision=main), world)
     stages = [OfPrecision(precision=main, stages=trial.stages())]
@@ -98,7 +96,7 @@ class _Trial:
             try:
                 found = followed_stages(self.built, look, begin)
             except Exception as error:
-                if not recognise(error):
+                if not is_out_of_memory(error):
                     raise
                 found = ()
         if not found:
@@ -145,7 +143,7 @@ class _Trial:
                     self._step(way)
                     peaks.append(look().peak_bytes)
         except Exception as error:
-            if not recognise(error):
+            if not is_out_of_memory(error):
                 raise
             self._build()
             return None

@@ -5,8 +5,8 @@ from typing import Any
 
 from torchmuster.bench.probes.phases import Phases
 from torchmuster.bench.profile.recording_words import Loader
-from torchmuster.train.assembly import micro_batch_size
-from torchmuster.train.metrics.tally import Tally
+from torchmuster.train.defaults import micro_batch_size
+from torchmuster.train.metrics.step_metrics import StepMetrics
 from torchmuster.train.trainer import Trainer
 
 
@@ -19,15 +19,15 @@ class OwnTrainer:
 
     def watch(self) -> None:
         """Stand at the trainer's doors."""
-        phases, wait, work, fit = self._phases, Tally.wait, Tally.work, Trainer.fit
+        phases, wait, work, fit = self._phases, StepMetrics.wait, StepMetrics.work, Trainer.fit
 
         @functools.wraps(wait)
-        def watched_wait(tally: Tally) -> None:
+        def watched_wait(tally: StepMetrics) -> None:
             phases.begin_wait()
             wait(tally)
 
         @functools.wraps(work)
-        def watched_work(tally: Tally) -> None:
+        def watched_work(tally: StepMetrics) -> None:
             work(tally)
             phases.end_wait()
 
@@ -36,8 +36,8 @@ class OwnTrainer:
             self._trainer = trainer
             return fit(trainer, **named)
 
-        Tally.wait = watched_wait  # type: ignore[method-assign, assignment]
-        Tally.work = watched_work  # type: ignore[method-assign, assignment]
+        StepMetrics.wait = watched_wait  # type: ignore[method-assign, assignment]
+        StepMetrics.work = watched_work  # type: ignore[method-assign, assignment]
         Trainer.fit = watched_fit  # type: ignore[method-assign, assignment]
 
     def loader(self) -> Loader | None:

@@ -26,12 +26,12 @@ from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.probes.tensor_memory import tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.bad_numbers import BadNumbers
-from torchmuster.train.data.nested import changed, placed, tensors_in
+from torchmuster.train.data.pytree import map_tensors, move_to_device, tensors_in
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.models import named
+from torchmuster.train.models import factory
 from torchmuster.train.precision import PRECISIONS
-from torchmuster.train.strategies.sharding import Layout
-from torchmuster.train.update import Outcome, Update
+from torchmuster.train.step import StepResult, TrainStep
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World, join_world
 
 _FOLLOWED = 3  # steps whose memory is looked at; the last of them is like all later ones
@@ -90,7 +90,7 @@ def _built(request: PrecisionRequest, name: str, world: World) -> Built:
     torch.manual_seed(0)
     one_rank = Candidate(
         strategy="single",
-        layout=Layout(copies=1, shards=1),
+        layout=ShardLayout(copies=1, shards=1),
         precision="fp32" if name == "tf32" else name,  # type: ignore[arg-type]
         micro_batch_size=request.micro_batch_size,
     )
@@ -103,7 +103,7 @@ def _samples(request: PrecisionRequest) -> list[Any]:
         return []
     torch.manual_seed(0)
     with contextlib.chdir(request.work.folder):
-        dataset = named.call(request.work.dataset, "data.dataset")
+        dataset = factory.call_import(request.work.dataset, "data.dataset")
     found = list(itertools.islice(dataset, (request.steps + _HELD) * request.micro_batch_size))
     if not found:
         raise Impossible(
@@ -134,11 +134,11 @@ def _reference(built: Built, batch: Any) -> torch.Tensor | None:
 
 
 def _first_sample(batch: Any) -> Any:
-    return changed(batch, lambda one: one[:1])
+    return map_tensors(batch, lambda one: one[:1])
 
 
 def _as_float64(batch: Any) -> Any:
-    return changed(batch, lambda one: one.double() if one.is_floating_point() else one)
+    return map_tensors(batch, lambda one: one.double() if one.is_floating_point() else one)
 
 
 def _outputs(built: Built, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -215,7 +215,7 @@ class _Training:
     def _output_error(self, built: Built, batch: Any) -> float | None:
         if self._reference is None:
             return None
-        sample = placed(_first_sample(batch), self._world.device)
+        sample = move_to_device(_first_sample(batch), self._world.device)
         with built.precision.autocast(self._world.device):
             given = _outputs(built, built.model, sample)
         return _finite((given - self._reference).norm() / self._reference.norm())
@@ -237,7 +237,7 @@ class _Training:
                 break
         self._losses.append(value)
 
-    def _look_for_cause(self, built: Built, number: int, outcome: Outcome) -> None:
+    def _look_for_cause(self, built: Built, number: int, outcome: StepResult) -> None:
         if self._trouble:
             return
         looking = BadNumbers(
@@ -249,12 +249,14 @@ class _Training:
     def _held_loss(self, built: Built, held: Sequence[Any]) -> float | None:
         built.model.eval()
         with torch.no_grad():
-            losses = [_mean(*built.loss_of(placed(one, self._world.device))) for one in held]
+            losses = [
+                _mean(*built.loss_of(move_to_device(one, self._world.device))) for one in held
+            ]
         built.model.train()
         return _finite(torch.stack(losses).mean())
 
 
-def _step(built: Built, number: int, batch: Any) -> tuple[torch.Tensor, Outcome]:
+def _step(built: Built, number: int, batch: Any) -> tuple[torch.Tensor, StepResult]:
     """Make one whole step with a batch."""
     size = built.candidate.micro_batch_size
     step = Step(
@@ -263,7 +265,7 @@ def _step(built: Built, number: int, batch: Any) -> tuple[torch.Tensor, Outcome]
         rounds=1,
         samples=size,
         nominal_samples=size,
-        micro_batches=[MicroBatch(batch=placed(batch, built.world.device), samples=size)],
+        micro_batches=[MicroBatch(batch=move_to_device(batch, built.world.device), samples=size)],
     )
     for micro in built.update.accumulate(step):
         loss, count = built.loss_of(micro.batch)
@@ -286,7 +288,7 @@ def _times(
     turns: dict[str, Callable[[], object]] = {}
     for name in names:
         precision = PRECISIONS["fp32" if name == "tf32" else name]
-        update = Update(
+        update = TrainStep(
             built.model,
             built.optimizer,
             built.strategy,

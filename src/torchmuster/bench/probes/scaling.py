@@ -22,13 +22,13 @@ from torchmuster.bench.scaling import Asked, RankTimes, Study, Times
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.building import Built, build
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.train.data.kinds import Batches, loader_for
 from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader, MicroBatch, Step
-from torchmuster.train.models import named
-from torchmuster.train.optimizers import named as optimizer_named
-from torchmuster.train.strategies.sharding import Layout
-from torchmuster.train.update import Update
+from torchmuster.train.models import factory
+from torchmuster.train.optimizers import optimizer_named
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World, join_world
 from torchmuster.units import KiB
 
@@ -122,7 +122,7 @@ def _build(study: Study, world: World) -> Built:
     sharded = study.strategy == "fsdp"
     candidate = Candidate(
         strategy="single" if ranks == 1 else study.strategy,
-        layout=Layout(copies=1 if sharded else ranks, shards=ranks if sharded else 1),
+        layout=ShardLayout(copies=1 if sharded else ranks, shards=ranks if sharded else 1),
         precision=study.precision,
     )
     return build(study.work, candidate, world)
@@ -132,7 +132,7 @@ def _alone(study: Study, world: World) -> Built:
     """Return a training that computes what this rank computes and sends nothing: a copy of the whole model."""
     solo = dataclasses.replace(world, world_size=1, local_world_size=1, global_rank=0, local_rank=0)
     candidate = Candidate(
-        strategy="single", layout=Layout(copies=1, shards=1), precision=study.precision
+        strategy="single", layout=ShardLayout(copies=1, shards=1), precision=study.precision
     )
     built = build(study.work, candidate, solo)
     if study.strategy != "fsdp":
@@ -143,7 +143,7 @@ def _alone(study: Study, world: World) -> Built:
     before = itertools.accumulate((one.numel() for one in trained), initial=0)
     part = [one for one, so_far in zip(trained, before, strict=False) if so_far < enough]
     optimizer = optimizer_named(study.work.optimizer, learning_rate=1e-3, weight_decay=0.1)(part)
-    update = Update(
+    update = TrainStep(
         *(built.model, optimizer, built.strategy, solo),
         precision=built.precision,
         clip_norm=study.work.clip_norm,
@@ -154,7 +154,7 @@ def _alone(study: Study, world: World) -> Built:
 def _loader(study: Study, built: Built, portion: int, *, number: int) -> Loader:
     """Return what reads so many samples for each rank of a training; alone, ranks read different ones."""
     world = built.world
-    batches = Batches(
+    batches = LoaderSpec(
         global_batch_size=portion * world.world_size,
         micro_batch_size=min(study.micro_batch_size or portion, portion),
         seed=number if world.world_size == 1 else 0,
@@ -169,7 +169,7 @@ def _loader(study: Study, built: Built, portion: int, *, number: int) -> Loader:
 
 def _samples(work: Work, built: Built) -> Any:
     if work.dataset is not None:
-        return named.call(work.dataset, "data.dataset")
+        return factory.call_import(work.dataset, "data.dataset")
     made_up = [built.batch() for _ in range(_MADE_UP_SAMPLES)]
     return [{name: value[0].cpu() for name, value in one.items()} for one in made_up]
 

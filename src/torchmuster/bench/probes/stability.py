@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from torchmuster.bench.stability import Case, Course
+from torchmuster.train.bad_numbers import BackwardNanHooks, ForwardNanHooks
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.precision import PRECISIONS, Precision
+from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.single import Single
-from torchmuster.train.update import Update
-from torchmuster.train.watched import WatchedBackward, WatchedForward
 from torchmuster.train.world import World
 
 _SAMPLES, _FEATURES, _WIDTH, _CLASSES = 64, 16, 64, 4
@@ -75,7 +75,7 @@ def _course(case: Case, precision: Precision, world: World, steps: int) -> Cours
     model = strategy.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     scaler = torch.amp.GradScaler(device.type, growth_interval=_GROW_SCALE_AFTER)
-    update = Update(model, optimizer, strategy, world, precision=precision, scaler=scaler)
+    update = TrainStep(model, optimizer, strategy, world, precision=precision, scaler=scaler)
     batch = tuple(one.to(device) for one in _data(case))
     losses: list[float | None] = []
     scales: list[float] = []
@@ -138,12 +138,12 @@ def _step(number: int, batch: Any) -> Step:
 
 def _culprit(model: nn.Module, loss_of: Callable[[], torch.Tensor], scale: float) -> dict[str, Any]:
     """Compute a bad step again, and say what was not finite first."""
-    with torch.no_grad(), WatchedForward(model) as forward:
+    with torch.no_grad(), ForwardNanHooks(model) as forward:
         loss_of()
     if forward.culprit is not None:
         found, in_forward = forward.culprit, True
     else:
-        with WatchedBackward(model) as backward:
+        with BackwardNanHooks(model) as backward:
             (loss_of() * scale).backward()  # type: ignore[no-untyped-call]
         if backward.culprit is None:
             return {}

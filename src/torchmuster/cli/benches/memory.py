@@ -20,7 +20,7 @@ from torchmuster.plan.asked import work_of
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.tracing.cache_folder import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import parse_bytes
 
 _ROUNDS, _ROUNDS_QUICK = 11, 3
@@ -135,7 +135,7 @@ def _candidate(resolved: Resolved) -> Candidate:
     several = train.global_batch_size is not None and train.global_batch_size > size
     return Candidate(
         strategy="single",
-        layout=Layout(copies=1, shards=1),
+        layout=ShardLayout(copies=1, shards=1),
         recompute=train.activation_checkpointing,
         micro_batch_size=size,
         accumulation=2 if several else 1,

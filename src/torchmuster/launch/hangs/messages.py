@@ -42,7 +42,7 @@ _FIX = {
     Kind.NATIVE: "its stacks name the call; look for locks held by threads at a fork, and for files or sockets that do not "
     "answer",
     Kind.DISK: "see on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not answer",
-    Kind.AT_WORK: "if only one rank has this work to do, let the others wait with torchmuster.train.first.first(), or do it "
+    Kind.AT_WORK: "if only one rank has this work to do, let the others wait with torchmuster.train.world.rank_zero_first(), or do it "
     "before the start",
 }
 

@@ -18,7 +18,7 @@ from torchmuster.plan.memory.device_terms import Term, outside
 from torchmuster.plan.memory.saving import saving
 from torchmuster.plan.memory.traced_sizes import traced_sizes
 from torchmuster.plan.record import Peak, Record, Request
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 __all__ = [
     "USUAL_ALLOCATOR",
@@ -68,7 +68,7 @@ def family(
     shards = shard_degree.traced_degrees(layout.shards)[0] if candidate.strategy == "fsdp" else 1
     return replace(
         candidate,
-        layout=Layout(copies=min(layout.copies, 2), shards=shards),
+        layout=ShardLayout(copies=min(layout.copies, 2), shards=shards),
         micro_batch_size=traced_sizes(work, candidate.micro_batch_size, kernels=kernels)[0],
         accumulation=min(candidate.accumulation, 2),
     )

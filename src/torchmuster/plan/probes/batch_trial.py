@@ -15,7 +15,7 @@ from torchmuster.plan.probes.limit import limited
 from torchmuster.plan.proof.batch_finder import RankTrial
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.proof.trials import TrialRequest
-from torchmuster.train.out_of_memory import recognise
+from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.train.world import World, join_world
 
 # The optimiser's states are there after the first, and ddp has cut its buckets anew after the second.
@@ -44,7 +44,7 @@ def attempt(asked: TrialRequest, world: World) -> RankTrial:
             for number in range(STEPS):
                 built.train(number)
         except Exception as error:
-            if not recognise(error):
+            if not is_out_of_memory(error):
                 raise
             return RankTrial(rank=rank, ran_out=True, limit_bytes=limit, words=str(error))
     return RankTrial(

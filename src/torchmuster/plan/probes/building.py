@@ -20,16 +20,15 @@ from torchmuster.plan.probes.depth import Depth, copied_with, cut, depth_of
 from torchmuster.plan.probes.imagined_world import forget_values, values_matter
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.models import hugging_face, named
-from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.models.making import Lora, Recipe, check_tokens
+from torchmuster.train.models import factory, hugging_face
+from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
+from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens
 from torchmuster.train.models.meta_init import build_for, build_on_meta
-from torchmuster.train.models.recompute import recompute_blocks
 from torchmuster.train.precision import PRECISIONS, Precision
+from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies import choose as strategies
-from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.update import Outcome, Update
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 # Any will do: nothing of what is planned depends on them.
@@ -46,7 +45,7 @@ class Built:
     model: nn.Module  # as it is called: spread over the ranks
     strategy: Strategy
     optimizer: torch.optim.Optimizer
-    update: Update
+    update: TrainStep
     loss: losses.Loss
     precision: Precision
     blocks: tuple[nn.Module, ...]  # the repeated layers that it has
@@ -84,10 +83,10 @@ class Built:
 
     def batch(self) -> Any:
         """Return one micro-batch, on the device."""
-        from torchmuster.train.data.nested import placed
+        from torchmuster.train.data.pytree import move_to_device
 
         samples = [self._sample() for _ in range(self.candidate.micro_batch_size)]
-        return placed(default_collate(samples), self.world.device)
+        return move_to_device(default_collate(samples), self.world.device)
 
     def loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
         """Compute a micro-batch's loss as the trainer does."""
@@ -95,7 +94,7 @@ class Built:
             result = self.loss(self.model, batch)
         return result if isinstance(result, tuple) else (result, None)
 
-    def train(self, number: int = 0) -> Outcome:
+    def train(self, number: int = 0) -> StepResult:
         """Make one whole step."""
         for micro in self.update.accumulate(self.step(number)):
             loss, count = self.loss_of(micro.batch)
@@ -122,14 +121,14 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
     elif recompute != "none":
         recompute_blocks(model, recompute)
     precision = PRECISIONS[candidate.precision]
-    strategy = strategies.build(
+    strategy = strategies.build_strategy(
         candidate.strategy, world, precision=precision, sharding=sharding_of(candidate)
     )
     forget_values(model, world)
     found = tuple(repeated_blocks(model))
     prepared = strategy.prepare(model)
     prepared.train()
-    optimizer = optimizers.named(
+    optimizer = optimizers.optimizer_named(
         work.optimizer, learning_rate=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
     )([one for one in prepared.parameters() if one.requires_grad])
     return Built(
@@ -139,7 +138,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         model=prepared,
         strategy=strategy,
         optimizer=optimizer,
-        update=Update(
+        update=TrainStep(
             prepared, optimizer, strategy, world, precision=precision, clip_norm=work.clip_norm
         ),
         loss=_loss(work),
@@ -205,7 +204,7 @@ def _model(
 
 @functools.lru_cache(maxsize=2)
 def _of_transformers(
-    recipe: Recipe, folder: Path, config: bytes
+    recipe: ModelRecipe, folder: Path, config: bytes
 ) -> tuple[nn.Module, Depth, _Counts]:
     """Return a whole model, which is kept: a process traces the same one many times, and copies a few layers of it.
 
@@ -215,14 +214,14 @@ def _of_transformers(
     return model, depth_of(model), _counts(model)
 
 
-def _recipe(work: Work) -> Recipe:
+def _recipe(work: Work) -> ModelRecipe:
     files = None
     if work.model_name_or_path is not None:
-        files = hugging_face.find(work.model_name_or_path)
+        files = hugging_face.find_model(work.model_name_or_path)
     adapters = None
     if work.lora_rank is not None:
         adapters = Lora(rank=work.lora_rank, alpha=work.lora_alpha, targets=work.lora_targets)
-    return Recipe(
+    return ModelRecipe(
         files=files,
         build=work.build,
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
@@ -240,12 +239,12 @@ def _counts(model: nn.Module) -> _Counts:
 def _loss(work: Work) -> losses.Loss:
     usual = "language_model" if work.model_name_or_path else "cross_entropy"
     name = work.loss or usual
-    return losses.named(name) or named.find(name, "model.loss")
+    return losses.loss_named(name) or factory.find_import(name, "model.loss")
 
 
 def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
     if work.dataset is not None:
-        samples = named.call(work.dataset, "data.dataset")
+        samples = factory.call_import(work.dataset, "data.dataset")
         first = samples[0] if hasattr(samples, "__getitem__") else next(iter(samples))
         return lambda: first
     if work.sequence_length is None:

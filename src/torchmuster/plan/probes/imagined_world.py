@@ -22,7 +22,8 @@ from torchmuster.plan.torch_private import (
     parameters_and_buffers,
     with_memory,
 )
-from torchmuster.train.strategies import ddp, fsdp, gradients, single
+from torchmuster.train.strategies import ddp, fsdp, single
+from torchmuster.train.strategies import strategy as gradients
 from torchmuster.train.world import World
 
 NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks

@@ -13,7 +13,7 @@ from torchmuster.plan.probes.building import Built
 from torchmuster.plan.record import PhaseName
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.names import own_name
+from torchmuster.train.weights import own_name
 
 
 class Stage(NamedTuple):

@@ -30,7 +30,7 @@ from torchmuster.plan.probes.refusals import named_refusals
 from torchmuster.plan.probes.stages import Stage
 from torchmuster.plan.probes.summing import Replay, Roles, allocations, categories, timeline
 from torchmuster.plan.record import Record, Request, Shape
-from torchmuster.train.names import own_name
+from torchmuster.train.weights import own_name
 
 # Each rank more costs time, and shards of other degrees can be computed from those of two.
 MOST_SHARDS = 64

@@ -20,7 +20,7 @@ from torchmuster.plan.proof.real_steps import RankSteps, run
 from torchmuster.plan.record import Record, Request
 from torchmuster.plan.search.exploring import Look
 from torchmuster.plan.tracing.tracer import Refused
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
 EXACT = 0.01  # what is nearer than this is as predicted
@@ -221,16 +221,16 @@ def smaller_layout(candidate: Candidate, ranks: int) -> Candidate:
     """Return the same way to train on fewer ranks; copies of shards stay that where there are four."""
     ranks = min(ranks, candidate.layout.ranks)
     if candidate.strategy == "single" or ranks == 1:
-        layout = Layout(copies=1, shards=1)
+        layout = ShardLayout(copies=1, shards=1)
         if candidate.strategy == "fsdp":
             return replace(candidate, layout=layout)
         return replace(candidate, strategy="single", layout=layout)
     if candidate.strategy == "ddp":
-        layout = Layout(copies=ranks, shards=1)
+        layout = ShardLayout(copies=ranks, shards=1)
     elif candidate.layout.copies > 1 and ranks >= 4:
-        layout = Layout(copies=2, shards=ranks // 2)
+        layout = ShardLayout(copies=2, shards=ranks // 2)
     else:
-        layout = Layout(copies=1, shards=ranks)
+        layout = ShardLayout(copies=1, shards=ranks)
     return replace(candidate, layout=layout)
 
 

@@ -21,7 +21,7 @@ from torchmuster.plan.search.exploring import (
 )
 from torchmuster.plan.search.pruning import needs_more_than_states, outgrows
 from torchmuster.plan.timing.forecast import Rates
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes, plural
 
 _MOST_MACHINES = 4096
@@ -173,7 +173,7 @@ def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[s
         wished = dataclasses.replace(asked, hardware=hardware, global_batch_size=None)
         way = Candidate(
             strategy="fsdp",
-            layout=Layout(copies=1, shards=hardware.cards),
+            layout=ShardLayout(copies=1, shards=hardware.cards),
             precision=asked.precision.value,
             recompute=recompute,
         )

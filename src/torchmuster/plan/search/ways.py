@@ -7,7 +7,7 @@ from dataclasses import replace
 from torchmuster.errors import Impossible
 from torchmuster.plan.asked import Asked
 from torchmuster.plan.job import Candidate, Recompute
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import plural
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
@@ -34,11 +34,11 @@ def spreads(asked: Asked) -> list[Candidate]:
 def _all_spreads(asked: Asked) -> Iterator[Candidate]:
     hardware = asked.hardware
     precision = asked.precision.value
-    one = Layout(copies=1, shards=1)
+    one = ShardLayout(copies=1, shards=1)
     yield Candidate(strategy="single", layout=one, precision=precision)
     sizes = sorted({hardware.cards_per_machine, hardware.cards} - {1})
     for ranks in reversed(sizes):
-        layout = Layout(copies=ranks, shards=1)
+        layout = ShardLayout(copies=ranks, shards=1)
         yield Candidate(strategy="ddp", layout=layout, precision=precision)
     for ranks in reversed(sizes or ([1] if asked.strategy == "fsdp" else [])):
         for layout in _layouts(asked, ranks):
@@ -52,20 +52,20 @@ def _all_spreads(asked: Asked) -> Iterator[Candidate]:
             yield Candidate(strategy="fsdp", layout=layout, cpu_offload=True, precision=precision)
 
 
-def _layouts(asked: Asked, ranks: int) -> Iterator[Layout]:
+def _layouts(asked: Asked, ranks: int) -> Iterator[ShardLayout]:
     """Yield one copy over all ranks, and copies over whole machines, as many as divide evenly; or what was asked for."""
     size = asked.shard_size
     if size is not None:
         if ranks % size == 0 and (size > 1 or ranks == 1):
-            yield Layout(copies=ranks // size, shards=size)
+            yield ShardLayout(copies=ranks // size, shards=size)
         return
     each = asked.hardware.cards_per_machine
-    yield Layout(copies=1, shards=ranks)
+    yield ShardLayout(copies=1, shards=ranks)
     machines = ranks // each
     for together in range(machines // 2, 0, -1):
         is_power = together & (together - 1) == 0
         if machines % together == 0 and (is_power or machines <= 64) and together * each > 1:
-            yield Layout(copies=machines // together, shards=together * each)
+            yield ShardLayout(copies=machines // together, shards=together * each)
 
 
 def _is_asked_for(one: Candidate, asked: Asked) -> bool:

@@ -19,7 +19,7 @@ from torchmuster.plan.record import Record, Request
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.calibration import Calibration, hardware_as_measured, rates
 from torchmuster.plan.timing.rates import Rates
-from torchmuster.train.strategies.sharding import Layout
+from torchmuster.train.strategies.sharding import ShardLayout
 
 TURNS = (
     2  # the ways take turns: a machine that others share is faster in one minute than in another
@@ -178,10 +178,10 @@ def _best_steps(
 
 def ways(ranks: int) -> list[Candidate]:
     """Return how the model is trained for a fit, up to so many ranks, in the order in which shares can be fitted."""
-    found = [Candidate(strategy="single", layout=Layout(copies=1, shards=1))]
+    found = [Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1))]
     if ranks > 1:
-        found.append(Candidate(strategy="ddp", layout=Layout(copies=ranks, shards=1)))
-        found.append(Candidate(strategy="fsdp", layout=Layout(copies=1, shards=ranks)))
+        found.append(Candidate(strategy="ddp", layout=ShardLayout(copies=ranks, shards=1)))
+        found.append(Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=ranks)))
     return found
 
 

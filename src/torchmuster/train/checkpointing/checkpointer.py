@@ -14,9 +14,10 @@ All ranks call every method, in the same order. What ranks have to agree on whil
 in a process group of their own: in the training's, two threads would get each other's messages.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -24,21 +25,209 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 
-from torchmuster.checkpoints.retention import sweep_unfinished
+from torchmuster.checkpoints.manifest import new_name
+from torchmuster.checkpoints.retention import keep_newest, sweep_unfinished
 from torchmuster.checkpoints.store import Store
 from torchmuster.checkpoints.verify import Found
 from torchmuster.decision import Decision
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.checkpointing import loading, room
-from torchmuster.train.checkpointing.choosing import for_all, heard_finding, newest_good_for_all
-from torchmuster.train.checkpointing.host_bytes import refuse_unknown
-from torchmuster.train.checkpointing.one_save import OneSave
-from torchmuster.train.checkpointing.staging import Staging
-from torchmuster.train.checkpointing.tree import same_memory, taken_apart
-from torchmuster.train.checkpointing.writer import Facts
-from torchmuster.train.world import World
+from torchmuster.train.checkpointing import disk_check, loading
+from torchmuster.train.checkpointing.disk_check import remove_unfinished
+from torchmuster.train.checkpointing.flatten import flatten, share_memory
+from torchmuster.train.checkpointing.loading import (
+    newest_valid_checkpoint,
+    rank_zero_finding,
+    same_on_all_ranks,
+)
+from torchmuster.train.checkpointing.pace import Pace
+from torchmuster.train.checkpointing.storage import (
+    WriteFacts,
+    Writer,
+    byte_pieces_of,
+    refuse_unknown_dtype,
+    write_now,
+)
+from torchmuster.train.world import World, all_gather_object
+
+
+class Staging:
+    """A piece of host memory, as large as what a rank writes. Used by one save at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def ready(self) -> "torch.Event | None":
+        """Return what marks all that the device was told to do so far; the copy waits for it."""
+        if self._on_host:
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+    def take(
+        self, tensors: Sequence[torch.Tensor], after: "torch.Event | None"
+    ) -> Iterator[memoryview]:
+        """Copy the tensors one after the other; return their bytes in pieces, to be read when there is time."""
+        size_bytes = sum(one.nbytes for one in tensors)
+        if len(self._memory) < size_bytes:
+            # Memory that is pinned is copied to by the device itself, while the host does something else.
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=not self._on_host)
+        if self._on_host:
+            self._copy(tensors)
+        else:
+            # A stream of its own: the copy need not wait for the forward that is queued meanwhile.
+            stream = torch.Stream(self._device)
+            with stream:
+                if after is not None:
+                    stream.wait_event(after)
+                self._copy(tensors)
+            stream.synchronize()
+        return byte_pieces_of(self._memory[:size_bytes])
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        begin = 0
+        for tensor in tensors:
+            end = begin + tensor.nbytes
+            room = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+            room.copy_(tensor, non_blocking=not self._on_host)
+            begin = end
+
+
+class AsyncSave:
+    """What is known of a save, by the thread that trains and the one that writes."""
+
+    def __init__(
+        self,
+        store: Store,
+        world: World,
+        group: dist.ProcessGroup,
+        facts: WriteFacts,
+        *,
+        keep: int,
+        rest: Any,
+        own: Any,
+        tensors: dict[str, torch.Tensor],
+        changing: Collection[str],
+        staging: Staging | None,
+        waited_s: float,
+    ) -> None:
+        """Take what changes before the next update: at once with ``staging``; else nothing changes meanwhile.
+
+        Ranks may have different values of it, as each rank's BatchNorm has seen other samples. Those of rank 0 are
+        the run's, so of what is not sharded only rank 0 writes it.
+        """
+        if not world.is_first:
+            gone = {one for one in changing if not isinstance(tensors[one], DTensor)}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in gone}
+        self._store = store
+        self._world = world
+        self._group = group
+        self._keep = keep
+        self._rest = rest
+        self._own = own
+        self._tensors = tensors
+        self._copies: dict[str, torch.Tensor] = {}
+        if staging is not None:
+            self._copies = {one: tensors[one].clone() for one in changing if one in tensors}
+        self._staging = staging
+        self.pace = Pace()
+        if staging is None or world.device.type != "cpu":
+            self.pace.hurry()  # a training waits for it, or computes elsewhere
+        self._begun = time.perf_counter()
+        self._ready = staging.ready() if staging is not None else None
+        self.facts = facts
+        self.staged = threading.Event()  # all that an update changes is copied
+        self.done = threading.Event()
+        self.thread: threading.Thread | None = None
+        self.name = ""
+        self.problem = ""
+        self.size_bytes = 0
+        self.waited_s = waited_s
+        self.stall_s = 0.0
+        self.took_s = 0.0
+
+    def run(self) -> None:
+        """Divide what is to be written among the ranks, copy it, write it, commit. Never raises."""
+        try:
+            self._write()
+        except CheckpointException as error:  # which is not an Exception
+            self.problem = _of_ranks(error)
+            # Where that fails too, the next save that succeeds does it.
+            remove_unfinished(self._store, self.name, self._world)
+        except Exception as error:
+            self.problem = _in_words(error)
+        finally:
+            self._tensors, self._copies = {}, {}
+            self.took_s = time.perf_counter() - self._begun
+            self.staged.set()
+            self.done.set()
+
+    def _write(self) -> None:
+        is_first = self._world.is_first
+        said = [new_name(self.facts.step), share_memory(self._tensors)] if is_first else None
+        self.name, tied = all_gather_object(said, self._world, self._group)[0]
+        tensors = {**self._tensors, **self._copies}
+        metadata = state_dict_saver.save(
+            {name: tensor for name, tensor in tensors.items() if name not in tied},
+            storage_writer=Writer(
+                self._store,
+                self.name,
+                self.facts,
+                rank=self._world.global_rank,
+                own=self._own,
+                rest=self._rest,
+                tied=tied,
+                take=write_now if self._staging is None else self._take,
+                rest_after=self.pace.rest,
+            ),
+            # All is flat already. What every rank has is divided among them by size.
+            planner=DefaultSavePlanner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                dedup_save_to_lowest_rank=False,
+            ),
+            process_group=self._group,
+        )
+        self.size_bytes = metadata.storage_data
+        if is_first:
+            # What cannot be deleted now is tried again after the next save.
+            with contextlib.suppress(OSError, MusterError):
+                keep_newest(self._store, self._keep, just_committed=self.name)
+
+    def _take(self, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
+        assert self._staging is not None
+        content = self._staging.take(tensors, self._ready)
+        self._tensors, self._copies = {}, {}
+        self.staged.set()
+        return content
+
+
+def _of_ranks(error: CheckpointException) -> str:
+    failures = sorted(error.failures.items())
+    rank, (first, _) = failures[0]
+    more = len(failures) - 1
+    others = f" (and {more} more ranks failed)" if more else ""
+    return f"rank {rank}: {_in_words(first)}{others}"
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    if not isinstance(error, MusterError):
+        text = f"{type(error).__name__}: {text.splitlines()[0]}"
+    return "; ".join(text.splitlines())
+
 
 Mode = Literal["auto", "async", "sync"]
 # Longer than any file takes to be written: who is done waits for the others.
@@ -107,7 +296,7 @@ class Checkpointer:
         self._on_saved = on_saved
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_SAVE)
         self._staging = Staging(world.device)
-        self._save: OneSave | None = None
+        self._save: AsyncSave | None = None
         self._last: SaveReport | None = None
 
     def check_room(self, state: dict[str, Any]) -> list[Finding]:
@@ -116,13 +305,17 @@ class Checkpointer:
         What saves that were cut off have left there is deleted: only one training saves to a place.
         """
         self.wait()
-        size_bytes = room.size_of(taken_apart(state)[1].values())
-        memory = room.fits_in_memory(size_bytes, self._world)
-        lacks = for_all(lambda: "" if memory.value else memory.reason, self._world, self._group)
-        findings = for_all(lambda: self._look_at_disk(size_bytes), self._world, self._group)[0]
-        found = [heard_finding(one) for one in findings]
+        size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
+        memory = disk_check.fits_in_memory(size_bytes, self._world)
+        lacks = same_on_all_ranks(
+            lambda: "" if memory.value else memory.reason, self._world, self._group
+        )
+        findings = same_on_all_ranks(
+            lambda: self._look_at_disk(size_bytes), self._world, self._group
+        )[0]
+        found = [rank_zero_finding(one) for one in findings]
         if not any(one.status is Status.FAILURE for one in found):
-            found += room.place_findings(self.store, self._world, self._group)
+            found += disk_check.storage_findings(self.store, self._world, self._group)
         lack = next(filter(None, lacks), "")
         if self._asked == "auto":
             self.mode = (
@@ -131,7 +324,7 @@ class Checkpointer:
                 else Decision(value="async", reason=f"saving goes on beside it: {memory.reason}")
             )
         elif lack and self._asked == "async":
-            found.append(room.memory_finding(lack))
+            found.append(disk_check.memory_finding(lack))
         return found
 
     def save(self, state: dict[str, Any], *, step: int, own: dict[str, Any]) -> None:
@@ -143,14 +336,14 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - begun
-        rest, tensors = taken_apart(state)
-        refuse_unknown(tensors)
+        rest, tensors = flatten(state)
+        refuse_unknown_dtype(tensors)
         beside = self.mode.value == "async"
-        save = OneSave(
+        save = AsyncSave(
             self.store,
             self._world,
             self._group,
-            Facts(
+            WriteFacts(
                 step=step,
                 world_size=self._world.world_size,
                 strategy=self._strategy,
@@ -203,10 +396,10 @@ class Checkpointer:
         that is returned has them, and everything else as it was saved.
         """
         self.wait()
-        found = newest_good_for_all(self.store, self._world, self._group)
+        found = newest_valid_checkpoint(self.store, self._world, self._group)
         if found is None:
             return None
-        read = loading.read_into(self.store, found, state, self._world, self._group)
+        read = loading.load_into(self.store, found, state, self._world, self._group)
         return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
     def close(self) -> None:
@@ -234,7 +427,8 @@ class Checkpointer:
             return []
         sweep_unfinished(self.store)
         return [
-            one.as_json() for one in room.disk_findings(size_bytes, self.store, keep=self._keep)
+            one.as_json()
+            for one in disk_check.disk_findings(size_bytes, self.store, keep=self._keep)
         ]
 
     def _hear(self) -> None:
@@ -268,7 +462,7 @@ def _changing(
     if buffers is None:
         groups = state.get("optimizer", {}).get("param_groups", ())
         trained = {f"model.{name}" for group in groups for name in group["params"]}
-        tied = same_memory(tensors)
+        tied = share_memory(tensors)
         late = {name for name in tensors if tied.get(name, name) in trained}
     else:
         early = {f"model.{name}" for name in buffers}

@@ -1,9 +1,11 @@
 """Reading a checkpoint into the tensors of a training that is already laid out over its ranks."""
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,55 +14,230 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torchmuster.checkpoints.index import INDEX, Index
 from torchmuster.checkpoints.index import MOST_BYTES as MOST_INDEX_BYTES
 from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.verify import Found
-from torchmuster.errors import MusterError
-from torchmuster.train.checkpointing.choosing import for_all
-from torchmuster.train.checkpointing.fitting import never_stepped, refuse_another
-from torchmuster.train.checkpointing.reader import Reader
-from torchmuster.train.checkpointing.tree import put_together, same_memory, taken_apart
-from torchmuster.train.checkpointing.writer import STATE, own_file
-from torchmuster.train.world import World
+from torchmuster.checkpoints.verify import Found, look, newest_first, verify_file
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status
+from torchmuster.train.checkpointing.flatten import flatten, share_memory, unflatten
+from torchmuster.train.checkpointing.storage import DTYPES, STATE, Reader, file_of_rank
+from torchmuster.train.world import World, all_gather_object
+
+T = TypeVar("T")
+
+
+def newest_valid_checkpoint(store: Store, world: World, group: dist.ProcessGroup) -> Found | None:
+    """Return the newest checkpoint whose every file is what was written; None if there is none yet.
+
+    Each rank reads its share of the files. If there are checkpoints and none of them is good, that is an error: to begin
+    anew would be to lose all of them without a word.
+    """
+    names = same_on_all_ranks(lambda: newest_first(store) if world.is_first else [], world, group)[
+        0
+    ]
+    rejected: list[Finding] = []
+    for name in names:
+        findings = _findings(store, name, world, group)
+        if not findings:
+            manifest = look(store, name)[0]
+            assert manifest is not None  # it has just been read
+            return Found(name=name, manifest=manifest, rejected=tuple(rejected))
+        rejected += findings
+    if any(one.status is Status.FAILURE for one in rejected):
+        raise MusterError(
+            f"none of the checkpoints in {store.where} can be used",
+            why="\n".join(one.what for one in rejected),
+            fix="move them elsewhere to begin anew; to see what is wrong: muster checkpoint verify",
+        )
+    return None
+
+
+def same_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGroup) -> list[T]:
+    """Do something on each rank and return what each got (plain JSON types); the failure of one is that of all."""
+    value: Any = None
+    problem = ""
+    try:
+        value = work()
+    except (MusterError, OSError, ValueError) as error:
+        problem = "; ".join(str(error).splitlines()) or type(error).__name__
+    told = all_gather_object([value, problem], world, group)
+    for rank, (_, theirs) in enumerate(told):
+        if theirs:
+            raise MusterError(f"rank {rank}: {theirs}" if world.world_size > 1 else theirs)
+    return [one for one, _ in told]
+
+
+def rank_zero_finding(told: dict[str, str]) -> Finding:
+    """Return a finding of another rank."""
+    return Finding(
+        name=told["name"],
+        status=Status(told["status"]),
+        what=told["what"],
+        why=told["why"],
+        fix=told["fix"],
+        evidence=told["evidence"],
+    )
+
+
+def _findings(store: Store, name: str, world: World, group: dist.ProcessGroup) -> list[Finding]:
+    """Return what any rank finds wrong; what several find is told once."""
+    told = same_on_all_ranks(lambda: _found_here(store, name, world), world, group)
+    findings: dict[str, Finding] = {}
+    for rank, theirs in enumerate(told):
+        for one in theirs:
+            evidence = f"{one['evidence']} (seen by rank {rank})"
+            findings.setdefault(
+                one["what"],
+                rank_zero_finding({**one, "evidence": evidence}),
+            )
+    return list(findings.values())
+
+
+def _found_here(store: Store, name: str, world: World) -> list[dict[str, str]]:
+    manifest, findings = look(store, name)
+    if manifest is not None and not findings:
+        files = sorted(manifest.files)
+        for file in files[world.global_rank :: world.world_size]:
+            findings += verify_file(store, name, file, manifest.files[file])
+    return [one.as_json() for one in findings]
+
+
+_SHOWN = 5  # so many differences are named, then counted
+
+
+def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
+    """Return how the names begin that are not in a checkpoint since a parameter never had a gradient.
+
+    ``saved`` and ``wanted`` are states without their tensors. An optimiser keeps nothing about such a parameter
+    until its first step. Where it kept nothing at all, it may also have been of another kind.
+    """
+    was, now = saved.get("optimizer"), wanted.get("optimizer")
+    if was is None or now is None:
+        return ()
+    if not was["state"] and _options(was) != _options(now):
+        return ()
+    names = [name for group in was["param_groups"] for name in group["params"]]
+    return tuple(f"optimizer.state.{one}." for one in names if one not in was["state"])
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what an optimiser was made with, but for its learning rate, which may have changed since."""
+    changing = ("params", "lr", "initial_lr")
+    return [
+        {name: value for name, value in group.items() if name not in changing}
+        for group in optimizer["param_groups"]
+    ]
+
+
+def refuse_incompatible_state(
+    name: str, index: Index, wanted: Mapping[str, torch.Tensor], *, saved: Mapping[str, str]
+) -> None:
+    """Raise if a tensor is missing, left over, or of another shape or type; ``saved`` is name -> stored name."""
+    keeps_other = _other_optimizer(saved, wanted)
+    differences = sorted(
+        difference
+        for one in wanted.keys() | saved.keys()
+        if not (keeps_other and one.startswith("optimizer.state."))
+        and (difference := _difference(one, index, wanted, saved))
+    )
+    if keeps_other:
+        differences.insert(0, keeps_other)
+    if not differences:
+        return
+    shown = differences[:_SHOWN]
+    more = len(differences) - len(shown)
+    raise Impossible(
+        f"the checkpoint {name} is of another training: its tensors are not those of this one",
+        why="\n".join([*shown, f"and {more} more"] if more else shown),
+        fix="train with the model and the optimiser that it was saved with, or begin a new run",
+    )
+
+
+def _difference(
+    name: str, index: Index, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, str]
+) -> str:
+    if name not in wanted:
+        return f"{name} is in the checkpoint and not in this training"
+    if name not in saved:
+        return f"{name} is not in the checkpoint"
+    stored, tensor = index.tensors[saved[name]], wanted[name]
+    if stored.shape != tuple(tensor.shape):
+        return f"{name} is {list(stored.shape)} in the checkpoint, {list(tensor.shape)} here"
+    dtype = DTYPES[stored.dtype]
+    if dtype != tensor.dtype:
+        return f"{name} is {_word(dtype)} in the checkpoint, {_word(tensor.dtype)} here"
+    return ""
+
+
+def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str:
+    """Say what the optimisers keep if that differs; each kind has its own words for it."""
+    was, now = _kept(saved), _kept(wanted)
+    if was == now:
+        return ""
+    return f"the optimiser was {_kind(was)}, this one is {_kind(now)}"
+
+
+def _kept(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(one.rpartition(".")[2] for one in names if one.startswith("optimizer.state."))
+
+
+def _kind(kept: frozenset[str]) -> str:
+    if not kept:
+        return "one that keeps nothing (SGD without momentum is one)"
+    return f"one that keeps {', '.join(sorted(kept))} ({_KINDS.get(kept, 'of a kind of its own')})"
+
+
+_KINDS = {
+    frozenset({"exp_avg", "exp_avg_sq", "step"}): "as Adam and AdamW do",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}): "as Adam with amsgrad does",
+    frozenset({"momentum_buffer"}): "as SGD with momentum does",
+    frozenset({"step", "sum"}): "as Adagrad does",
+    frozenset({"square_avg", "step"}): "as RMSprop does",
+}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 _MOST_STATE_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
+class LoadedState:
     """A state, and what is this rank's own; None if it was saved by another number of ranks."""
 
     state: dict[str, Any]
     own: dict[str, Any] | None
 
 
-def read_into(
+def load_into(
     store: Store, found: Found, state: dict[str, Any], world: World, group: dist.ProcessGroup
-) -> Read:
+) -> LoadedState:
     """Read a verified checkpoint; what is not of this training is refused before anything is changed."""
     name = found.name
-    tensors = taken_apart(state)[1]
+    tensors = flatten(state)[1]
     common: list[Any] = []
 
     def read_common() -> None:
         index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_INDEX_BYTES))
         common.extend((index, _json(store, name, STATE)))
         if found.manifest.world_size == world.world_size:
-            common.append(_json(store, name, own_file(world.global_rank)))
+            common.append(_json(store, name, file_of_rank(world.global_rank)))
 
-    for_all(read_common, world, group)
+    same_on_all_ranks(read_common, world, group)
     index, rest, own = (*common, None)[:3]
     saved = {one: one for one in index.tensors} | dict(index.tied)
     try:
-        never = never_stepped(rest, taken_apart(state)[0])
+        never = never_stepped(rest, flatten(state)[0])
         tensors = {one: tensor for one, tensor in tensors.items() if not one.startswith(never)}
-        refuse_another(name, index, tensors, saved=saved)
-        once = same_memory(tensors)
+        refuse_incompatible_state(name, index, tensors, saved=saved)
+        once = share_memory(tensors)
         state_dict_loader.load(
             {one: tensor for one, tensor in tensors.items() if one not in once},
             storage_reader=Reader(store, name, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
-        return Read(state=put_together(rest, tensors), own=own)
+        return LoadedState(state=unflatten(rest, tensors), own=own)
     except CheckpointException as error:  # which is not an Exception
         rank, (first, _) = sorted(error.failures.items())[0]
         raise MusterError(f"rank {rank} could not read {name}", why=str(first)) from None

@@ -6,16 +6,130 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.nested import placed
+from torchmuster.train.data.batch_split import BatchSplit, split_batch
 from torchmuster.train.data.order import Order
-from torchmuster.train.data.portions import Portions, choose_portions
-from torchmuster.train.data.reading import Portion, Reader
+from torchmuster.train.data.pytree import move_to_device, tensors_in
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.data.workers import PREFETCH, Workers
+from torchmuster.train.data.worker_processes import (
+    IgnoreSignalsInWorkers,
+    SampleRange,
+    SampleReader,
+    SharedMemory,
+    free_shared_memory,
+)
+from torchmuster.train.seeds import derive_seed, seed_process
+from torchmuster.train.torch_private import stop_workers
 from torchmuster.train.world import World
+
+PREFETCH = 2  # batches that each worker has ready; torch's default
+
+
+class Workers:
+    """Worker processes that live for as many epochs as are read."""
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        count: int,
+        *,
+        seed: int,
+        local_ranks: int,
+        pin_memory: bool,
+        prefetch: int = PREFETCH,
+    ) -> None:
+        room = SharedMemory(
+            free_bytes=free_shared_memory(),
+            workers=count,
+            batches=count * prefetch,
+            ranks=local_ranks,
+        )
+        self._upcoming = _Upcoming()
+        self._batches: DataLoader[Any] = DataLoader(
+            _Worker(reader, seed, room),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._upcoming,
+            collate_fn=_as_it_is,
+            num_workers=count,
+            prefetch_factor=prefetch,
+            persistent_workers=True,
+            pin_memory=pin_memory,
+            worker_init_fn=IgnoreSignalsInWorkers(),
+            # Without one it would take a number from the process's own, as often as an epoch begins.
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def read(self, portions: Iterator[SampleRange]) -> Iterator[tuple[SampleRange, Any]]:
+        """Yield each portion with its batch, in order."""
+        upcoming = self._upcoming
+        upcoming.portions = mine = portions
+        upcoming.asked.clear()
+        try:
+            for batch in self._batches:
+                if isinstance(batch, Impossible):
+                    raise batch
+                yield upcoming.asked.popleft(), batch
+                if upcoming.portions is not mine:
+                    raise Impossible(
+                        "two epochs of one loader were read at the same time",
+                        why="its workers read for one of them",
+                        fix="read one to its end or leave it before the next, or make a second loader",
+                    )
+        finally:
+            if upcoming.portions is mine:
+                upcoming.portions = iter(())
+
+    def close(self) -> None:
+        """End the processes, also while somebody still holds an epoch that was not read to its end."""
+        # torch by itself stops them when the last reference is gone, and a traceback has one.
+        stop_workers(self._batches)
+
+
+class _Upcoming:
+    """What the workers read next. DataLoader asks for it ahead of what it gives back."""
+
+    def __init__(self) -> None:
+        self.portions: Iterator[SampleRange] = iter(())
+        self.asked: deque[SampleRange] = deque()
+
+    def __iter__(self) -> Iterator[SampleRange]:
+        for portion in self.portions:
+            self.asked.append(portion)
+            yield portion
+
+
+class _Worker:
+    """What a worker process has for a dataset: its items are micro-batches."""
+
+    def __init__(self, reader: SampleReader, seed: int, room: SharedMemory) -> None:
+        self._reader = reader
+        self._seed = seed
+        self._room = room
+        self._largest_bytes = 0
+
+    def __getitem__(self, portion: SampleRange) -> Any:
+        """Read a batch. Where there is no room to hand it over, the refusal is returned.
+
+        Raised, it would come out of torch with another text around it.
+        """
+        # By what is read, not by who reads it: a run that goes on from here draws the same.
+        seed_process(derive_seed(self._seed, "batch", portion.epoch, portion.indices[0]))
+        batch = self._reader.read(portion)
+        return self._refusal(batch) or batch
+
+    def _refusal(self, batch: Any) -> Impossible | None:
+        size = sum(tensor.nbytes for tensor in tensors_in(batch) if tensor.device.type == "cpu")
+        if size <= self._largest_bytes:
+            return None
+        self._largest_bytes = size
+        return self._room.refusal(size)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
 
 # Computing the order costs a few hundred microseconds however few places are asked for.
 _PLACES_AT_ONCE = 16384
@@ -51,7 +165,7 @@ class BatchLoader:
         pin_memory: bool | None = None,
         random_per_sample: bool = False,
     ) -> None:
-        self.portions: Portions = choose_portions(
+        self.portions: BatchSplit = split_batch(
             world.world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -72,7 +186,7 @@ class BatchLoader:
                 "what does not fill one",
                 fix="give a smaller global_batch_size, or drop_tail=False",
             )
-        self._reader = Reader(
+        self._reader = SampleReader(
             dataset,
             collate=collate,
             seed=seed,
@@ -128,12 +242,12 @@ class BatchLoader:
         device = self._world.device
         for portion, batch in self._read(portions):
             yield MicroBatch(
-                batch=placed(batch, device) if self._elsewhere else batch,
+                batch=move_to_device(batch, device) if self._elsewhere else batch,
                 samples=portion.samples,
                 indices=portion.indices,
             )
 
-    def _read(self, portions: Iterator[Portion]) -> Iterator[tuple[Portion, Any]]:
+    def _read(self, portions: Iterator[SampleRange]) -> Iterator[tuple[SampleRange, Any]]:
         if not self.workers:
             read = self._reader.read
             return ((portion, read(portion)) for portion in portions)
@@ -148,7 +262,7 @@ class BatchLoader:
             )
         return self._workers_at_work.read(portions)
 
-    def _portions(self, epoch: int, start: int, end: int) -> Iterator[Portion]:
+    def _portions(self, epoch: int, start: int, end: int) -> Iterator[SampleRange]:
         """Yield what this rank reads, micro-batch by micro-batch: whole steps many at a time, then the tail."""
         order = Order(size=self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         whole = self.portions.global_batch_size
@@ -204,11 +318,11 @@ class BatchLoader:
         return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle}
 
 
-def _cut(epoch: int, indices: list[int], cuts: list[tuple[int, int]]) -> Iterator[Portion]:
+def _cut(epoch: int, indices: list[int], cuts: list[tuple[int, int]]) -> Iterator[SampleRange]:
     at = 0
     while at < len(indices):
         for length, counted in cuts:
-            yield Portion(epoch, indices[at : at + length], counted)
+            yield SampleRange(epoch, indices[at : at + length], counted)
             at += length
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchmuster.train.seeds import derive
+from torchmuster.train.seeds import derive_seed
 
 # Six shifts leave nothing to see in a large dataset; in a very small one some orders are preferred.
 _SHIFTS, _SHIFTS_IF_SMALL, _SMALL = 6, 12, 1024
@@ -35,7 +35,7 @@ class Order:
 
     def __post_init__(self) -> None:
         shifts = _SHIFTS if self.size >= _SMALL else _SHIFTS_IF_SMALL
-        keys = tuple(derive(self.seed, "order", self.epoch, shift) for shift in range(shifts))
+        keys = tuple(derive_seed(self.seed, "order", self.epoch, shift) for shift in range(shifts))
         object.__setattr__(self, "_keys", keys)
 
     def samples_at(self, places: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,10 @@ class Starvation:
         """Judge the time so far; ``ranks`` are those of this machine, which share its cores."""
         total_s = 0.0 if self._began is None else time.perf_counter() - self._began
         share = self.waited_s / total_s if total_s else 0.0
-        return judge(share, workers=workers, cores=usable_cores().value, ranks=ranks)
+        return judge_starvation(share, workers=workers, cores=usable_cores().value, ranks=ranks)
 
 
-def judge(share: float, *, workers: int, cores: int, ranks: int) -> Finding:
+def judge_starvation(share: float, *, workers: int, cores: int, ranks: int) -> Finding:
     """Say whether a rank waits for data for too much of its time, and what to try."""
     what = f"{share * 100:.0f} % of the time the device waits for data"
     if share < _MUCH:
@@ -62,11 +62,11 @@ def judge(share: float, *, workers: int, cores: int, ranks: int) -> Finding:
         status=Status.WARNING,
         what=what,
         why="reading is slower than computing: a faster device would change nothing",
-        fix=advice(workers=workers, cores=cores, ranks=ranks),
+        fix=starvation_advice(workers=workers, cores=cores, ranks=ranks),
     )
 
 
-def advice(*, workers: int, cores: int, ranks: int) -> str:
+def starvation_advice(*, workers: int, cores: int, ranks: int) -> str:
     """Say how many workers to try, as far as there are cores for them."""
     each = max(1, cores // ranks)
     shared = f"{cores} core{'s' if cores > 1 else ''} / {ranks} rank{'s' if ranks > 1 else ''}"

@@ -8,20 +8,22 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.agreement import tell_all
-from torchmuster.train.data.nested import placed
-from torchmuster.train.data.portions import Portions, choose_portions
+from torchmuster.train.data.batch_split import BatchSplit, split_batch
+from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.data.streams.laps import lap_order, owners, rounds
 from torchmuster.train.data.streams.reading import (
     PREFETCH,
     Begin,
     Blocks,
-    read_laps,
-    read_laps_ahead,
+    Cursor,
+    Source,
+    read_rounds,
+    read_rounds_ahead,
+    round_order,
+    rounds,
+    shard_owners,
 )
-from torchmuster.train.data.streams.source import Cursor, Source
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class _Position:
 
 
 @dataclass(kw_only=True)
-class _Lap:
+class _Round:
     """The lap being used: the order of all lanes, and this rank's samples by lane."""
 
     number: int
@@ -76,7 +78,7 @@ class StreamLoader:
         workers: int = 0,
         prefetch: int = PREFETCH,
     ) -> None:
-        self.portions: Portions = choose_portions(
+        self.portions: BatchSplit = split_batch(
             world.world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -92,7 +94,7 @@ class StreamLoader:
         self._block = block
         self._collate = collate
         self._lanes = source.lanes()
-        self._owners = owners(self._lanes, self.portions.micro_batch_sizes)
+        self._owners = shard_owners(self._lanes, self.portions.micro_batch_sizes)
         self._own = [lane for lane, rank in enumerate(self._owners) if rank == world.global_rank]
         self._elsewhere = world.device.type != "cpu"
         self._spare: list[Any] = []  # a sample to compute where there is none
@@ -152,7 +154,7 @@ class StreamLoader:
                 yield self._step(start.epoch, number - 1, own, mine)
         self._position = _Position(epoch=start.epoch + 1)
 
-    def _take(self, lap: _Lap, count: int, own: list[int]) -> list[Any]:
+    def _take(self, lap: _Round, count: int, own: list[int]) -> list[Any]:
         """Take the next samples of a lap; return this rank's, and count everyone's."""
         lanes = lap.order[lap.taken : lap.taken + count]
         lap.taken += len(lanes)
@@ -184,7 +186,7 @@ class StreamLoader:
                 self._spare = self._any_sample(epoch)
             batch = self._collate(samples or self._spare)
             if self._elsewhere:
-                batch = placed(batch, self._world.device)
+                batch = move_to_device(batch, self._world.device)
             yield MicroBatch(batch=batch, samples=len(samples))
 
     def _any_sample(self, epoch: int) -> list[Any]:
@@ -202,7 +204,7 @@ class StreamLoader:
             fix="let each rank find at least one sample, or use fewer ranks",
         )
 
-    def _laps(self, start: _Position) -> Iterator[_Lap]:
+    def _laps(self, start: _Position) -> Iterator[_Round]:
         """Yield lap after lap, the first one as far used as the position says."""
         cursors = start.cursors or [None] * self._lanes
         begin = Begin(
@@ -225,8 +227,8 @@ class StreamLoader:
 
     def _blocks(self, begin: Begin) -> Iterator[Blocks]:
         if not self.workers:
-            return read_laps(self._source, begin)
-        return read_laps_ahead(
+            return read_rounds(self._source, begin)
+        return read_rounds_ahead(
             self._source,
             begin,
             workers=self.workers,
@@ -234,7 +236,7 @@ class StreamLoader:
             prefetch=self._prefetch,
         )
 
-    def _agreed(self, laps: Iterator[Blocks], number: int) -> _Lap:
+    def _agreed(self, laps: Iterator[Blocks], number: int) -> _Round:
         """Read this rank's blocks and tell how long they are; an error of one rank ends all."""
         blocks: Blocks = {}
         error: MusterError | None = None
@@ -242,7 +244,7 @@ class StreamLoader:
             blocks = next(laps)
         except MusterError as raised:
             error = raised
-        told = tell_all(
+        told = all_gather_object(
             {
                 "error": error and error.what,
                 "data": self._source.identity(),
@@ -253,9 +255,9 @@ class StreamLoader:
         _raise_if_wrong(error, told)
         lanes = sorted(one for rank in told for one in rank["lanes"])
         counts = [count for _, count, _ in lanes]
-        return _Lap(
+        return _Round(
             number=number,
-            order=lap_order(counts),
+            order=round_order(counts),
             cursors=[cursor for _, _, cursor in lanes],
             samples={lane: iter(one.samples) for lane, one in blocks.items()},
             is_last=max(counts) < self._block,

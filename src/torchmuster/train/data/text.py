@@ -1,20 +1,151 @@
 """Text as rows of tokens for a language model, from files or from a dataset."""
 
+import glob
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from torchmuster.errors import Impossible
 from torchmuster.train.data.streams.files import Files
-from torchmuster.train.data.streams.hugging_face import HuggingFaceStream
-from torchmuster.train.data.streams.iterable import Indexed
-from torchmuster.train.data.streams.packing import PackedRows, PaddedRows
-from torchmuster.train.data.streams.source import Source
-from torchmuster.train.data.streams.tokenising import (
+from torchmuster.train.data.streams.iterable import HuggingFaceStream, Indexed
+from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row, row_of
+from torchmuster.train.data.streams.reading import Source
+from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
-    Tokenised,
+    Tokenized,
     Tokenizer,
     TransformersTokenizer,
 )
-from torchmuster.train.data.token_files import TokenRows
+
+INSTALL = "pip install 'torchmuster[datasets]'"
+
+
+def open_dataset(name_or_path: str, split: str) -> Any:
+    """Open a dataset: a folder that ``save_to_disk`` wrote, a folder of files, or a name on the hub."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise Impossible(
+            "datasets by name or folder need datasets, which is not installed",
+            why=str(error),
+            fix=INSTALL,
+        ) from error
+    folder = Path(name_or_path).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
+            found = datasets.load_from_disk(str(folder))
+            return _one_of(found, name_or_path, split)
+        return datasets.load_dataset(str(folder) if folder.is_dir() else name_or_path, split=split)
+    except (OSError, ValueError) as error:
+        raise Impossible(
+            f"the dataset {name_or_path!r} cannot be opened, split {split!r}",
+            why=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="give a folder, or a name that can be fetched from the hub here; without a network: "
+            f"fetch it elsewhere with hf download --repo-type dataset {name_or_path} --local-dir FOLDER",
+        ) from error
+
+
+def _one_of(found: Any, name: str, split: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if split not in found:
+        raise Impossible(
+            f"the dataset {name!r} has no split {split!r}",
+            why=f"it has {', '.join(found)}",
+            fix="give data.split with one of them",
+        )
+    return found[split]
+
+
+def write_tokens(path: str | Path, documents: Iterable[Sequence[int]], *, end: int) -> int:
+    """Write documents as one token file; return how many tokens it holds, ends included."""
+    ids = array("i")
+    for document in documents:
+        ids.extend(document)
+        ids.append(end)
+    tokens = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
+    if not ids or int(tokens.max()) < 2**16:
+        tokens = tokens.to(torch.uint16)  # half the bytes, for vocabularies below 65536
+    save_file({"tokens": tokens}, str(path), metadata={"end": str(end)})
+    return len(ids)
+
+
+class TokenRows(torch.utils.data.Dataset[Row]):
+    """Token files as a map-style dataset of packed rows, for ``BatchLoader``. No token is lost.
+
+    Row follows row through a file; the last one of each file is filled up. ``places`` are paths or
+    patterns of this machine's files.
+    """
+
+    def __init__(self, places: str | Sequence[str], *, sequence_length: int) -> None:
+        wanted = [places] if isinstance(places, str) else places
+        self._paths = sorted({path for place in wanted for path in glob.glob(place)})  # noqa: PTH207  # whole patterns, not below a folder
+        if not self._paths:
+            raise Impossible(
+                f"there are no token files at {', '.join(wanted)}",
+                why="looked for .safetensors files with a tensor named tokens, on this machine",
+                fix="check the path, or make the files with write_tokens()",
+            )
+        self._length = sequence_length
+        self._opened: dict[int, Any] = {}
+        sizes, self._ends = [], []
+        for path in self._paths:
+            size, end = _looked_into(path)
+            sizes.append(size)
+            self._ends.append(end)
+        self._sizes = sizes
+        self._first_rows = list(
+            accumulate((-(-size // sequence_length) for size in sizes), initial=0)
+        )
+
+    def __len__(self) -> int:
+        return self._first_rows[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        place = bisect_right(self._first_rows, index) - 1
+        begin = (index - self._first_rows[place]) * self._length
+        # The token before tells whether the row begins with a document.
+        before = max(begin - 1, 0)
+        tokens = self._tokens(place)[before : begin + self._length].long()
+        ends = (tokens == self._ends[place]).nonzero().flatten() + 1 - (begin - before)
+        tokens = tokens[begin - before :]
+        begins = [one for one in ends.tolist() if one < len(tokens)]
+        return row_of(tokens, begins if begin else [0, *begins], self._length, masked=False)
+
+    def _tokens(self, place: int) -> Any:
+        """Open a file when it is first needed, in the process that needs it."""
+        if place not in self._opened:
+            file = safe_open(self._paths[place], framework="pt")
+            self._opened[place] = file.get_slice("tokens")  # type: ignore[no-untyped-call]
+        return self._opened[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}
+
+
+def _looked_into(path: str) -> tuple[int, int]:
+    """Return how many tokens a file has, and its end token."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            (size,) = file.get_slice("tokens").get_shape()
+            return size, int((file.metadata() or {})["end"])
+    except Exception as error:  # safetensors has an error of its own, and others
+        raise Impossible(
+            f"{path} is not a token file",
+            why=f"{type(error).__name__}: {error}",
+            fix="make it with write_tokens()",
+        ) from None
+
 
 TOKEN_FILES = ".safetensors"  # noqa: S105  # tokens of text, and no secret
 
@@ -48,7 +179,7 @@ class TextRows:
 
     def _rows(self, source: Source) -> Source:
         assert self.tokenizer is not None, "text needs a tokenizer"
-        documents = Tokenised(source, self.tokenizer, field=self.field)
+        documents = Tokenized(source, self.tokenizer, field=self.field)
         documents.check_first()
         laid_out = PackedRows if self.pack else PaddedRows
         return laid_out(documents, sequence_length=self.sequence_length, end=self.tokenizer.end)

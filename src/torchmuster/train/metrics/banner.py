@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from torchmuster.train.assembly import portions_of
-from torchmuster.train.data.portions import Portions
+from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.step import Loader
+from torchmuster.train.defaults import portions_of
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
@@ -76,7 +76,7 @@ def _device(device: torch.device) -> str:
     return f"a device of type {device.type}"
 
 
-def batch_line(portions: Portions | None, world: World) -> str:
+def batch_line(portions: BatchSplit | None, world: World) -> str:
     """Say how a step's samples come together."""
     if portions is None:
         return "as large as the loader gives it"
@@ -84,7 +84,7 @@ def batch_line(portions: Portions | None, world: World) -> str:
     return _product(portions.micro_batch_sizes, portions, each, several)
 
 
-def _product(sizes: Sequence[int], portions: Portions, each: str, several: str) -> str:
+def _product(sizes: Sequence[int], portions: BatchSplit, each: str, several: str) -> str:
     rounds, whole = portions.rounds, portions.global_batch_size
     if len(set(sizes)) == 1:
         text = f"{sizes[0]} per {each} x {len(sizes)} {each if len(sizes) == 1 else several}"
@@ -113,7 +113,7 @@ def _warm_up(schedule: LRScheduler | None) -> int:
     return last + 1 if last else 0
 
 
-def _data(loader: Loader, portions: Portions | None) -> str:
+def _data(loader: Loader, portions: BatchSplit | None) -> str:
     steps = loader.steps_in_epoch()
     told: dict[str, Any] = loader.state()
     text = f"{type(loader).__name__}, "

@@ -30,7 +30,7 @@ class Communication(Protocol):
 def communication_of(model: nn.Module, world: World) -> Communication:
     """Return what can measure this model's communication."""
     if world.world_size == 1:
-        return _Nobody()
+        return _NoCommunication()
     if isinstance(model, DistributedDataParallel):
         measures = let_ddp_measure(model, every=_DdpTimes.EVERY)
         return _DdpTimes(model) if measures else _Unknown()
@@ -39,7 +39,7 @@ def communication_of(model: nn.Module, world: World) -> Communication:
     return _Unknown()
 
 
-class _Nobody:
+class _NoCommunication:
     def exposed_s(self, steps: int) -> float | None:
         return 0.0
 

@@ -1,12 +1,223 @@
 """Everything a run tells: on rank 0 lines, a bar, files and whoever listens; on the others nothing."""
 
+import contextlib
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from torchmuster.train.metrics.metrics_file import MetricsFile
-from torchmuster.train.metrics.progress import Lines, Screen, Silence, screen
-from torchmuster.train.metrics.step_line import StepRecord, render
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from torchmuster.runfolder import NO_ROOM, write_atomically
+from torchmuster.train.metrics.step_line import StepRecord, render_step_line
+from torchmuster.train.metrics.step_metrics import PendingRecord, StepMetrics
 from torchmuster.train.world import World
+from torchmuster.units import format_seconds
+
+_STEPS, _EVALUATIONS, _SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
+# What waits for room: tens of thousands of lines. What comes after that is not kept.
+_MOST_WAITING_BYTES = 16 * 2**20
+
+
+class MetricsFile:
+    """Writes records into a folder's ``metrics``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "metrics"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, _Growing] = {}
+
+    def write_step(self, record: StepRecord) -> str:
+        """Add one line about steps; return what is to be said about the disk, if anything is."""
+        return self._write(_STEPS, record.as_json())
+
+    def write_evaluation(self, step: int, epoch: int, numbers: Mapping[str, float]) -> str:
+        """Add one line about an evaluation; return what is to be said about the disk, if anything is."""
+        return self._write(_EVALUATIONS, {"step": step, "epoch": epoch, **numbers})
+
+    def begin_saves(self) -> None:
+        """Make the file of saves: from now on, one that does not come is missing."""
+        with contextlib.suppress(OSError):
+            (self._folder / _SAVES).touch()
+
+    def write_save(self, save: Mapping[str, Any]) -> str:
+        """Add one line about a save, committed or failed; return what is to be said about the disk."""
+        return self._write(_SAVES, save)
+
+    def cut_off_after(self, step: int, *, evaluated: int) -> None:
+        """Take out all lines about later steps, and what a killed process left half written.
+
+        Evaluations have an end of their own: that of a state's last step may come after it was saved.
+        """
+        self.close()
+        for name, last in ((_STEPS, step), (_EVALUATIONS, evaluated)):
+            path = self._folder / name
+            if not path.exists():
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+            kept = [line for line in text.splitlines(keepends=True) if _is_up_to(line, last)]
+            if len(whole := "".join(kept)) != len(text):
+                write_atomically(path, whole)
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> str:
+        if name not in self._files:
+            self._files[name] = _Growing(self._folder / name)
+        # JSON has no NaN; what is not a number becomes null.
+        content = msgspec.json.encode({**line, "at_unix_s": round(time.time(), 3)})
+        return self._files[name].add(content + b"\n")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class _Growing:
+    """A file that lines are added to; those that find no room wait, and the file goes on where it broke off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._waiting = bytearray()
+        self._full_since_s: float | None = None
+        self._lost = 0
+
+    def add(self, line: bytes) -> str:
+        if len(self._waiting) + len(line) > _MOST_WAITING_BYTES:
+            self._lost += 1
+        else:
+            self._waiting += line
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if self._full_since_s is not None:
+                return ""
+            self._full_since_s = time.monotonic()
+            return (
+                f"{self._path} cannot be written ({error.strerror}): the training goes on, and its lines "
+                "are kept in memory until they can be"
+            )
+        if self._full_since_s is None:
+            return ""
+        took = format_seconds(time.monotonic() - self._full_since_s)
+        lost = f", but {self._lost} of them that were too many" if self._lost else ""
+        self._full_since_s, self._lost = None, 0
+        return (
+            f"{self._path} can be written again after {took}: it has all lines of that time{lost}"
+        )
+
+    def _write_waiting(self) -> None:
+        if self._file is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(self._path, flags, 0o644)
+        while self._waiting:  # a disk that is nearly full takes a part of a line
+            del self._waiting[: os.write(self._file, self._waiting)]
+
+    def close(self) -> None:
+        if self._waiting:
+            with contextlib.suppress(OSError):
+                self._write_waiting()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    """Say whether a line is whole and about a step that is not later."""
+    try:
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+_REDRAW_EVERY_S = 0.5
+
+
+class Screen(Protocol):
+    """Shows lines, and how far a run is."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        ...
+
+    def move(self, step: int) -> None:
+        """Show how far the run is; called at every step, so it must cost next to nothing."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+class NoScreen:
+    """Shows nothing: on all ranks but the first, and where nobody wants to read."""
+
+    def say(self, line: str) -> None:
+        """Do nothing."""
+
+    def move(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines(NoScreen):
+    """Prints lines, at once: what a log file or another program reads."""
+
+    def say(self, line: str) -> None:
+        """Print a line; where it finds no room on a disk, the training goes on without."""
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+
+class Bar:
+    """Lines with a progress bar below them; drawn by the training thread itself, twice a second at most."""
+
+    def __init__(self, last_step: int | None, console: Console | None = None) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,  # a thread that draws would take time from the training
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=last_step)
+        self._progress.start()
+        self._redraw_at = 0.0
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def move(self, step: int) -> None:
+        """Redraw the bar if it is time."""
+        now = time.perf_counter()
+        if now >= self._redraw_at:
+            self._progress.update(self._task, completed=step, refresh=True)
+            self._redraw_at = now + _REDRAW_EVERY_S
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def screen_for(last_step: int | None) -> Screen:
+    """Return a bar on a terminal, plain lines elsewhere."""
+    return Bar(last_step) if sys.stdout.isatty() else Lines()
+
 
 _SILENT_AT_MOST_S = 10.0
 
@@ -39,13 +250,13 @@ class Reports:
 
     def _plain(self) -> Screen:
         """Return where texts go before and after the run."""
-        return Lines() if self._speaks else Silence()
+        return Lines() if self._speaks else NoScreen()
 
     def open(self, last_step: int | None) -> None:
         """Begin; ``last_step`` is where the run will end, if that is known."""
         self._last_step = last_step
         if self._speaks:
-            self.screen = screen(last_step)
+            self.screen = screen_for(last_step)
 
     def go_on_from(self, step: int, *, evaluated: int) -> None:
         """Forget the lines after that of a step, and later evaluations: they are made again."""
@@ -61,7 +272,7 @@ class Reports:
     def record(self, record: StepRecord) -> None:
         """Show and write a record."""
         if self._speaks:
-            self.screen.say(render(record, last_step=self._last_step))
+            self.screen.say(render_step_line(record, last_step=self._last_step))
         if self._files is not None and (trouble := self._files.write_step(record)):
             self.say(trouble)
         for listener in self._listeners:
@@ -109,3 +320,85 @@ class Reports:
         self.screen = self._plain()
         if self._files is not None:
             self._files.close()
+
+
+# Where a step takes longer, a record is shown at once: waiting for the other ranks is little beside it.
+_SHOWN_AT_ONCE_S = 0.1
+
+
+class StepLines:
+    """Makes a record after the first step, and then as often as ``reports`` says.
+
+    Where steps are quick, it is shown one step later: until then the ranks add up its numbers beside the training.
+    """
+
+    def __init__(
+        self, reports: Reports, tally: StepMetrics, *, loss_scale: Callable[[], float | None]
+    ) -> None:
+        """``loss_scale`` is asked with each line only: its answer waits for the device."""
+        self._reports = reports
+        self._tally = tally
+        self._loss_scale = loss_scale
+        self._next = 1
+        # Of the last step: its epoch, learning rate and gradient norm.
+        self._last: tuple[int, float, float | torch.Tensor | None] = (0, 0.0, None)
+        self._pending: tuple[int, PendingRecord] | None = None  # with its step
+        self.last_record: StepRecord | None = None
+
+    def note(self, *, epoch: int, learning_rate: float, norm: float | torch.Tensor | None) -> None:
+        """Keep what a line says about its last step."""
+        self._last = (epoch, learning_rate, norm)
+
+    def after_step(self, step: int) -> None:
+        """Show a record that is pending, and begin one if one is due (then a collective)."""
+        self.flush()
+        if step == self._next:
+            self._begin(step)
+            if self.last_record is None or self.last_record.step_s >= _SHOWN_AT_ONCE_S:
+                self.flush()
+
+    def finish(self, step: int) -> None:
+        """Make a record of what is left, if anything is."""
+        self.flush()
+        if self._tally.has_any:
+            self._begin(step)
+            self.flush()
+
+    def _begin(self, step: int) -> None:
+        epoch, rate, _ = self._last
+        record = self._tally.record(
+            step=step,
+            epoch=epoch,
+            learning_rate=rate,
+            norm=self._norm(),
+            loss_scale=self._loss_scale(),
+        )
+        self._pending = step, record
+
+    def flush(self) -> None:
+        """Show the record that is pending, if one is; waits for the other ranks."""
+        if self._pending is None:
+            return
+        (step, pending), self._pending = self._pending, None
+        record = pending.finish()
+        self._next = self._reports.next_line(step, record.step_s)
+        self._reports.record(record)
+        self.last_record = record
+
+    def _norm(self) -> float | None:
+        norm = self._last[2]
+        return None if norm is None else float(norm)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is needed to make the next line as if nothing had happened (a collective)."""
+        self.flush()
+        epoch, rate, _ = self._last
+        last = [epoch, rate, self._norm()]
+        return {"next": self._next, "last": last, "sums": self._tally.state()}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Go on from a state; a line may come sooner than it would have, if lines are due more often now."""
+        self._next = min(state["next"], self._reports.next_usual_line(step))
+        epoch, rate, norm = state["last"]
+        self._last = (epoch, rate, norm)
+        self._tally.restore(state["sums"])

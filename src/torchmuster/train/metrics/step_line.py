@@ -45,7 +45,7 @@ class StepRecord:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def render(record: StepRecord, *, last_step: int | None = None) -> str:
+def render_step_line(record: StepRecord, *, last_step: int | None = None) -> str:
     """Return the record as one line."""
     of = f"/{last_step}" if last_step is not None else ""
     parts = [
@@ -96,7 +96,7 @@ def _shares(record: StepRecord) -> str:
     return text.replace("%", " %")
 
 
-def verdict(
+def dominant_cost(
     *,
     data_shares: list[float],
     communication_shares: list[float] | None,

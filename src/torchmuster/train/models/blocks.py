@@ -1,8 +1,26 @@
 """The repeated layers of a model: the pieces by which it is sharded, recomputed and compiled."""
 
-from typing import Any
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from inspect import signature
+from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train.torch_private import ATTENTION
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -53,3 +71,123 @@ def _kind(module: nn.Module) -> Any:
 
 def _size(modules: list[nn.Module]) -> int:
     return sum(one.numel() for module in modules for one in module.parameters())
+
+
+def can_compile(device: torch.device) -> Decision[bool]:
+    """Say whether ``torch.compile`` has what it needs to make code for a device."""
+    if device.type == "cpu":
+        compiler = _cpp_compiler()
+        if compiler is None:
+            return Decision(
+                value=False,
+                reason="not compiled: there is no C++ compiler (g++ or clang++, or one named by CXX)",
+            )
+        # Also where code is made for the CPU, torch looks for CUDA, and warns if there is nvcc and no GPU.
+        logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda)
+        return Decision(value=True, reason=f"compiled with {compiler}")
+    if device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
+        return Decision(
+            value=False,
+            reason=f"not compiled: triton, which makes code for {device.type}, is missing",
+        )
+    return Decision(value=True, reason=f"compiled for {device.type}")
+
+
+def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
+    """Compile the repeated layers of a model in place, or the whole where nothing repeats.
+
+    Returns how many were compiled: 0 where that is not possible here, with the reason. Comes after
+    recomputing and before sharding.
+    """
+    possible = can_compile(device)
+    if not possible.value:
+        return Decision(value=0, reason=possible.reason)
+    blocks = repeated_blocks(model) or [model]
+    for block in blocks:
+        if type(block).forward.__module__.startswith("torch."):
+            # torch passes over its own code unless other code calls it, and compiles nothing then.
+            block.forward = partial(_call, block.forward)
+        block.compile()
+    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
+    return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
+
+
+def _is_not_about_cuda(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _cpp_compiler() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+Kind = Literal["full", "selective"]
+# What takes long to compute for its size; everything else is computed again.
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    *ATTENTION,
+)
+
+
+def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -> Decision[int]:
+    """Compute the activations of every so-manieth block again in the backward; return how many blocks.
+
+    ``full`` keeps only what goes into a block. ``selective`` also keeps the results of matrix products,
+    convolutions and attention, which are most of the time and a part of the memory.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise Impossible(
+            "asked to recompute activations, but the model has no repeated layers",
+            why="nothing in it is a ModuleList or Sequential with two or more layers of one class",
+            fix="leave it out, or call torch.utils.checkpoint.checkpoint in the model where it fits",
+        )
+    chosen = blocks[every - 1 :: every]
+    for block in chosen:
+        block.forward = partial(_recomputed, block.forward, kind)
+    kept = "only their inputs are kept" if kind == "full" else "matrix products are kept"
+    return Decision(
+        value=len(chosen),
+        reason=f"activations of {len(chosen)} of {len(blocks)} blocks are computed again in the "
+        f"backward: {kept}",
+    )
+
+
+def _recomputed(forward: Callable[..., Any], kind: Kind, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if kind == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    options = {"context_fn": _selective, **_SELECTIVE_OPTIONS, **kwargs}
+    return checkpoint(forward, *args, use_reentrant=False, **options)
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return forward, again
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _overloads() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in _KEPT_NAMES]
+    return frozenset(one.default for one in packets if one is not None)
+
+
+_KEPT = _overloads()
+# From torch 2.15: tensors that selective checkpointing keeps go through saved_tensors_hooks (save_on_cpu), as all others do.
+_SELECTIVE_OPTIONS = {
+    name: True for name in signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"
+}

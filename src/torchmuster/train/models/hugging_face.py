@@ -44,7 +44,7 @@ class ModelFiles:
     revision: str | None = None  # of a model on the hub
 
 
-def find(name_or_path: str) -> ModelFiles:
+def find_model(name_or_path: str) -> ModelFiles:
     """Find a model: a local folder, or a name on the hub, which is fetched unless it is here already."""
     folder = Path(name_or_path).expanduser()
     name, revision = str(folder.absolute()), None
@@ -67,7 +67,7 @@ def find(name_or_path: str) -> ModelFiles:
     return ModelFiles(folder=folder, weights=_weights(folder), name=name, revision=revision)
 
 
-def build(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
+def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
     """Build the model from its config.json alone; its weights are those of a new model."""
     config = _config(files)
     try:
@@ -79,7 +79,7 @@ def build(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") ->
     return _for_training(model)
 
 
-def load(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
+def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
     """Return the model with the weights of its folder, whole, on the CPU."""
     config = _config(files)
     try:

@@ -13,11 +13,10 @@ from torchmuster.decision import Decision
 from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT, USABLE_SHARE
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible
-from torchmuster.train.agreement import tell_all
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies.protocol import Strategy
 from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.world import World
+from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import format_bytes
 
 Name = Literal["single", "ddp", "fsdp"]
@@ -31,7 +30,7 @@ _STRATEGIES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """What a model takes in training, beside activations."""
 
     parameter_bytes: int
@@ -43,10 +42,10 @@ class Sizes:
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def sizes_of(model: nn.Module) -> ModelSizes:
     """Measure a model; it may be without memory still."""
     sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
-    return Sizes(
+    return ModelSizes(
         parameter_bytes=sum(size for size, _ in sizes),
         trained_bytes=sum(size for size, trained in sizes if trained),
     )
@@ -57,7 +56,7 @@ def memory_of_each_rank(world: World) -> int | None:
 
     Ranks on the CPUs of one machine share its memory.
     """
-    told = tell_all(_memory_bytes(world), world)
+    told = all_gather_object(_memory_bytes(world), world)
     return None if None in told else min(told)
 
 
@@ -72,11 +71,11 @@ def _memory_bytes(world: World) -> int | None:
     return int(total)
 
 
-def choose(
+def choose_strategy(
     asked: Literal["auto", "single", "ddp", "fsdp"],
     *,
     ranks: int,
-    sizes: Sizes,
+    sizes: ModelSizes,
     memory_bytes: int | None,
     sharding: Sharding | None = None,
 ) -> Decision[Name]:
@@ -143,7 +142,7 @@ def _refuse_options_of_fsdp(name: str, given: bool) -> None:
         )
 
 
-def build(
+def build_strategy(
     name: Name,
     world: World,
     *,

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmuster.train import random_states
+from torchmuster.train import seeds
 from torchmuster.train.buffers import untrained
-from torchmuster.train.strategies import gradients, states, unused_parameters
-from torchmuster.train.strategies.placing import place
+from torchmuster.train.strategies import placing, strategy, unused_parameters
+from torchmuster.train.strategies.placing import place_model
 from torchmuster.train.world import World
 
 
@@ -32,7 +32,7 @@ class Ddp:
         """Move the model to the device and wrap it; DDP sends the values of rank 0 to all."""
         device = self._world.device
         return DistributedDataParallel(
-            place(model, device),
+            place_model(model, device),
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
@@ -49,9 +49,9 @@ class Ddp:
         if self._find_unused_parameters:
             return
         kept = [(one, one.detach().clone()) for one in untrained(model)]
-        states = random_states.keep(self._world)
+        states = seeds.save_random_states(self._world)
         compute()
-        random_states.put_back(states, self._world)
+        seeds.load_random_states(states, self._world)
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for one, value in kept:
@@ -72,23 +72,23 @@ class Ddp:
         """Raise with the names of parameters that the ranks would wait for in vain."""
         if not self._find_unused_parameters:
             wrapped = cast(DistributedDataParallel, model)
-            unused_parameters.refuse(wrapped.module, self._world)
+            unused_parameters.refuse_unused_parameters(wrapped.module, self._world)
 
     def measure_gradients(
         self, parameters: Sequence[nn.Parameter], *, norm: bool
-    ) -> gradients.Measured:
+    ) -> strategy.GradientNorm:
         """Measure all gradients, which are the same on every rank.
 
         Parameter by parameter: over DDP's buckets it would be sooner, but they are cut differently in a run's
         first step, so a resumed run would differ in the norm's last digit.
         """
-        return gradients.measure(parameters, self._world.device, norm=norm)
+        return strategy.measure_gradients(parameters, self._world.device, norm=norm)
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
         """Return the state under the model's own names."""
-        return states.state_dict(model, optimizer)
+        return placing.training_state_dict(model, optimizer)
 
     def load_state_dict(
         self,
@@ -97,4 +97,4 @@ class Ddp:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Take a state back."""
-        states.load_state_dict(model, state, optimizer, self._world)
+        placing.load_training_state_dict(model, state, optimizer, self._world)

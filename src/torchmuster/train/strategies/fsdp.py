@@ -19,19 +19,18 @@ from torch.distributed.fsdp import (
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.agreement import tell_all
 from torchmuster.train.buffers import share
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.meta_init import is_on_meta, move_to_meta
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies import gradients, states, unused_parameters
+from torchmuster.train.strategies import placing, strategy, unused_parameters
 from torchmuster.train.strategies.placing import (
     take_shards_of_rank_0,
     take_values_of_rank_0,
     whole_values,
 )
-from torchmuster.train.strategies.sharding import Layout, Sharding, lay_out
-from torchmuster.train.world import World
+from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
+from torchmuster.train.world import World, all_gather_object
 
 # Their running means stay in 32 bits, and torch has no kernel for weights of fewer bits beside such means.
 _WITH_RUNNING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -60,7 +59,7 @@ class Fsdp:
         self._precision = precision
         # With the names of buffers that are shared before each step.
         self._prepared: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-        self.layout: Decision[Layout] | None = None  # known once a model is prepared
+        self.layout: Decision[ShardLayout] | None = None  # known once a model is prepared
         if self._sharding.kind == "no_shard":
             raise Impossible(
                 "asked for fsdp with no_shard",
@@ -78,7 +77,7 @@ class Fsdp:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the model block by block."""
         whole = None
-        if any(tell_all(is_on_meta(model), self._world)):
+        if any(all_gather_object(is_on_meta(model), self._world)):
             whole = whole_values(model, self._world)
             move_to_meta(model)
         else:
@@ -99,13 +98,13 @@ class Fsdp:
         self._prepared[model] = _running(model)
         return model
 
-    def _lay_out(self) -> Decision[Layout]:
-        told = Counter(tell_all(self._world.local_world_size, self._world))
+    def _lay_out(self) -> Decision[ShardLayout]:
+        told = Counter(all_gather_object(self._world.local_world_size, self._world))
         sizes = [size for size, ranks in told.items() for _ in range(ranks // size)]
         # Without a launcher that says how many ranks a machine has, all are taken to be on one.
         if sum(sizes) != self._world.world_size:
             sizes = [self._world.world_size]
-        return lay_out(self._sharding, ranks_of_machines=sizes)
+        return choose_layout(self._sharding, ranks_of_machines=sizes)
 
     def _shard(
         self,
@@ -166,9 +165,9 @@ class Fsdp:
 
     def measure_gradients(
         self, parameters: Sequence[nn.Parameter], *, norm: bool
-    ) -> gradients.Measured:
+    ) -> strategy.GradientNorm:
         """Measure the shards of all ranks."""
-        return gradients.measure_shards(
+        return strategy.measure_gradient_shards(
             parameters, self._world.device, norm=norm, error=self._used_here_and_there
         )
 
@@ -186,7 +185,7 @@ class Fsdp:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
         """Return the state under the model's own names; tensors are sharded as the model is."""
-        return states.state_dict(model, optimizer)
+        return placing.training_state_dict(model, optimizer)
 
     def load_state_dict(
         self,
@@ -195,7 +194,7 @@ class Fsdp:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Take a state back."""
-        states.load_state_dict(model, state, optimizer, self._world)
+        placing.load_training_state_dict(model, state, optimizer, self._world)
 
 
 def _running(model: nn.Module) -> list[str]:
@@ -214,7 +213,7 @@ def _with_running_means(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _mesh(layout: Layout, world: World) -> DeviceMesh:
+def _mesh(layout: ShardLayout, world: World) -> DeviceMesh:
     kind = world.device.type
     if layout.copies == 1:
         return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))

@@ -1,18 +1,22 @@
 """Getting a model's values to where they are computed with."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models.meta_init import is_on_meta, replace_parameters
-from torchmuster.train.world import World
+from torchmuster.train.weights import own_name
+from torchmuster.train.world import World, all_gather_object
 
 
-def place(model: nn.Module, device: torch.device) -> nn.Module:
+def place_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device."""
     if is_on_meta(model):
         raise _without_values()
@@ -86,3 +90,45 @@ def _without_values() -> Impossible:
         why="only rank 0 has values of a model that is built for sharding",
         fix="build it with its values, or with build_on_rank_0() and strategy fsdp",
     )
+
+
+def training_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Return ``{"model": …, "optimizer": …}``; sharded stays sharded."""
+    states: dict[str, Any] = {"model": dcp.get_model_state_dict(model)}
+    if optimizer is not None:
+        states["optimizer"] = dcp.get_optimizer_state_dict(model, optimizer)
+    return states
+
+
+def load_training_state_dict(
+    model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer | None, world: World
+) -> None:
+    """Take a state back: sharded as the model is, whole on all ranks, or whole on rank 0 alone.
+
+    A parameter that never had a gradient has no state of the optimiser's, and gets none here.
+    """
+    whole = not any(isinstance(one, DTensor) for one in state.get("model", {}).values())
+    only_first = not all(all_gather_object("model" in state, world))
+    options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=only_first)
+    # Copies of the dictionaries, since torch takes names out of those that it is given.
+    dcp.set_model_state_dict(model, dict(state.get("model", {})), options=options)
+    if optimizer is not None:
+        own = dict(state.get("optimizer", {}))
+        kept = [one for of_one in own.get("state", {}).values() for one in of_one.values()]
+        if not only_first and not any(isinstance(one, torch.Tensor) for one in kept):
+            options = StateDictOptions()  # plain SGD keeps nothing; torch would look for its device
+        options.strict = only_first
+        dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
+        if not only_first:
+            _forget_all_but(own.get("state", {}), model, optimizer)
+
+
+def _forget_all_but(
+    kept: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Take out what torch has made for parameters that had no state: it counts a step that never was."""
+    for name, parameter in model.named_parameters():
+        if own_name(name) not in kept:
+            optimizer.state.pop(parameter, None)

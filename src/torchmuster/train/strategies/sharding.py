@@ -26,7 +26,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """So many copies of the model, each sharded over so many ranks."""
 
     copies: int
@@ -38,7 +38,7 @@ class Layout:
         return self.copies * self.shards
 
 
-def lay_out(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision[Layout]:
+def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision[ShardLayout]:
     """Return how ranks share the model, given how many of them each machine has."""
     ranks = sum(ranks_of_machines)
     if sharding.kind != "hybrid_shard":
@@ -49,7 +49,7 @@ def lay_out(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision
                 fix="leave the shard size out, or take hybrid_shard",
             )
         return Decision(
-            value=Layout(copies=1, shards=ranks),
+            value=ShardLayout(copies=1, shards=ranks),
             reason=f"{sharding.kind}: one copy of the model, sharded over all {ranks} ranks",
         )
     shards = sharding.shard_size
@@ -61,7 +61,7 @@ def lay_out(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision
             why=f"there are {ranks} ranks, which is no multiple of {shards}",
             fix=f"take a shard size that divides {ranks}, or full_shard",
         )
-    layout = Layout(copies=ranks // shards, shards=shards)
+    layout = ShardLayout(copies=ranks // shards, shards=shards)
     return Decision(value=layout, reason=f"hybrid_shard: {_words(layout)}")
 
 
@@ -77,7 +77,7 @@ def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
     return sizes[0]
 
 
-def _words(layout: Layout) -> str:
+def _words(layout: ShardLayout) -> str:
     if layout.copies == 1:
         return (
             f"all {layout.shards} ranks hold one copy, so there is nothing to replicate: the same as "

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster.train.strategies import gradients, states
-from torchmuster.train.strategies.placing import place
+from torchmuster.train.strategies import placing, strategy
+from torchmuster.train.strategies.placing import place_model
 from torchmuster.train.world import World
 
 
@@ -22,7 +22,7 @@ class Single:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device."""
-        return place(model, self._world.device)
+        return place_model(model, self._world.device)
 
     def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
         """Do nothing: a model is the same in every step."""
@@ -43,15 +43,15 @@ class Single:
 
     def measure_gradients(
         self, parameters: Sequence[nn.Parameter], *, norm: bool
-    ) -> gradients.Measured:
+    ) -> strategy.GradientNorm:
         """Measure all gradients."""
-        return gradients.measure(parameters, self._world.device, norm=norm)
+        return strategy.measure_gradients(parameters, self._world.device, norm=norm)
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
         """Return the state under the model's own names."""
-        return states.state_dict(model, optimizer)
+        return placing.training_state_dict(model, optimizer)
 
     def load_state_dict(
         self,
@@ -60,4 +60,4 @@ class Single:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Take a state back."""
-        states.load_state_dict(model, state, optimizer, self._world)
+        placing.load_training_state_dict(model, state, optimizer, self._world)

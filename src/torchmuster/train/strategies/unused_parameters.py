@@ -13,15 +13,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from torchmuster.errors import MusterError
 from torchmuster.launch.probes.process_group import group_store
-from torchmuster.train.agreement import speaks_for_all, tell_all
-from torchmuster.train.names import own_name
-from torchmuster.train.world import World
+from torchmuster.train.weights import own_name
+from torchmuster.train.world import World, all_gather_object, is_simulated
 
 _NAMES_SHOWN = 10
 _WAIT_FOR_OTHERS = timedelta(seconds=8)
 
 
-def refuse(model: nn.Module, world: World) -> None:
+def refuse_unused_parameters(model: nn.Module, world: World) -> None:
     """Raise with the names of parameters that have no gradient, and the ranks on which that is so."""
     names = [
         name for name, one in model.named_parameters() if one.requires_grad and one.grad is None
@@ -35,7 +34,7 @@ def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
 
     The others come here at about the same time, or never, if they wait in their backward.
     """
-    if world.world_size == 1 or speaks_for_all(world):
+    if world.world_size == 1 or is_simulated(world):
         return list(range(world.world_size))
     # Collectives will not do: a rank that does use these parameters is still waiting for the others in its backward.
     store = PrefixStore("torchmuster-unused-parameters", group_store())
@@ -57,7 +56,7 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
     Each says which trained parameters got none.
     """
     ranks_without: dict[str, list[int]] = {}
-    for rank, names in enumerate(tell_all(list(without_gradient), world)):
+    for rank, names in enumerate(all_gather_object(list(without_gradient), world)):
         for name in names:
             ranks_without.setdefault(own_name(name), []).append(rank)
     differing = [

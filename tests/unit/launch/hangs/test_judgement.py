@@ -209,7 +209,7 @@ def test_a_rank_at_work_has_a_minute(snapshot: SnapshotAssertion) -> None:
     assert at_s < 66
     assert told.name == "rank-busy"
     assert told.what.startswith("rank 1 on a ")
-    assert "torchmuster.train.first.first()" in told.fix
+    assert "torchmuster.train.world.rank_zero_first()" in told.fix
     assert told.as_json() == snapshot
 
 

@@ -7,6 +7,7 @@ in its middle: all its samples belong to the lane in which the file begins.
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -18,13 +19,131 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import fsspec
+from fsspec.utils import infer_compression
 
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.redaction import redact_text
-from torchmuster.train.data.streams.file_places import File, digest, find_files
 from torchmuster.train.data.streams.iterable import LANES
-from torchmuster.train.data.streams.source import Cursor
-from torchmuster.train.seeds import derive
+from torchmuster.train.data.streams.reading import Cursor
+from torchmuster.train.seeds import derive_seed
+
+RECORDS = (".txt", ".jsonl", ".ndjson", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file that was found."""
+
+    place: str  # with its protocol, as it can be opened
+    size_bytes: int
+
+    @property
+    def shown(self) -> str:
+        """The place as it may be shown: an address can hold a password."""
+        return redact_text(self.place.removeprefix("file://"))
+
+    @property
+    def compression(self) -> str | None:
+        """How it is compressed, by its name; None where it is not."""
+        return infer_compression(self.place)  # type: ignore[no-any-return]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each line is a sample as it stands, and not JSON."""
+        return _suffix(self.place) == ".txt"
+
+
+def _suffix(place: str) -> str:
+    name = place.rsplit("/", 1)[-1].lower()
+    if infer_compression(name) is not None:
+        name = name.rsplit(".", 1)[0]
+    return f".{name.rsplit('.', 1)[-1]}" if "." in name else ""
+
+
+def find_files(places: str | Sequence[str], options: Mapping[str, Any]) -> list[File]:
+    """Return the files at these paths, patterns, folders or addresses, sorted, each one once."""
+    wanted = [places] if isinstance(places, str) else list(places)
+    found: dict[str, File] = {}
+    for place in wanted:
+        some = _found_at(place, options)
+        if not some:
+            raise _nothing_at(place)
+        found.update((one.place, one) for one in some)
+    files = [found[place] for place in sorted(found)]
+    strange = [one.shown for one in files if _suffix(one.place) not in RECORDS]
+    if strange:
+        raise Impossible(
+            f"{strange[0]}: this kind of file cannot be read as samples",
+            why=f"samples are lines of {', '.join(RECORDS)}, also compressed (.gz, .bz2, .xz, .zst)",
+            fix="name the files more closely, such as data/*.jsonl; or write a dataset of your own",
+        )
+    for one in files:
+        if one.compression == "zstd" and not _can_read_zstd():
+            raise Impossible(
+                f"{one.shown}: a file compressed with zstd cannot be read here",
+                why="the package zstandard is not installed",
+                fix="pip install zstandard",
+            )
+    return files
+
+
+def _can_read_zstd() -> bool:
+    from fsspec.compression import compr
+
+    return "zstd" in compr
+
+
+def _found_at(place: str, options: Mapping[str, Any]) -> list[File]:
+    try:
+        storage, path = fsspec.core.url_to_fs(place, **options)
+    except (ImportError, ValueError) as error:
+        raise _unknown_storage(place, error) from None
+    try:
+        if any(sign in path for sign in "*?["):
+            paths = storage.glob(path)
+        elif storage.isdir(path):
+            paths = [one for one in storage.find(path) if _suffix(one) in RECORDS]
+        else:
+            paths = [path] if storage.exists(path) else []
+        infos = [storage.info(one) for one in paths]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Impossible(
+            f"{redact_text(place)} cannot be listed",
+            why=redact_text(f"{type(error).__name__}: {error}"),
+            fix="check the address, and that this machine may read it",
+        ) from None
+    return [
+        File(place=storage.unstrip_protocol(one["name"]), size_bytes=int(one["size"] or 0))
+        for one in infos
+        if one["type"] == "file"
+    ]
+
+
+def _unknown_storage(place: str, error: Exception) -> Impossible:
+    protocol = place.split("://", 1)[0]
+    fix = "pip install 'torchmuster[s3]'" if protocol in ("s3", "s3a") else ""
+    return Impossible(
+        f"files at {protocol}:// cannot be read here",
+        why=redact_text(str(error)),
+        fix=fix or "install the package that fsspec names for it",
+    )
+
+
+def _nothing_at(place: str) -> Impossible:
+    return Impossible(
+        f"there are no files at {redact_text(place)}",
+        why=f"looked for samples as lines of {', '.join(RECORDS)}, also compressed",
+        fix="check the path; a pattern such as data/*.jsonl is written in quotes",
+    )
+
+
+def file_digest(files: Sequence[File]) -> str:
+    """Return a few letters that are others if a file is added, removed or of another size."""
+    names = "\n".join(f"{one.size_bytes} {one.place}" for one in files)
+    return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+
 
 _CHUNK_BYTES = 1 << 20  # read at once from object storage, for each lane
 _TRIES = 5
@@ -43,7 +162,7 @@ class Part:
     end: int
 
 
-def parts_of_lane(files: Sequence[File], lane: int, lanes: int) -> list[Part]:
+def parts_of_shard(files: Sequence[File], lane: int, lanes: int) -> list[Part]:
     """Return the parts of files that make up a lane."""
     total = sum(file.size_bytes for file in files)
     begin, end = total * lane // lanes, total * (lane + 1) // lanes
@@ -94,24 +213,24 @@ class Files:
     def identity(self) -> str:
         """Return how many files there are and a digest of their names and sizes."""
         order = f"shuffled by {self._seed}" if self._shuffle else "sorted"
-        return f"{len(self._files)} files, {order}, digest {digest(self._files)}"
+        return f"{len(self._files)} files, {order}, digest {file_digest(self._files)}"
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
-    ) -> dict[int, "_FileLane"]:
+    ) -> dict[int, "_FileShardReader"]:
         """Begin to read lanes; a file is opened when its turn comes."""
         files = list(self._files)
         if self._shuffle:
-            random.Random(derive(self._seed, "files", epoch)).shuffle(files)
+            random.Random(derive_seed(self._seed, "files", epoch)).shuffle(files)
         return {
-            lane: _FileLane(
-                parts_of_lane(files, lane, self._lanes), self._options, cursors.get(lane)
+            lane: _FileShardReader(
+                parts_of_shard(files, lane, self._lanes), self._options, cursors.get(lane)
             )
             for lane in lanes
         }
 
 
-class _FileLane:
+class _FileShardReader:
     def __init__(
         self, parts: list[Part], options: Mapping[str, Any], cursor: Sequence[int] | None
     ) -> None:

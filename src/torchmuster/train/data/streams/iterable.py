@@ -14,7 +14,7 @@ import torch
 
 from torchmuster.errors import Impossible
 from torchmuster.train.data.order import Order
-from torchmuster.train.data.streams.source import Cursor
+from torchmuster.train.data.streams.reading import Cursor
 from torchmuster.train.world import World
 
 LANES = 48  # divided evenly by 2, 3, 4, 6, 8, 12, 16, 24 and 48 ranks
@@ -82,7 +82,7 @@ class Shard:
             close()
 
 
-class _ShardLane:
+class _IterableShardReader:
     def __init__(self, shard: Shard, way: int) -> None:
         self._shard = shard
         self._way = way
@@ -135,7 +135,7 @@ class Iterables:
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
-    ) -> dict[int, _ShardLane]:
+    ) -> dict[int, _IterableShardReader]:
         """Begin to read lanes; those of one shard read it together."""
         shards: dict[int, list[int]] = {}
         for lane in lanes:
@@ -147,7 +147,7 @@ class Iterables:
             reading = Shard(self._open(shard, epoch, state), ways=self._ways, begin=head)
             for lane, cursor in zip(own, known, strict=True):
                 reading.add_lane(lane // self._shards, cursor["taken"])
-                opened[lane] = _ShardLane(reading, lane // self._shards)
+                opened[lane] = _IterableShardReader(reading, lane // self._shards)
         return {lane: opened[lane] for lane in lanes}
 
     def _open(self, shard: int, epoch: int, state: Any) -> Iterable[Any]:
@@ -182,11 +182,11 @@ class Indexed:
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
-    ) -> dict[int, "_IndexedLane"]:
+    ) -> dict[int, "_IndexedShardReader"]:
         """Begin to read lanes."""
         order = Order(size=len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         return {
-            lane: _IndexedLane(
+            lane: _IndexedShardReader(
                 self._dataset,
                 order,
                 range(lane, len(self._dataset), self._lanes),
@@ -196,7 +196,7 @@ class Indexed:
         }
 
 
-class _IndexedLane:
+class _IndexedShardReader:
     def __init__(self, dataset: Any, order: Order, places: range, begin: int) -> None:
         self._dataset = dataset
         self._order = order
@@ -214,3 +214,63 @@ class _IndexedLane:
 
     def close(self) -> None:
         pass
+
+
+class HuggingFaceStream(Iterables):
+    """A ``datasets.IterableDataset``; a map-style ``datasets.Dataset`` belongs into ``BatchLoader``.
+
+    The dataset's own shards are what ranks divide; where they are fewer than ``lanes``, each shard is
+    dealt out sample by sample. Datasets that were shuffled with a buffer are brought back to a position by
+    reading from the beginning, all others by their own state.
+    """
+
+    def __init__(self, dataset: Any, *, lanes: int = LANES) -> None:
+        super().__init__(dataset)
+        self._dataset = dataset
+        self._shards = dataset.num_shards
+        self._ways = -(-lanes // self._shards)
+
+    def identity(self) -> str:
+        """Return what the dataset calls itself."""
+        name = self._dataset.info.dataset_name or "dataset"
+        return f"{name} {self._dataset.split}: {self._shards} shards in {self.lanes()} lanes"
+
+    def _open(self, shard: int, epoch: int, state: Any) -> Iterable[Any]:
+        part = self._dataset.shard(num_shards=self._shards, index=shard, contiguous=False)
+        part.set_epoch(epoch)
+        if not _state_is_exact(part):
+            return _FromTheBeginning(part)
+        if state is not None:
+            part.load_state_dict(state)
+        return part  # type: ignore[no-any-return]
+
+
+def _state_is_exact(dataset: Any) -> bool:
+    """Say whether the dataset's own state brings it back to a position.
+
+    By its documentation it does not where there is a shuffle buffer, whose content is lost, and where
+    tables are mapped in batches. Neither shows in the state or anywhere public, so the steps that the
+    dataset is made of are looked at; without those, it is read from the beginning.
+    """
+    steps = getattr(dataset, "_ex_iterable", None)
+    layout = getattr(dataset, "_formatting", None)
+    if steps is None or getattr(layout, "is_table", False):
+        return False
+    waiting = [steps]
+    while waiting:
+        step = waiting.pop()
+        if "Shuffled" in type(step).__name__:
+            return False
+        inner = getattr(step, "ex_iterables", None) or [getattr(step, "ex_iterable", None)]
+        waiting += [one for one in inner if one is not None]
+    return True
+
+
+class _FromTheBeginning:
+    """An iterable without a state of its own."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self._samples)

@@ -1,6 +1,6 @@
 """Documents of any length as rows of one length, for language models. No token is lost or repeated.
 
-:mod:`torchmuster.train.data.streams.rows` describes a row. A document that does not fit continues in the next row.
+:mod:`torchmuster.train.data.streams.packing` describes a row. A document that does not fit continues in the next row.
 A document is a list of ids, to which the end token is added, or :class:`Tokens`, which are used as they are.
 """
 
@@ -10,9 +10,50 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchmuster.train.data.streams.rows import Row, row_of
-from torchmuster.train.data.streams.source import Cursor, Lane, Source
-from torchmuster.train.data.streams.tokenising import Tokens
+from torchmuster.train.data.streams.reading import Cursor, ShardReader, Source
+from torchmuster.train.data.streams.tokenizing import Tokens
+from torchmuster.train.losses import IGNORED
+
+Row = dict[str, torch.Tensor]
+
+
+def row_of(
+    tokens: torch.Tensor,
+    begins: Sequence[int],
+    length: int,
+    *,
+    masked: bool,
+    labels: Mapping[int, Sequence[int]] | None = None,
+) -> Row:
+    """Make a row of ``length`` from tokens; documents begin in it at the places ``begins``.
+
+    ``labels`` replace the tokens as what is learnt, from each place of theirs on.
+    """
+    filled = len(tokens)
+    input_ids = tokens
+    if filled < length:
+        # Padding is a document of its own that nobody learns; which token it repeats makes no difference.
+        input_ids = torch.cat([tokens, tokens[-1].expand(length - filled)])
+        begins = [*begins, filled]
+    learnt = input_ids.clone()
+    for place, values in (labels or {}).items():
+        learnt[place : place + len(values)] = torch.tensor(values)
+    learnt[[0, *begins]] = IGNORED
+    learnt[filled:] = IGNORED
+    row = {"input_ids": input_ids, "labels": learnt, "position_ids": _positions(begins, length)}
+    if masked:
+        row["attention_mask"] = (torch.arange(length) < filled).long()
+    return row
+
+
+def _positions(begins: Sequence[int], length: int) -> torch.Tensor:
+    places = torch.arange(length)
+    if not begins:
+        return places
+    last_begin = torch.zeros(length, dtype=torch.int64)
+    last_begin[list(begins)] = torch.tensor(begins)
+    return places - last_begin.cummax(0).values
+
 
 _DOCUMENTS_AT_ONCE = 16
 
@@ -38,12 +79,12 @@ class PackedRows:
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
-    ) -> dict[int, "_RowLane"]:
+    ) -> dict[int, "_RowShardReader"]:
         """Begin to read lanes."""
         at = {lane: cursor["at"] if (cursor := cursors.get(lane)) else None for lane in lanes}
         opened = self._documents.open(lanes, epoch=epoch, cursors=at)
         return {
-            lane: _RowLane(
+            lane: _RowShardReader(
                 _Documents(one, self._end, cursors.get(lane)), self._length, packed=self.packed
             )
             for lane, one in opened.items()
@@ -56,7 +97,7 @@ class PaddedRows(PackedRows):
     packed = False
 
 
-class _RowLane:
+class _RowShardReader:
     def __init__(self, documents: "_Documents", length: int, *, packed: bool) -> None:
         self._documents = documents
         self._length = length
@@ -100,7 +141,7 @@ class _RowLane:
 class _Documents:
     """Tokens of document after document, each with its end; knows the place of the next token."""
 
-    def __init__(self, lane: Lane, end: int, cursor: Cursor | None) -> None:
+    def __init__(self, lane: ShardReader, end: int, cursor: Cursor | None) -> None:
         self._lane = lane
         self._end = end
         self._used = 0  # tokens of the first waiting document

@@ -1,22 +1,164 @@
 """Reading a rank's lanes lap by lap, in this process or ahead of it in others."""
 
+import io
+import pickle
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchmuster.errors import MusterError
-from torchmuster.train.data.reading import random_numbers_kept, seed_cpu
-from torchmuster.train.data.shared_memory import Room, free_bytes
-from torchmuster.train.data.streams.laps import shuffled
-from torchmuster.train.data.streams.parcel import Parcel, pack, unpack
-from torchmuster.train.data.streams.source import Cursor, Source
-from torchmuster.train.data.worker_signals import HeedingOnlyTheRank
-from torchmuster.train.seeds import derive
+from torchmuster.train.data.worker_processes import (
+    IgnoreSignalsInWorkers,
+    SharedMemory,
+    free_shared_memory,
+    random_numbers_kept,
+    seed_cpu,
+)
+from torchmuster.train.seeds import derive_seed
 from torchmuster.train.torch_private import forget_worker_info
 from torchmuster.train.world import World
+
+T = TypeVar("T")
+
+
+def shard_owners(lanes: int, weights: Sequence[int]) -> list[int]:
+    """Return the rank that owns each lane: in turn, and more often the higher a rank's weight is."""
+    total = sum(weights)
+    owned = [0] * len(weights)
+    result = []
+    for lane in range(lanes):
+        rank = max(
+            range(len(weights)),
+            key=lambda one: (weights[one] * (lane + 1) - owned[one] * total, -one),
+        )
+        owned[rank] += 1
+        result.append(rank)
+    return result
+
+
+def round_order(counts: Sequence[int]) -> list[int]:
+    """Return the lane of each place of a lap, given how many samples each lane has in it."""
+    return [
+        lane
+        for turn in range(max(counts, default=0))
+        for lane, count in enumerate(counts)
+        if count > turn
+    ]
+
+
+def shuffled(block: list[T], seed: int, epoch: int, lane: int, lap: int) -> list[T]:
+    """Return a lane's block of a lap in its own order."""
+    mixed = list(block)
+    random.Random(derive_seed(seed, "block", epoch, lane, lap)).shuffle(mixed)
+    return mixed
+
+
+def rounds(own_samples: Sequence[int], micro_batch_sizes: Sequence[int]) -> int:
+    """Return how many micro-batches each rank computes for a step: as many as the fullest one needs."""
+    return max(-(-own // size) for own, size in zip(own_samples, micro_batch_sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Anything, with its tensors taken out. Only ever sent between processes of one rank."""
+
+    words: bytes
+    shapes: list[tuple[torch.dtype, torch.Size]]
+    flat: dict[torch.dtype, torch.Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """What its tensors take of shared memory."""
+        return sum(tensor.nbytes for tensor in self.flat.values())
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, words: io.BytesIO) -> None:
+        super().__init__(words, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, thing: Any) -> int | None:
+        if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
+            return None
+        self.tensors.append(thing.detach().cpu())
+        return len(self.tensors) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, words: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(words)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> torch.Tensor:
+        return self._tensors[place]
+
+
+def pack_batch(thing: Any) -> PackedBatch:
+    """Make a parcel."""
+    words = io.BytesIO()
+    packer = _Packer(words)
+    packer.dump(thing)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in packer.tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    return PackedBatch(
+        words=words.getvalue(),
+        shapes=[(tensor.dtype, tensor.shape) for tensor in packer.tensors],
+        flat={dtype: torch.cat(some) for dtype, some in by_dtype.items()},
+    )
+
+
+def unpack_batch(parcel: PackedBatch) -> Any:
+    """Open a parcel."""
+    begins = dict.fromkeys(parcel.flat, 0)
+    tensors = []
+    for dtype, shape in parcel.shapes:
+        begin = begins[dtype]
+        begins[dtype] = begin + shape.numel()
+        tensors.append(parcel.flat[dtype][begin : begins[dtype]].view(shape))
+    return _Unpacker(io.BytesIO(parcel.words), tensors).load()
+
+
+Cursor = Any  # plain JSON types; what they mean is the source's own business
+
+
+class ShardReader(Protocol):
+    """One lane being read."""
+
+    def read(self, count: int) -> list[Any]:
+        """Return the next samples: ``count`` of them, fewer only where the lane ends."""
+        ...
+
+    def cursor(self) -> Cursor:
+        """Return the place of the next sample, from which the lane can be opened again."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        ...
+
+
+class Source(Protocol):
+    """Samples in lanes, the same ones in the same order for the same seed and epoch."""
+
+    def lanes(self) -> int:
+        """Return how many lanes there are, whatever the number of ranks."""
+        ...
+
+    def open(
+        self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
+    ) -> Mapping[int, ShardReader]:
+        """Begin to read these lanes: from their beginning, or where a cursor points."""
+        ...
+
+    def identity(self) -> str:
+        """Return a few words that are others for other data, so that a position cannot be mixed up."""
+        ...
+
 
 PREFETCH = 2  # laps that each process has ready
 
@@ -45,7 +187,7 @@ class Begin:
     shuffle: bool
 
 
-def read_laps(source: Source, begin: Begin) -> Iterator[Blocks]:
+def read_rounds(source: Source, begin: Begin) -> Iterator[Blocks]:
     """Yield the blocks of lap after lap; after the last ones, empty blocks for ever.
 
     What a source draws at random depends on the seed, the epoch, the lane and the lap, and leaves the training's
@@ -60,7 +202,7 @@ def read_laps(source: Source, begin: Begin) -> Iterator[Blocks]:
             blocks = {}
             with random_numbers_kept():
                 for lane, reading in opened.items():
-                    seed_cpu(derive(begin.seed, "lap", begin.epoch, lane, lap))
+                    seed_cpu(derive_seed(begin.seed, "lap", begin.epoch, lane, lap))
                     samples = reading.read(begin.block)
                     if begin.shuffle:
                         samples = shuffled(samples, begin.seed, begin.epoch, lane, lap)
@@ -72,15 +214,15 @@ def read_laps(source: Source, begin: Begin) -> Iterator[Blocks]:
             reading.close()
 
 
-class _Reading(IterableDataset[Parcel]):
+class _Reading(IterableDataset[PackedBatch]):
     """What a reading process does: its share of the lanes, one parcel a lap."""
 
-    def __init__(self, source: Source, begin: Begin, room: Room) -> None:
+    def __init__(self, source: Source, begin: Begin, room: SharedMemory) -> None:
         self._source = source
         self._begin = begin
         self._room = room
 
-    def __iter__(self) -> Iterator[Parcel]:
+    def __iter__(self) -> Iterator[PackedBatch]:
         worker = get_worker_info()
         assert worker is not None
         # A dataset that divides itself among loader workers would lose samples: here each process has
@@ -88,24 +230,24 @@ class _Reading(IterableDataset[Parcel]):
         forget_worker_info()
         mine = self._begin.lanes[worker.id :: worker.num_workers]
         try:
-            for blocks in read_laps(self._source, replace(self._begin, lanes=mine)):
-                parcel = pack(blocks)
+            for blocks in read_rounds(self._source, replace(self._begin, lanes=mine)):
+                parcel = pack_batch(blocks)
                 if refusal := self._room.refusal(parcel.size_bytes):
                     raise refusal
                 yield parcel
         except MusterError as error:  # torch would make one long text of it
-            yield pack(error)
+            yield pack_batch(error)
 
 
-def read_laps_ahead(
+def read_rounds_ahead(
     source: Source, begin: Begin, *, workers: int, world: World, prefetch: int = PREFETCH
 ) -> Iterator[Blocks]:
     """Yield the same as :func:`read_laps`, read by other processes up to ``prefetch`` laps ahead."""
     workers = min(workers, len(begin.lanes))
     if not workers:
-        yield from read_laps(source, begin)
-    room = Room(
-        free_bytes=free_bytes(),
+        yield from read_rounds(source, begin)
+    room = SharedMemory(
+        free_bytes=free_shared_memory(),
         workers=workers,
         batches=workers * prefetch,
         ranks=world.local_world_size,
@@ -115,16 +257,18 @@ def read_laps_ahead(
         batch_size=None,
         num_workers=workers,
         prefetch_factor=prefetch,
-        worker_init_fn=HeedingOnlyTheRank(),
+        worker_init_fn=IgnoreSignalsInWorkers(),
         # Without one it would take a number from the process's own, as often as an epoch begins.
-        generator=torch.Generator().manual_seed(derive(begin.seed, "loader", world.global_rank)),
+        generator=torch.Generator().manual_seed(
+            derive_seed(begin.seed, "loader", world.global_rank)
+        ),
     )
     parcels = iter(loader)  # in turn from each process, whichever is faster
     try:
         while True:
             blocks: Blocks = {}
             for _ in range(workers):
-                part = unpack(next(parcels))
+                part = unpack_batch(next(parcels))
                 if isinstance(part, MusterError):
                     raise part
                 blocks.update(part)

@@ -1,0 +1,99 @@
+"""A training's state in two parts: tensors by name, and the rest as JSON.
+
+What JSON has no word for is written as a dictionary with one key: tuples, infinite numbers, dictionaries whose
+keys are not texts. All of it comes back as it was.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchmuster.errors import Impossible
+
+_TENSOR, _TUPLE, _FLOAT, _PAIRS = "__tensor__", "__tuple__", "__float__", "__pairs__"
+_MARKS = (_TENSOR, _TUPLE, _FLOAT, _PAIRS)
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the state as JSON types with names in the places of tensors, and the tensors by these names.
+
+    A name is the way to the tensor: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _written(dict(state), (), tensors), tensors
+
+
+def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state that was taken apart; KeyError, TypeError or ValueError if it is not one."""
+    if isinstance(rest, list):
+        return [unflatten(one, tensors) for one in rest]
+    if not isinstance(rest, dict):
+        return rest
+    mark = next(iter(rest)) if len(rest) == 1 else ""
+    content: Any = rest.get(mark)
+    if mark == _TENSOR:
+        return tensors[content]
+    if mark == _TUPLE:
+        return tuple(unflatten(one, tensors) for one in content)
+    if mark == _FLOAT:
+        return _FLOATS[content]
+    if mark == _PAIRS:
+        return {unflatten(key, tensors): unflatten(value, tensors) for key, value in content}
+    return {key: unflatten(value, tensors) for key, value in rest.items()}
+
+
+def share_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names of tensors that are one with an earlier name: ``{later: first}``.
+
+    Of a sharded tensor only ranks with a part of it can tell; the first rank always has one.
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel():
+            place = (local.device, local.data_ptr(), local.dtype, tensor.shape, local.stride())
+            if first.setdefault(place, name) != name:
+                tied[name] = first[place]
+    return tied
+
+
+def _written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(part, torch.Tensor):
+        name = ".".join(way)
+        if name in tensors:
+            raise Impossible(
+                f"two tensors of the state have the same name, {name}",
+                why="a name is made of the keys on the way to the tensor, with dots between them",
+                fix="rename one of the keys",
+            )
+        tensors[name] = part.detach()
+        return {_TENSOR: name}
+    if isinstance(part, dict):
+        if all(isinstance(key, str) and key not in _MARKS for key in part):
+            return {key: _written(value, (*way, key), tensors) for key, value in part.items()}
+        return {_PAIRS: list(_written_pairs(part, way, tensors))}
+    if isinstance(part, list):
+        return [_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]
+    if isinstance(part, tuple):
+        return {_TUPLE: [_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]}
+    if isinstance(part, float) and not math.isfinite(part):
+        return {_FLOAT: str(float(part))}
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    raise Impossible(
+        f"{'.'.join(way)} cannot be kept in a checkpoint: it is a {type(part).__name__}",
+        why="a checkpoint holds tensors, numbers, texts, lists and dictionaries; nothing is pickled",
+        fix="keep it as one of those",
+    )
+
+
+def _written_pairs(
+    part: dict[Any, Any], way: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> Iterator[list[Any]]:
+    for key, value in part.items():
+        yield [_written(key, (*way, "key"), tensors), _written(value, (*way, str(key)), tensors)]

@@ -1,0 +1,137 @@
+"""Saving while a training goes on: when it is due, what is said about it, and the last one at the end."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import Store
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status, render
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
+from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
+from torchmuster.units import format_bytes
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Where the state of a training is saved, and how often: every so many steps or seconds, and at its end.
+
+    ``to`` is a folder, an address such as ``s3://bucket/place``, or a store. Seconds are counted by rank 0's clock,
+    which the ranks know of with every line, so that saves come with one. With ``stop``, a signal to any one
+    rank makes all of them save after the same step and end.
+    """
+
+    to: Store | Path | str
+    every: int | None = None
+    every_s: float | None = None
+    keep: int = 3
+    mode: Literal["auto", "async", "sync"] = "auto"
+    stop: StopRequest | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("every", self.every), ("every_s", self.every_s)):
+            if value is not None and value <= 0:
+                raise Impossible(
+                    f"{name} is {value:g}", fix="give a number above 0, or leave it out"
+                )
+
+    def store(self) -> Store:
+        """Return the store; nothing is made there yet."""
+        return open_store(self.to) if isinstance(self.to, str | Path) else self.to
+
+
+class CheckpointPolicy:
+    """The saves of one call of ``Trainer.fit``; all ranks do the same with it."""
+
+    def __init__(
+        self,
+        saving: CheckpointSettings,
+        checkpointer: Checkpointer,
+        *,
+        take: Callable[[], tuple[State, State]],
+    ) -> None:
+        """``take`` gives the training's state and what is this rank's own."""
+        self._saving = saving
+        self._checkpointer = checkpointer
+        self._take = take
+        self._saved_step: int | None = None
+        self._saved_at_s = 0.0
+        self.is_last = False  # no save comes after the one that is under way
+
+    def check_room(self, state: State) -> str:
+        """Return what is to be said about the room that saves need; raise if there is too little."""
+        findings = self._checkpointer.check_room(state)
+        for found in findings:
+            if found.status is Status.FAILURE:
+                raise Impossible(found.what, why=found.why, fix=found.fix)
+        return render(findings)
+
+    def before_update(self) -> float:
+        """Wait until the weights may change; return how long it took."""
+        begun = time.perf_counter()
+        self._checkpointer.before_update()
+        return time.perf_counter() - begun
+
+    def is_due(self, step: int, elapsed_s: float) -> bool:
+        """Say whether to save after a step; ``elapsed_s`` is the same on all ranks."""
+        every, every_s = self._saving.every, self._saving.every_s
+        if every is not None and step % every == 0:
+            return True
+        return every_s is not None and elapsed_s - self._saved_at_s >= every_s
+
+    def save(self, step: int, elapsed_s: float) -> None:
+        """Take the state; it is written now or while the training goes on."""
+        state, own = self._take()
+        self._checkpointer.save(state, step=step, own=own)
+        self._saved_step = step
+        self._saved_at_s = elapsed_s
+
+    def end_if_asked(self, step: int, elapsed_s: float) -> None:
+        """After each step: save and raise :class:`StoppedAtRequest` where somebody asked for the end."""
+        stop = self._saving.stop
+        if stop is None or not stop.due(step):
+            return
+        report = self._save_and_wait(step, elapsed_s)
+        if report is not None and report.problem:
+            raise MusterError(
+                f"asked to end ({stop.words}), but step {step} could not be saved",
+                why=report.problem,
+                fix="the checkpoints before it are as they were: start it again to go on from the newest",
+            )
+        raise StoppedAtRequest(step, stop.words)
+
+    def end(self, step: int) -> None:
+        """Save what the training has come to, and wait until all is written."""
+        self._save_and_wait(step, 0.0)
+
+    def _save_and_wait(self, step: int, elapsed_s: float) -> SaveReport | None:
+        report = self._checkpointer.wait()
+        if self._saved_step != step or (report is not None and report.problem):
+            self.is_last = True
+            self.save(step, elapsed_s)
+            report = self._checkpointer.wait()
+        return report
+
+
+def save_message(report: SaveReport, *, is_last: bool = False) -> str:
+    """Say in one line what became of a save; a failure with what to do."""
+    if not report.problem:
+        return (
+            f"saved step {report.step}: {format_bytes(report.size_bytes)} in {report.took_s:.1f} s, "
+            f"stalled {report.stall_s:.2f} s"
+        )
+    what = f"step {report.step} could not be saved; the training goes on"
+    fix = (
+        "the next save is tried as if nothing had happened; until it succeeds, a restart goes on "
+        "from the one before"
+    )
+    if is_last:
+        what = f"the end of the training, step {report.step}, could not be saved"
+        fix = "mend what failed and start it again: it goes on from the newest checkpoint"
+    found = Finding(name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix)
+    return render([found])

@@ -1,0 +1,60 @@
+"""The loader for whatever holds the samples: by number, as a stream, or in lanes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchmuster.errors import Impossible
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.step import Loader
+from torchmuster.train.data.stream import StreamLoader
+from torchmuster.train.data.streams.iterable import HuggingFaceStream, Iterables
+from torchmuster.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSpec:
+    """How samples become batches."""
+
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    micro_batch_sizes: Sequence[int] | None = None
+    seed: int = 0
+    shuffle: bool = True
+    workers: int = 0
+    prefetch: int = 2
+
+    def in_order(self) -> "LoaderSpec":
+        """Return the same without shuffling, for evaluation."""
+        return replace(self, shuffle=False)
+
+
+def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
+    """Return the loader that can read these samples."""
+    if isinstance(samples, DataLoader):
+        raise Impossible(
+            "the data is a DataLoader, where a dataset is wanted",
+            why="which rank reads which samples, and in which order, is decided here",
+            fix="return what was given to the DataLoader; batch sizes and workers are settings",
+        )
+    if hasattr(samples, "lanes") and hasattr(samples, "open"):
+        return StreamLoader(samples, world, **vars(batches))
+    if hasattr(samples, "num_shards") and hasattr(samples, "shard") and not _is_numbered(samples):
+        return StreamLoader(HuggingFaceStream(samples), world, **vars(batches))
+    if _is_numbered(samples):
+        return BatchLoader(samples, world, **vars(batches))
+    if not hasattr(samples, "__iter__"):
+        raise Impossible(
+            f"the data is {type(samples).__name__}, which is no dataset",
+            why="a dataset has samples by number (len() and [index]), or can be iterated",
+            fix="return a torch Dataset or IterableDataset, a Hugging Face dataset, or a list",
+        )
+    return StreamLoader(Iterables(samples), world, **vars(batches))
+
+
+def _is_numbered(samples: Any) -> bool:
+    if isinstance(samples, IterableDataset):
+        return False
+    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")

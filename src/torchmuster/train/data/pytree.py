@@ -1,0 +1,56 @@
+"""Tensors inside whatever a batch is made of: tuples, lists, mappings, dataclasses, objects with ``to``."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the batch with ``change`` applied to each tensor, and to each object that moves itself.
+
+    Such objects have a method ``to`` (BatchEncoding, PackedSequence, graphs). Everything else stays as it is;
+    mappings become plain dictionaries.
+    """
+    if isinstance(batch, torch.Tensor) or hasattr(batch, "to"):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(one, change) for one in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(one, change) for one in batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, change) for key, value in batch.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = (field.name for field in dataclasses.fields(batch) if field.init)
+        values = {name: map_tensors(getattr(batch, name), change) for name in fields}
+        return dataclasses.replace(batch, **values)
+    return batch
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch on a device; the copy may still run when this returns, where memory is pinned."""
+
+    def move(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.to(device, non_blocking=True)
+        return one.to(device)
+
+    return map_tensors(batch, move)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield each tensor of a batch, in its order."""
+    found: list[torch.Tensor] = []
+
+    def keep(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            map_tensors(dict(one), keep)
+        elif isinstance(one, tuple):
+            map_tensors(list(one), keep)
+        return one
+
+    map_tensors(batch, keep)
+    return iter(found)

@@ -1,0 +1,198 @@
+"""Processes that read for a rank end when their rank ends them, and not when everybody is asked to end.
+
+torchrun and schedulers send SIGTERM to all processes of a rank. The rank then trains to the end of its
+step and saves, for which its readers must go on.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from torchmuster.errors import Impossible
+from torchmuster.train.seeds import derive_seed
+from torchmuster.units import format_bytes
+
+
+class SampleRange(NamedTuple):
+    """A micro-batch to be read: these samples, of which the first ``samples`` count."""
+
+    epoch: int
+    indices: list[int]
+    samples: int
+
+
+class SampleReader:
+    """Turns a portion into a batch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None,
+        seed: int,
+        random_per_sample: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seed = seed
+        self._random_per_sample = random_per_sample
+        self._tensors = _whole_tensors(dataset) if collate is None else None
+
+    def read(self, portion: SampleRange) -> Any:
+        """Return the batch of these samples."""
+        if self._tensors is not None:
+            index = torch.frombuffer(array("q", portion.indices), dtype=torch.int64)
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        if self._random_per_sample:
+            return self._collate(self._with_own_random_numbers(portion))
+        many = getattr(self._dataset, "__getitems__", None)
+        return self._collate((many or self._one_by_one)(portion.indices))
+
+    def _one_by_one(self, indices: Sequence[int]) -> list[Any]:
+        samples = []
+        dataset = self._dataset
+        for index in indices:
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                error.add_note(f"while reading sample {index} of {type(dataset).__name__}")
+                raise
+        return samples
+
+    def _with_own_random_numbers(self, portion: SampleRange) -> list[Any]:
+        samples = []
+        with random_numbers_kept():
+            for index in portion.indices:
+                seed_cpu(derive_seed(self._seed, "sample", portion.epoch, index))
+                samples += self._one_by_one([index])
+        return samples
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Give Python, torch (CPU) and numpy back the random state that they had before."""
+    numpy = sys.modules.get("numpy")
+    python, torchs = random.getstate(), torch.get_rng_state()
+    numpys = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torchs)
+        if numpy and numpys is not None:
+            numpy.random.set_state(numpys)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed what datasets draw from; not the accelerators, whose numbers are the model's."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def _whole_tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a plain TensorDataset: rows are taken at once, with the same result."""
+    if type(dataset) is not TensorDataset:
+        return None
+    simple = all(
+        one.device.type == "cpu" and one.layout == torch.strided for one in dataset.tensors
+    )
+    return dataset.tensors if simple else None
+
+
+FOLDER = "/dev/shm"  # noqa: S108
+
+_FIX = """docker run --shm-size=8g …  # or --ipc=host
+volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at /dev/shm
+fewer workers, smaller micro-batches, or workers=0, which needs no shared memory"""
+
+
+def free_shared_memory(folder: str = FOLDER) -> int | None:
+    """Return what is free of shared memory; None where there is no such folder (macOS, Windows)."""
+    try:
+        room = os.statvfs(folder)
+    except (OSError, AttributeError):
+        return None
+    return room.f_frsize * room.f_bavail
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMemory:
+    """What was free before the workers started, and who shares it."""
+
+    free_bytes: int | None
+    workers: int  # of this rank
+    batches: int  # of this rank, on their way at once
+    ranks: int  # of this machine
+
+    def refusal(self, batch_bytes: int) -> Impossible | None:
+        """Return why batches of this size cannot be handed over; None where they can."""
+        needed = batch_bytes * self.batches * self.ranks
+        if self.free_bytes is None or needed <= self.free_bytes:
+            return None
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on this machine"
+        return Impossible(
+            f"{FOLDER} is too small for {self.workers} loader worker{'s' if self.workers > 1 else ''}: "
+            f"{format_bytes(needed)} are needed, {format_bytes(self.free_bytes)} are free",
+            why=f"workers hand batches over through it: {format_bytes(batch_bytes)} a batch x "
+            f"{self.batches} on their way x {ranks}; without room they die with “Bus error”",
+            fix=_FIX,
+        )
+
+
+_LOOK_EVERY_S = 5.0
+_SAVED_WITHIN_S = 30.0  # what a rank that was asked to end needs its readers for, at most
+
+
+class IgnoreSignalsInWorkers:
+    """A ``worker_init_fn`` for a DataLoader, which then calls another one."""
+
+    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Prepare a worker process."""
+        ignore_signals_in_workers()
+        if self._then is not None:
+            self._then(worker)
+
+
+def ignore_signals_in_workers() -> None:
+    """Make a worker process end by SIGTERM only if its rank sent it, or has gone; the rest is the rank's."""
+    # Not the process above it, which under forkserver is another one.
+    rank = multiprocessing.parent_process()
+    if rank is None or not hasattr(signal, "sigtimedwait"):  # Linux alone tells who sent a signal
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # A library may have made a thread before; what that one gets, nobody knows the sender of.
+    signal.signal(signal.SIGTERM, _end_later)
+    # Held back in all other threads, so that the one that waits for it gets it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
+
+
+def _end_later(*_: object) -> None:
+    timer = threading.Timer(_SAVED_WITHIN_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def _end_with(rank: BaseProcess) -> None:
+    while True:
+        heard = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
+        if (heard is not None and heard.si_pid == rank.pid) or not rank.is_alive():
+            os._exit(0)  # as torch's own handler does, so that nobody takes it for a failure

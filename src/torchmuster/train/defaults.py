@@ -1,0 +1,93 @@
+"""What :class:`torchmuster.train.trainer.Trainer` was given, completed: a model, a strategy, a precision."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible
+from torchmuster.train import precision as precisions
+from torchmuster.train.data.batch_split import BatchSplit
+from torchmuster.train.data.step import Loader
+from torchmuster.train.models.meta_init import build_for, build_on_meta
+from torchmuster.train.precision import Precision
+from torchmuster.train.strategies import choose as strategies
+from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.world import World
+
+
+def check_trained(model: nn.Module) -> None:
+    """Refuse a model that has nothing to train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Impossible(
+            f"{type(model).__name__} has nothing to train",
+            why="none of its parameters requires a gradient",
+            fix="model.requires_grad_(True), for all of it or for the part that is to be trained",
+        )
+
+
+def with_values(
+    model: nn.Module | Callable[[], nn.Module], strategy: Strategy, world: World, *, seed: int
+) -> nn.Module:
+    """Return a model as it is; a function is called, and for fsdp only rank 0's model has values."""
+    if isinstance(model, nn.Module):
+        return model
+    return build_for(strategy.name, model, world, seed=seed)
+
+
+def default_precision(
+    asked: Decision[Precision] | Precision | Literal["auto"], world: World
+) -> Decision[Precision]:
+    """Return a precision with its reason; ``auto`` asks all ranks for their cards."""
+    if asked == "auto":
+        return precisions.choose_precision("auto", precisions.precision_support(world))
+    if isinstance(asked, Precision):
+        return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+    return asked
+
+
+def default_strategy(
+    asked: Decision[Strategy] | Strategy | Literal["auto"],
+    precision: Precision,
+    model: nn.Module | Callable[[], nn.Module],
+    world: World,
+) -> Decision[Strategy]:
+    """Return a strategy with its reason; ``auto`` looks at the model's size and the devices' memory."""
+    if asked == "auto":
+        sketch = model if isinstance(model, nn.Module) else build_on_meta(model)
+        choice = strategies.choose_strategy(
+            "auto",
+            ranks=world.world_size,
+            sizes=strategies.sizes_of(sketch),
+            memory_bytes=strategies.memory_of_each_rank(world),
+        )
+        strategy = strategies.build_strategy(choice.value, world, precision=precision)
+        return Decision(value=strategy, reason=choice.reason)
+    if isinstance(asked, Decision):
+        return asked
+    return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+
+
+def portions_of(loader: Loader) -> BatchSplit | None:
+    """Return how a loader cuts its batches; None for one that cannot tell before it reads."""
+    return getattr(loader, "portions", None)
+
+
+def micro_batch_size(loader: Loader, world: World) -> int | None:
+    """Return how many samples this rank computes at once, if the loader can tell."""
+    portions = portions_of(loader)
+    return None if portions is None else portions.micro_batch_sizes[world.global_rank]
+
+
+def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:
+    """Raise if a training had a schedule and has none now, or the other way round."""
+    if (schedule is None) == (saved is None):
+        return
+    had, has = ("no schedule", "has one") if saved is None else ("a schedule", "has none")
+    raise Impossible(
+        f"what is to go on was trained with {had}, and this training {has}",
+        why="its learning rates would be others from here on",
+        fix="train with the schedule that it had, or begin a new run",
+    )

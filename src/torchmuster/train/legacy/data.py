@@ -1,0 +1,217 @@
+"""A DataLoader for each rank, with a sampler that forgets nothing: no epoch, no sample, no seed."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from torchmuster.errors import Impossible
+from torchmuster.train.data.order import Order
+from torchmuster.train.seeds import seed_process, worker_seed
+from torchmuster.train.world import World, join_world, most_exact_type, sum_over_ranks
+
+
+def present_world(rank: int | None = None, world_size: int | None = None) -> World:
+    """Return this process's place in the group that is there; one process without a group is alone.
+
+    A rank or number of ranks that contradicts the group is refused.
+    """
+    if dist.is_initialized():
+        with join_world() as world:  # made elsewhere, so it stays when this ends
+            pass
+        _refuse_contradiction("rank", rank, world.global_rank)
+        _refuse_contradiction("world_size", world_size, world.world_size)
+        return world
+    if (rank or 0) != 0 or (world_size or 1) != 1:
+        raise Impossible(
+            f"this is to be rank {rank} of {world_size}, but there is no group of ranks",
+            why="a group must be formed before it is used",
+            fix="call setup_distributed(rank, world_size) first (torchmuster.distributed)",
+        )
+    return World(
+        global_rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=1,
+        local_world_size=1,
+        device=_own_device(),
+        backend="",
+        reasons=("no group was formed, so this process is alone",),
+    )
+
+
+def _refuse_contradiction(name: str, given: int | None, true: int) -> None:
+    if given is not None and given != true:
+        raise Impossible(
+            f"{name}={given} was given, but in the group of this process it is {true}",
+            fix=f"leave {name} out, or give what setup_distributed was given",
+        )
+
+
+def _own_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+Value = TypeVar("Value", float, torch.Tensor)
+
+
+def reduce_mean(value: Value, world_size: int | None = None) -> Value:
+    """Return the mean of a number or tensor over all ranks; the given one is left as it is.
+
+    Sums are taken in double precision. A floating tensor keeps its type and device; a tensor of whole
+    numbers gives torch's default floating type. Without a group it is the value itself. It is the mean
+    over *ranks*: where ranks hold means over different numbers of samples, reduce the sums and the
+    counts instead, and divide.
+    """
+    world = present_world(world_size=world_size)
+    if not isinstance(value, torch.Tensor):
+        return sum_over_ranks([value], world)[0] / world.world_size
+    kept = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    if world.world_size == 1:
+        return value.detach().to(kept, copy=True)
+    mean = value.detach().to(world.device, most_exact_type(world.device), copy=True)
+    dist.all_reduce(mean)
+    return (mean / world.world_size).to(value.device, kept)
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Replace every gradient by its mean over the ranks: what DDP does, but after the backward.
+
+    For a model that is not wrapped, and for seeing what DDP does: gradients of one type travel together
+    in one all-reduce. A parameter that has a gradient on some ranks only counts as 0 on the others.
+    """
+    world = present_world()
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if any(isinstance(one, DTensor) for one in parameters):
+        raise Impossible(
+            "the gradients of this model cannot be averaged by sync_gradients: they are sharded",
+            why="each rank holds a different part; FSDP has averaged them in the backward already",
+            fix="leave the call out",
+        )
+    if world.world_size == 1:
+        return
+    holders = sum_over_ranks([float(one.grad is not None) for one in parameters], world)
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for parameter, ranks in zip(parameters, holders, strict=True):
+        if ranks == 0:
+            continue  # unused everywhere: an optimiser must not see it
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        alike[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
+    for gradients in alike.values():
+        together = torch.cat([one.reshape(-1) for one in gradients])
+        dist.all_reduce(together)
+        together /= world.world_size
+        parts = torch.split(together, [one.numel() for one in gradients])
+        for gradient, mean in zip(gradients, parts, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+# So many places are turned into samples together; the whole order is never held.
+_AT_ONCE = 4096
+
+
+class EachSampleOnce(DistributedSampler[Any]):
+    """Gives this rank its samples, none of them twice, in another order each time it is iterated.
+
+    The samples of all ranks' n-th batches together are the n-th batch of one process with the whole
+    batch. ``set_epoch`` may be called, but need not be: epochs are counted by themselves.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        size = len(dataset)  # type: ignore[arg-type]  # a map-style dataset has a length
+        tail = size % (batch_size * world_size)
+        # Fewer samples than ranks cannot be a batch of each rank. In training they wait for another
+        # epoch, when they come earlier; without shuffling they would never come, so some ranks get
+        # a batch more.
+        self.total_size = size - tail if shuffle and tail < world_size else size
+        self.num_samples = len(range(rank, self.total_size, world_size))
+        self._size = size
+
+    def __iter__(self) -> Iterator[int]:
+        order = Order(size=self._size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        self.epoch += 1  # unless set_epoch says otherwise before the next time
+        for begin in range(self.rank, self.total_size, _AT_ONCE * self.num_replicas):
+            end = min(self.total_size, begin + _AT_ONCE * self.num_replicas)
+            places = torch.arange(begin, end, self.num_replicas)
+            yield from order.samples_at(places).tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def create_distributed_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+    shuffle: bool = True,
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Return a DataLoader of this rank's share of a dataset; ``batch_size`` is that of one rank.
+
+    All ranks have the same number of batches, and no sample is given twice: sizes of the last batches may
+    differ by one. The order changes with each epoch by itself. Where fewer samples than ranks are
+    left over, they are left out of this epoch; with ``shuffle=False``, for evaluation, they are not,
+    and some ranks have a batch more. Workers of different ranks draw different random numbers.
+    ``options`` are any others of torch's DataLoader: ``num_workers``, ``drop_last``, ``collate_fn`` …
+    Rank and number of ranks are those of the group, if not given.
+    """
+    if rank is None or world_size is None:
+        world = present_world(rank, world_size)
+        rank, world_size = world.global_rank, world.world_size
+    size = len(dataset)  # type: ignore[arg-type]
+    if shuffle and size < world_size:
+        raise Impossible(
+            f"{size} samples cannot be dealt out to {world_size} ranks",
+            why="in training each rank must have a batch whenever the others have one",
+            fix=f"start at most {size} ranks, or take a larger dataset",
+        )
+    sampler = EachSampleOnce(
+        dataset,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        shuffle=shuffle,
+        seed=seed,
+    )
+    options["worker_init_fn"] = partial(
+        _seed_worker, sampler, rank, seed, options.get("worker_init_fn")
+    )
+    options.setdefault("pin_memory", torch.accelerator.is_available())
+    return DataLoader(dataset, batch_size, sampler=sampler, **options)
+
+
+def _seed_worker(
+    sampler: EachSampleOnce,
+    rank: int,
+    seed: int,
+    then: Callable[[int], None] | None,
+    worker: int,
+) -> None:
+    """Seed a worker by rank and epoch; torch's own seeds are the same on ranks seeded alike."""
+    # A worker starts, with its copy of the sampler, before the epoch's first sample is asked for.
+    seed_process(worker_seed(seed, rank=rank, worker=worker, epoch=sampler.epoch))
+    if then is not None:
+        then(worker)

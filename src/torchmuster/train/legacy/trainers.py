@@ -1,0 +1,485 @@
+"""``ProductionTrainer``: DDP with mixed precision, accumulation, a schedule, checkpoints and curves."""
+
+import copy
+import difflib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchmuster.devices import snapshot
+from torchmuster.devices.as_numbers import numbers_of
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import Impossible
+from torchmuster.train import seeds
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
+from torchmuster.train.data.pytree import move_to_device
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.evaluate import evaluate
+from torchmuster.train.legacy import checkpoint_file
+from torchmuster.train.legacy.data import present_world
+from torchmuster.train.optimizers import Shape, schedule
+from torchmuster.train.precision import FP32, Precision, choose_precision, precision_support
+from torchmuster.train.step import TrainStep
+from torchmuster.train.strategies.ddp import Ddp
+from torchmuster.train.strategies.single import Single
+from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.world import (
+    World,
+    all_gather_object,
+    most_exact,
+    most_exact_type,
+    sum_over_ranks,
+)
+
+
+class Board:
+    """Writes named numbers by step; on ranks other than 0, and without a folder, it writes nothing."""
+
+    def __init__(self, folder: Path | None, world: World) -> None:
+        self._writer = _writer(folder) if folder is not None and world.is_first else None
+
+    def write(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add a point to each of these curves."""
+        if self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step)
+
+    def write_gpus(self, step: int) -> None:
+        """Add a point for each GPU of this machine that the run may see."""
+        if self._writer is not None:
+            devices = visible(snapshot.take().accelerators, os.environ).devices
+            for device in devices:
+                self.write(numbers_of(device), step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise Impossible(
+            "curves for TensorBoard were asked for, but tensorboard is not installed",
+            why=str(error),
+            fix="pip install 'torchmuster[tensorboard]', or leave tensorboard_folder out",
+        ) from error
+    return SummaryWriter(folder)
+
+
+Criterion: TypeAlias = Callable[[Any, Any], torch.Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+def inputs_and_targets(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """Split a batch into what the model gets and what the criterion compares with: the last of it."""
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    raise Impossible(
+        f"a batch must be (inputs, targets), and this one is a {type(batch).__name__}",
+        why="the criterion is called as criterion(model(inputs), targets)",
+        fix="let the dataset return pairs, or write the loop with torchmuster.train.step.TrainStep",
+    )
+
+
+def loss_and_count(
+    criterion: Criterion, output: Any, targets: Any
+) -> tuple[torch.Tensor, torch.Tensor | int | None]:
+    """Return ``(total, count)`` where the criterion counts by itself, else ``(mean, None)``.
+
+    Cross entropy leaves out targets (``ignore_index``) and weighs classes, so its mean is not one over the
+    samples: the means of two batches must be weighed by what each has counted.
+    """
+    if (
+        isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+        and criterion.reduction == "mean"
+        and not targets.is_floating_point()
+    ):
+        summed = copy.copy(criterion)
+        summed.reduction = "sum"
+        # On the device: its length would have to be known to pick out what counts.
+        counts = targets != criterion.ignore_index
+        if criterion.weight is None:
+            return summed(output, targets), counts.sum()
+        weights = criterion.weight[targets.where(counts, 0)]
+        return summed(output, targets), weights.where(counts, 0).sum()
+    loss = criterion(output, targets)
+    if getattr(criterion, "reduction", "mean") == "sum":
+        return loss, len(targets)
+    return loss, None
+
+
+class LossSum:
+    """Adds up losses of this rank without waiting for the device; all ranks together make the mean."""
+
+    def __init__(self) -> None:
+        self._total: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def add(self, loss: torch.Tensor, samples: int, counted: torch.Tensor | int | None) -> None:
+        """Add a micro-batch: the mean of its samples, or a total over what was counted."""
+        if samples == 0:
+            return
+        if counted is None:
+            loss, counted = loss * samples, samples
+        self._total = self._total + most_exact(loss.detach())
+        self._count = self._count + counted
+
+    def forget_if(self, skipped: torch.Tensor) -> None:
+        """Forget everything if ``skipped`` is not 0; the host does not wait for it."""
+
+        def kept(number: torch.Tensor | float) -> torch.Tensor:
+            if not isinstance(number, torch.Tensor):
+                dtype = most_exact_type(skipped.device)
+                number = torch.full((), number, dtype=dtype, device=skipped.device)
+            return number.where(skipped == 0, 0)
+
+        self._total, self._count = kept(self._total), kept(self._count)
+
+    def take_over(self, other: "LossSum") -> None:
+        """Add what another one has added up."""
+        self._total = self._total + other._total
+        self._count = self._count + other._count
+
+    def mean(self, world: World) -> float:
+        """Return the mean over everything that all ranks counted (a collective)."""
+        total, count = sum_over_ranks([float(self._total), float(self._count)], world)
+        return total / count if count else float("nan")
+
+
+def train_epoch(
+    model: nn.Module,
+    steps: Iterable[Step],
+    criterion: Criterion,
+    update: TrainStep,
+    world: World,
+    *,
+    precision: Precision = FP32,
+    on_step: Callable[[LossSum], None] = lambda losses: None,
+) -> float:
+    """Train on these steps; return the mean loss of all ranks. ``on_step`` gets each step's losses.
+
+    Losses of a step that was skipped count nowhere.
+    """
+    model.train()
+    whole = LossSum()
+    done = 0
+    skipped: torch.Tensor | float = 0.0
+    for step in steps:
+        of_step = LossSum()
+        for micro in update.accumulate(step):
+            inputs, targets = inputs_and_targets(micro.batch)
+            with precision.autocast(world.device):
+                loss, counted = loss_and_count(criterion, model(*inputs), targets)
+            update.backward(loss, counted)
+            of_step.add(loss, micro.samples, counted)
+        outcome = update.apply()
+        skipped = skipped + outcome.found_inf
+        of_step.forget_if(outcome.found_inf)  # what was not learnt from is not told either
+        whole.take_over(of_step)
+        done += 1
+        on_step(of_step)
+    update.settle()
+    if number := int(skipped):
+        _log.warning("%d of %d steps were skipped: their gradients were not finite", number, done)
+    return whole.mean(world)
+
+
+class DDPTrainer:
+    """Trains a model with a copy on every rank. All ranks call every method.
+
+    ``model`` is what is called and what an optimiser is made from: DDP around the model that was given,
+    moved to this rank's device. Form the group first (``setup_distributed``); without one, one process
+    trains alone.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
+        self._world = present_world(rank, world_size)
+        alone = not self._world.backend
+        self._strategy: Strategy = Single(self._world) if alone else Ddp(self._world)
+        self.model = self._strategy.prepare(model)
+        self._epoch = 0  # of the next pass over the data
+
+    def train_epoch(
+        self, dataloader: DataLoader[Any], optimizer: torch.optim.Optimizer, criterion: Criterion
+    ) -> float:
+        """Train on every batch once; return the mean loss over all samples of all ranks.
+
+        Every sample counts the same, also where last batches differ in size. The sampler is told the
+        epoch. Ranks with different numbers of batches are named, instead of waiting for ever.
+        """
+        self._epoch = _epoch_set_by_hand(dataloader, self._epoch)
+        loader = DataLoaderAdapter(dataloader, self._world)
+        update = TrainStep(self.model, optimizer, self._strategy, self._world)
+        if isinstance(criterion, nn.Module):
+            criterion.to(self._world.device)  # weights of classes
+        steps = loader.epoch(self._epoch)
+        mean = train_epoch(self.model, steps, criterion, update, self._world)
+        self._epoch += 1
+        return mean
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Let rank 0 write one file, and wait for it: afterwards any rank may read it.
+
+        It holds the model under its own names, the optimiser and the epoch, and no pickle. It replaces an
+        older one only when it is whole.
+        """
+        tree = {
+            "epoch": epoch,
+            "model": checkpoint_file.model_state(self.model),
+            "optimizer": checkpoint_file.optimizer_state(optimizer, self.model),
+        }
+        checkpoint_file.save_together(Path(path), tree, self._world)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+    ) -> int:
+        """Let rank 0 read a file of ``save_checkpoint`` and give it to all; return its epoch.
+
+        Any number of ranks may load it. The next ``train_epoch`` is the epoch after it.
+        """
+        saved = checkpoint_file.load_together(Path(path), self._world)
+        checkpoint_file.load_states(saved, self.model, optimizer, Path(path))
+        self._epoch = int(saved["epoch"]) + 1
+        return int(saved["epoch"])
+
+
+def _epoch_set_by_hand(dataloader: DataLoader[Any], counted: int) -> int:
+    """Return the epoch that a script has set at the sampler itself, if it did; else the counted one."""
+    told = getattr(dataloader.sampler, "epoch", counted)
+    return told if isinstance(told, int) and told > counted else counted
+
+
+_production_log = logging.getLogger(__name__)
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductionConfig:
+    """What a :class:`ProductionTrainer` is to do."""
+
+    epochs: int  # of the whole run: the schedule ends with the last
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    optimizer: MakeOptimizer | None = None  # instead of AdamW with the two above
+    schedule: Shape = "cosine"
+    warmup_steps: int = 0
+    accumulation: int = 1  # batches of a rank that make one step
+    clip_norm: float | None = 1.0
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    criterion: Criterion = field(default_factory=nn.CrossEntropyLoss)
+    checkpoint_folder: str | os.PathLike[str] = "checkpoints"
+    tensorboard_folder: str | os.PathLike[str] | None = None
+    log_every: int = 50  # steps between points of a curve
+
+
+class ProductionTrainer:
+    """Trains with a copy of the model on every rank. All ranks call every method.
+
+    ``config`` is a :class:`ProductionConfig` or a dictionary of its fields. Form the group first
+    (``setup_distributed``); without one, one process trains alone::
+
+        trainer = ProductionTrainer(model, train_loader, val_loader, {"epochs": 10})
+        for epoch in range(10):
+            trainer.train_epoch(epoch)
+            trainer.validate()
+            trainer.save_checkpoint(epoch)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: DataLoader[Any],
+        val_loader: DataLoader[Any] | None,
+        config: ProductionConfig | Mapping[str, Any],
+    ) -> None:
+        config = config if isinstance(config, ProductionConfig) else _read(config)
+        self.config = config
+        self._world = world = present_world()
+        self._strategy: Strategy = Ddp(world) if world.backend else Single(world)
+        self.model = self._strategy.prepare(model)
+        self.precision = choose_precision(config.precision, precision_support(world))
+        if isinstance(config.criterion, nn.Module):
+            config.criterion.to(world.device)  # weights of classes
+        self._loader = DataLoaderAdapter(train_loader, world, accumulation=config.accumulation)
+        self._val_loader = val_loader
+        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = (config.optimizer or _adamw(config))(parameters)
+        steps = self._loader.steps_in_epoch()
+        self.scheduler = schedule(
+            self.optimizer,
+            config.schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=None if steps is None else steps * config.epochs,
+        )
+        self._update = TrainStep(
+            self.model,
+            self.optimizer,
+            self._strategy,
+            world,
+            precision=self.precision.value,
+            clip_norm=config.clip_norm,
+            schedule=self.scheduler,
+        )
+        folder = config.tensorboard_folder
+        self._board = Board(None if folder is None else Path(folder), world)
+        self._steps = 0  # since the beginning of the run
+        self._losses = LossSum()  # since the last point of the curve
+
+    def train_epoch(self, epoch: int) -> float:
+        """Train on every batch once; return the mean loss over all samples of all ranks."""
+        began = time.perf_counter()
+        before = self._steps
+        mean = train_epoch(
+            self.model,
+            self._loader.epoch(epoch),
+            self.config.criterion,
+            self._update,
+            self._world,
+            precision=self.precision.value,
+            on_step=self._note,
+        )
+        steps_per_s = (self._steps - before) / (time.perf_counter() - began)
+        self._board.write(
+            {"train/loss of the epoch": mean, "train/steps_per_s": steps_per_s}, self._steps
+        )
+        self._board.write_gpus(self._steps)
+        return mean
+
+    def validate(self) -> dict[str, float]:
+        """Return the mean loss, and for classes the accuracy, over all validation samples of all ranks.
+
+        It is what one process would find; ranks may have different numbers of batches.
+        """
+        if self._val_loader is None:
+            raise Impossible(
+                "there is nothing to validate with", fix="give ProductionTrainer a val_loader"
+            )
+        found = evaluate(
+            checkpoint_file.unwrap_model(self.model),
+            _steps_of(self._val_loader, self._world),
+            self._measure,
+            self._world,
+            precision=self.precision.value,
+        )
+        self._board.write({f"validation/{name}": one for name, one in found.items()}, self._steps)
+        return found
+
+    def save_checkpoint(self, epoch: int) -> Path:
+        """Let rank 0 write everything to one file in the checkpoint folder, and wait; return its path."""
+        path = Path(self.config.checkpoint_folder) / f"epoch-{epoch:04d}.safetensors"
+        tree = {
+            "epoch": epoch,
+            "step": self._steps,
+            "model": checkpoint_file.model_state(self.model),
+            "optimizer": checkpoint_file.optimizer_state(self.optimizer, self.model),
+            "schedule": self.scheduler.state_dict(),
+            "update": self._update.state(),
+            "random": all_gather_object(seeds.save_random_states(self._world), self._world),
+        }
+        checkpoint_file.save_together(path, tree, self._world)
+        return path
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> int:
+        """Go on from a file of ``save_checkpoint``; return its epoch, so the next one is that + 1.
+
+        On as many ranks as it was saved by, all that follows is what would have followed without a stop.
+        """
+        saved = checkpoint_file.load_together(Path(path), self._world)
+        checkpoint_file.load_states(saved, self.model, self.optimizer, Path(path))
+        self.scheduler.load_state_dict(saved["schedule"])
+        self._update.restore(saved["update"])
+        self._steps = int(saved["step"])
+        self._losses = LossSum()
+        kept = saved["random"]
+        if len(kept) == self._world.world_size:
+            seeds.load_random_states(kept[self._world.global_rank], self._world)
+        elif self._world.is_first:
+            _production_log.warning(
+                "%s was saved by %d ranks, and there are %d: random numbers (dropout) go on anew",
+                path,
+                len(kept),
+                self._world.world_size,
+            )
+        return int(saved["epoch"])
+
+    def close(self) -> None:
+        """Write what is left of the curves."""
+        self._board.close()
+
+    def _note(self, losses: LossSum) -> None:
+        self._steps += 1
+        self._losses.take_over(losses)
+        if self._steps % self.config.log_every == 0:
+            self._board.write(
+                {
+                    "train/loss": self._losses.mean(self._world),
+                    "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
+                },
+                self._steps,
+            )
+            self._losses = LossSum()
+
+    def _measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        inputs, targets = inputs_and_targets(batch)
+        output = model(*inputs)
+        loss, count = loss_and_count(self.config.criterion, output, targets)
+        if count is None:
+            loss, count = loss * len(targets), len(targets)
+        found = {"loss": (loss, count)}
+        if targets.ndim == 1 and output.ndim == 2 and not targets.is_floating_point():
+            found["accuracy"] = ((output.argmax(1) == targets).sum(), len(targets))
+        return found
+
+
+def _steps_of(dataloader: DataLoader[Any], world: World) -> Iterator[Step]:
+    """Yield each batch as a step; ranks may have different numbers, since nothing is communicated."""
+    for number, batch in enumerate(dataloader):
+        _, targets = inputs_and_targets(batch)
+        micro = MicroBatch(batch=move_to_device(batch, world.device), samples=len(targets))
+        yield Step(
+            epoch=0,
+            number=number,
+            rounds=1,
+            samples=None,
+            nominal_samples=len(targets),
+            micro_batches=[micro],
+        )
+
+
+def _adamw(config: ProductionConfig) -> MakeOptimizer:
+    return lambda parameters: torch.optim.AdamW(
+        parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+
+
+def _read(config: Mapping[str, Any]) -> ProductionConfig:
+    known = [one.name for one in fields(ProductionConfig)]
+    for name in config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise Impossible(
+                f"ProductionTrainer has no setting {name!r}",
+                fix=f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}",
+            )
+    if "epochs" not in config:
+        raise Impossible(
+            "the setting 'epochs' is missing",
+            why="the learning rate's schedule ends with the last epoch",
+            fix="give ProductionTrainer {'epochs': …}",
+        )
+    return ProductionConfig(**config)

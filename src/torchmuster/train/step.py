@@ -1,0 +1,421 @@
+"""One optimiser step over any number of micro-batches and ranks, equal to one process with the whole batch.
+
+Each loss is weighed by what it counts, against what *all* ranks counted in *all* micro-batches of the
+step; a mean of means would be another number wherever counts differ::
+
+    for step in loader.epoch(epoch):
+        for micro in update.accumulate(step):
+            with precision.autocast(device):
+                loss = …                   # the mean over the micro-batch's samples
+            update.backward(loss)          # or backward(total, count): a sum, and of how many
+        outcome = update.apply()
+
+The device decides whether a step is applied, so the host need not wait for it: torch's fused Adam and AdamW take
+that from a tensor. For every other optimiser the host reads it, in every step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmuster.errors import MusterError
+from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.loss_scale import LossScale, refuse_half_weights
+from torchmuster.train.precision import FP32, Precision
+from torchmuster.train.strategies.strategy import GradientNorm, Strategy
+from torchmuster.train.torch_private import multiply_all
+from torchmuster.train.world import World, all_gather_object, is_simulated, most_exact_type
+
+
+class HostCopy:
+    """A copy of a few numbers that the device has yet to compute.
+
+    Reading it waits until the device has come this far, not until it has nothing left to do: whoever has given the
+    device more work in the meantime leaves it busy.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._arrived: torch.Event | None = None
+        self._numbers = numbers
+        if numbers.device.type not in ("cpu", "mps"):  # whose memory the host can read
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._arrived = torch.Event(numbers.device)
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
+
+
+class StepResult:
+    """What became of a step; the same on every rank.
+
+    ``applied`` and ``overflowed`` wait until the device has made the step, ``norm`` and ``counted`` until it has nothing
+    left to do. After the next step's ``apply()``, the first two are there without waiting.
+    """
+
+    def __init__(
+        self,
+        found_inf: torch.Tensor,
+        *,
+        norm: torch.Tensor | None,
+        counted: torch.Tensor | float | None,
+        micro_batches: Sequence[MicroBatch],
+        numbers: Sequence[torch.Tensor] = (),
+        settle: Callable[[bool, list[float]], bool],
+    ) -> None:
+        """``settle`` is told whether the step was applied, and ``numbers``; it says whether the loss scale overflowed."""
+        self.found_inf = found_inf  # 1 if the step was skipped, else 0
+        self.norm_tensor = norm
+        self.micro_batches = micro_batches  # to look for bad numbers in
+        self._counted = counted
+        self._numbers = HostCopy(
+            torch.stack([found_inf, *numbers]) if numbers else found_inf.reshape(1)
+        )
+        self._settle: Callable[[bool, list[float]], bool] | None = settle
+        self._applied = True
+        self._overflowed = False
+
+    def settle(self) -> None:
+        """Learn what became of the step."""
+        if self._settle is None:
+            return
+        settle, self._settle = self._settle, None
+        found_inf, *numbers = self._numbers.read()
+        self._applied = found_inf == 0.0
+        self._overflowed = settle(self._applied, numbers)
+
+    def take_as_applied(self) -> None:
+        """Do not read what became of the step."""
+        self._settle = None
+
+    @property
+    def applied(self) -> bool:
+        """False: a gradient was not finite, and no rank changed its weights."""
+        self.settle()
+        return self._applied
+
+    @property
+    def overflowed(self) -> bool:
+        """fp16 only: the loss scale was too large, and is smaller now."""
+        self.settle()
+        return self._overflowed
+
+    @property
+    def norm(self) -> float | None:
+        """Of the gradient before clipping; None where clipping is off."""
+        return None if self.norm_tensor is None else float(self.norm_tensor)
+
+    @property
+    def counted(self) -> float | None:
+        """Samples or items of all ranks; None: means without a known number."""
+        return None if self._counted is None else float(self._counted)
+
+
+class TrainStep:
+    """Accumulates gradients, weighs them, clips them and applies them; the same on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        world: World,
+        *,
+        precision: Precision = FP32,
+        clip_norm: float | None = None,
+        schedule: LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._world = world
+        self._clip_norm = clip_norm
+        self._schedule = schedule
+        self._parameters: Sequence[nn.Parameter] = [
+            one for group in optimizer.param_groups for one in group["params"]
+        ]
+        if precision.needs_scaler:
+            refuse_half_weights(self._parameters)
+        self._scale = LossScale(world, scaler) if precision.needs_scaler else None
+        self._counts_items: bool | None = None  # unknown until the first loss
+        self._on_device = _decides_on_device(optimizer, world.device)
+        self._checked = False  # whether every parameter gets a gradient
+        self._step: Step | None = None  # the one that is under way
+        self._micro: MicroBatch | None = None  # the one whose loss is awaited
+        self._counted: int | float | torch.Tensor | None = None  # by this rank, in this step
+        self._asked: dist.Work | None = None  # for what all ranks counted
+        self._last = False
+        self._seen: list[MicroBatch] = []  # of the step that is under way
+        self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
+
+    def accumulate(self, step: Step) -> Iterator[MicroBatch]:
+        """Yield the micro-batches; gradients are communicated in the last one's backward only."""
+        if self._step is not None:
+            raise MusterError("a step was begun before the one before it was applied", fix=_LOOP)
+        self._step = step
+        self._strategy.begin_step(self._model)
+        self._counted = self._asked = None
+        self._seen = seen = []
+        rounds = step.rounds
+        for micro in step:
+            seen.append(micro)
+            self._micro = micro
+            self._last = len(seen) == rounds
+            if self._last:
+                yield micro
+            elif len(seen) < rounds:
+                with self._strategy.accumulating(self._model):
+                    yield micro
+            else:
+                raise _wrong_number(step, len(seen))
+            if self._micro is not None:
+                raise MusterError(
+                    f"micro-batch {len(seen)} of {rounds} had no backward",
+                    why="all ranks communicate in the backward, so none may leave one out",
+                    fix=_LOOP,
+                )
+        if len(seen) != rounds:
+            raise _wrong_number(step, len(seen))
+
+    def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
+        """Run the backward of a micro-batch's loss, with its weight.
+
+        Without ``count`` the loss is the mean over the micro-batch's samples; with it, a sum over that many
+        items (tokens), which the ranks then add up.
+        """
+        step, micro = self._step, self._micro
+        if step is None or micro is None:
+            raise MusterError(
+                "backward() was called without a micro-batch that awaits its loss",
+                why="each micro-batch has one backward, inside accumulate(); add several losses up",
+                fix=_LOOP,
+            )
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+            raise _no_loss(loss)
+        if self._counts_items is not (count is not None):
+            self._agree_on_kind(count is not None)
+        self._micro = None
+        samples = micro.samples
+        ranks = self._world.world_size  # the strategies give the mean over the ranks
+        if count is None and step.samples is not None:
+            weight = samples * ranks / step.samples
+        else:
+            if count is None:
+                loss, count = loss * samples, samples
+            elif samples == 0:
+                count = 0
+            # What all counted is known only later; until then gradients keep a reasonable size.
+            weight = (ranks if samples else 0) / step.nominal_samples
+            self._count(count)
+        if weight != 1.0:
+            loss = loss * weight
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _count(self, count: int | torch.Tensor) -> None:
+        """Add to what was counted; with the last micro-batch, ask the others while the backward runs."""
+        counted = count if self._counted is None else self._counted + count
+        if self._last and self._world.world_size > 1:
+            device = self._world.device
+            counted = torch.as_tensor(counted, dtype=most_exact_type(device), device=device)
+            counted = counted.detach().clone()  # the caller's own tensor must keep its value
+            self._asked = dist.all_reduce(counted, async_op=True)
+        self._counted = counted
+
+    def apply(self) -> StepResult:
+        """Weigh, agree that all is finite, clip, step, and clear the gradients.
+
+        Then learn what became of the step before; raise if it was skipped because the ranks' gradients do not
+        belong together.
+        """
+        step = self._step
+        if step is None:
+            raise MusterError("apply() was called without a step", fix=_LOOP)
+        if len(self._seen) != step.rounds or self._micro is not None:
+            raise _wrong_number(step, len(self._seen) - (self._micro is not None))
+        self._step = None
+        if not self._checked:
+            self._strategy.check_gradients(self._model)
+            self._checked = True
+        if self._scale is not None:
+            self._scale.unscale(self._optimizer)
+        counted, factor = self._correction(step)
+        clip = self._clip_norm is not None
+        measured = self._strategy.measure_gradients(self._parameters, norm=clip)
+        norm = measured.norm
+        if norm is not None and self._clip_norm is not None:
+            norm = norm if factor is None else norm * factor
+            # As torch's clip_grad_norm_ does it.
+            clipping = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = clipping if factor is None else clipping * factor
+        numbers = [] if measured.uneven is None else [measured.uneven]
+        if self._scale is not None:
+            numbers.append(self._scale.tensor())
+            self._scale.adapt()
+        outcome = StepResult(
+            measured.found_inf,
+            norm=norm,
+            counted=counted,
+            micro_batches=self._seen,
+            numbers=numbers,
+            settle=lambda applied, numbers: self._settled(applied, numbers, measured),
+        )
+        if is_simulated(self._world):  # in the planner's world numbers have no values
+            outcome.take_as_applied()
+        self._apply(outcome, factor)
+        if self._schedule is not None:
+            self._schedule.step()
+        self._optimizer.zero_grad()
+        self._seen = []
+        self.settle()
+        self._unsettled = outcome
+        return outcome
+
+    def _apply(self, outcome: StepResult, factor: torch.Tensor | float | None) -> None:
+        """Multiply the gradients and step, unless a gradient is not finite."""
+        optimizer: Any = self._optimizer
+        if self._on_device:
+            if factor is not None:
+                scale_gradients(self._parameters, factor)
+            optimizer.found_inf = outcome.found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+        elif outcome.applied:
+            if factor is not None:
+                scale_gradients(self._parameters, float(factor))
+            optimizer.step()
+
+    def settle(self) -> None:
+        """Learn what became of the last step, if the host does not know it yet."""
+        if self._unsettled is not None:
+            unsettled, self._unsettled = self._unsettled, None
+            unsettled.settle()
+
+    def _settled(self, applied: bool, numbers: list[float], measured: GradientNorm) -> bool:
+        """Say whether the loss scale was too large; raise if the ranks' gradients do not belong together."""
+        if measured.error is not None and numbers[0]:
+            raise measured.error()
+        if self._scale is None:
+            return False
+        self._scale.settle(numbers[-1], applied=applied)
+        return not applied and numbers[-1] > 1.0
+
+    def _correction(
+        self, step: Step
+    ) -> tuple[torch.Tensor | float | None, torch.Tensor | float | None]:
+        """Return what all ranks counted, and what the gradients must still be multiplied with; None: nothing."""
+        counted = self._counted
+        if counted is None:
+            return step.samples, None
+        if self._asked is not None:
+            self._asked.wait()
+        if not isinstance(counted, torch.Tensor):
+            return counted, step.nominal_samples / (counted or 1.0)
+        # Nothing counted: all gradients are 0.
+        return counted, step.nominal_samples / torch.where(counted == 0, 1.0, counted)
+
+    def _agree_on_kind(self, counts_items: bool) -> None:
+        """Refuse a mixture: ranks would wait for a count that others never send."""
+        kinds = {True: "(total, count)", False: "a mean"}
+        if self._counts_items is not None:
+            raise MusterError(
+                f"the loss came as {kinds[counts_items]} now and as {kinds[not counts_items]} before",
+                why="all losses of an update are weighed in one way, on all ranks",
+                fix="return the mean always, or (total, count) always",
+            )
+        said = all_gather_object(
+            counts_items, self._world
+        )  # once in a run, before the first backward
+        if len(set(said)) > 1:
+            raise MusterError(
+                "the ranks' losses are of two kinds: "
+                + ", ".join(f"rank {rank}: {kinds[one]}" for rank, one in enumerate(said)),
+                why="all losses of an update are weighed in one way, on all ranks",
+                fix="return the mean on every rank, or (total, count) on every rank",
+            )
+        self._counts_items = counts_items
+
+    def loss_scale(self) -> float | None:
+        """Return what losses are multiplied by now (fp16); None where they are not."""
+        return None if self._scale is None else self._scale.value()
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be kept besides the optimiser's and the schedule's states: plain JSON types."""
+        self.settle()
+        return {"loss_scale": None if self._scale is None else self._scale.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state; one that was saved in another precision changes nothing."""
+        if self._scale is not None and state["loss_scale"] is not None:
+            self._scale.restore(state["loss_scale"])
+
+
+def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Say whether an optimiser takes it from a tensor of the device whether to apply a step."""
+    # Not SGD: if its first step is skipped, torch's fused one goes on with a momentum that never got a value.
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] and all(one.device.type == device.type for one in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], by: torch.Tensor | float) -> None:
+    """Multiply all gradients, whole or sharded, in place."""
+    if not isinstance(by, torch.Tensor) and by == 1.0:
+        return
+    with torch.no_grad():  # without it to_local() would be recorded
+        gradients = [
+            grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in (one.grad for one in parameters)
+            if grad is not None
+        ]
+        if isinstance(by, torch.Tensor) and gradients:
+            # As torch takes a plain number: in single precision for gradients of fewer bits.
+            by = by.to(torch.promote_types(gradients[0].dtype, torch.float32))
+        multiply_all(gradients, by)
+
+
+def _no_loss(given: Any) -> MusterError:
+    """Say why there can be no backward of what was given as the loss."""
+    if not isinstance(given, torch.Tensor):
+        return MusterError(
+            f"the loss is a {type(given).__name__}, not a tensor",
+            fix="return the tensor itself, not .item()",
+        )
+    if given.numel() != 1:
+        return MusterError(
+            f"the loss has the shape {tuple(given.shape)}, not one number",
+            fix="return the mean, or (total, count)",
+        )
+    return MusterError(
+        "nothing that is trained went into the loss",
+        why="it needs no gradient",
+        fix="compute it from what the model gives, without no_grad() or detach(), and leave some "
+        "parameters unfrozen",
+    )
+
+
+def _wrong_number(step: Step, done: int) -> MusterError:
+    return MusterError(
+        f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
+        f"but {done} were computed on this one",
+        why="all ranks communicate in the last one's backward",
+        fix="compute every micro-batch that accumulate() gives; a loader gives as many as rounds says",
+    )

@@ -1,0 +1,241 @@
+"""What every way of spreading a model over the ranks can do. This is the whole surface."""
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torchmuster.errors import MusterError
+from torchmuster.train.torch_private import non_finite_check, sparse_values
+
+# The dtypes for which torch has its kernel of overflows on every device; there is none for bfloat16 on CUDA.
+_SCALED = frozenset([torch.float16, torch.float32, torch.float64])
+
+
+class GradientNorm(NamedTuple):
+    """What a step's gradients are, the same on every rank and not yet known to the host."""
+
+    found_inf: (
+        torch.Tensor
+    )  # 1 if any gradient of any rank is not finite, else 0; so nobody may apply them
+    norm: torch.Tensor | None = None  # the 2-norm of all, where it was asked for
+    # Shards only: 1 if the same parameters do not have a gradient on every rank, else 0; and the error for it (a collective).
+    uneven: torch.Tensor | None = None
+    error: Callable[[], MusterError] | None = None
+
+
+def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients that are there."""
+    return [one.grad for one in parameters if one.grad is not None]
+
+
+def measure_gradients(
+    parameters: Sequence[nn.Parameter], device: torch.device, *, norm: bool
+) -> GradientNorm:
+    """Measure gradients that every rank has whole."""
+    gradients = gradients_of(parameters)
+    if not norm:
+        return GradientNorm(found_inf_in(gradients, device))
+    total = nn.utils.get_total_norm(gradients)
+    return GradientNorm(has_non_finite(total), total)
+
+
+def has_non_finite(number: torch.Tensor) -> torch.Tensor:
+    """Return 1 if a number is not finite, else 0, in the type that torch's optimisers take it in."""
+    return number.isfinite().logical_not_().to(torch.float32)
+
+
+@torch.no_grad()  # so that to_local() need not take part in autograd
+def measure_gradient_shards(
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    *,
+    norm: bool,
+    error: Callable[[Sequence[nn.Parameter]], MusterError],
+) -> GradientNorm:
+    """Measure gradients of which each rank has other pieces; what is replicated counts once.
+
+    Parameters may be spread over different meshes, or over none. torch's own norm takes one mesh at a
+    time, and cannot add up over ranks what is offloaded to the host. Where only some ranks have a gradient of a
+    parameter, the step must not be applied either, so it counts as not finite; ``error`` is made for the parameters
+    without one on this rank.
+    """
+    which = bytes([one.grad is not None for one in parameters])
+    marks = _marks(which, device).clone()
+
+    def uneven_error() -> MusterError:  # made a step later, when the gradients are gone
+        return error([one for one, has in zip(parameters, which, strict=True) if not has])
+
+    if not norm:
+        pieces = [
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for gradient in gradients_of(parameters)
+        ]
+        if pieces:
+            marks[0] = found_inf_in(pieces, device)
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+        uneven = _are_uneven(marks)
+        return GradientNorm(torch.maximum(marks[0].float(), uneven), None, uneven, uneven_error)
+    asked = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
+    total = torch.zeros((), device=device)
+    for groups, pieces in _by_groups(parameters).items():
+        squares = nn.utils.get_total_norm(pieces).to(device, torch.float32).square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    total = total.sqrt()
+    asked.wait()
+    uneven = _are_uneven(marks)
+    return GradientNorm(torch.maximum(has_non_finite(total), uneven), total, uneven, uneven_error)
+
+
+def _are_uneven(marks: torch.Tensor) -> torch.Tensor:
+    return (marks[1] != -marks[2]).float()
+
+
+def _by_groups(
+    parameters: Iterable[nn.Parameter],
+) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
+    """Sort this rank's pieces of gradients by the groups of ranks whose pieces make a whole.
+
+    A group is there without any piece too: others may have one.
+    """
+    by_spread: dict[Any, list[torch.Tensor]] = {}
+    for one in parameters:
+        gradient = one.grad
+        held: torch.Tensor = one if gradient is None else gradient
+        spread = (held.device_mesh, held.placements) if isinstance(held, DTensor) else None
+        pieces = by_spread.setdefault(spread, [])
+        if gradient is not None:
+            pieces.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for spread, pieces in by_spread.items():
+        by_groups.setdefault(_groups(spread), []).extend(pieces)
+    return by_groups
+
+
+def _groups(spread: tuple[DeviceMesh, Sequence[Placement]] | None) -> tuple[dist.ProcessGroup, ...]:
+    if spread is None:
+        return ()
+    mesh, placements = spread
+    sharded = [place for place, placement in enumerate(placements) if placement.is_shard()]
+    return tuple(mesh.get_group(dimension) for dimension in sharded)
+
+
+# Cached: from step to step it is the same, and need not go to the device anew.
+@functools.lru_cache(maxsize=16)
+def _marks(which: bytes, device: torch.device) -> torch.Tensor:
+    """Return a 0, and a number for these parameters twice: the highest of all ranks, and the lowest."""
+    number = zlib.crc32(which)
+    return torch.tensor([0, number, -number], dtype=torch.float64, device=device)
+
+
+def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return 1 if anything is not finite, else 0, without waiting for the device.
+
+    This is the operation of torch's GradScaler, here with a scale of 1. It is private, but one call for all
+    gradients and by far the cheapest: with six small ones 8 us, where norms take 20 to 40.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one in gradients:
+        dense = sparse_values(one) if one.is_sparse else one
+        if dense.is_complex():
+            dense = torch.view_as_real(dense.resolve_conj())
+        by_dtype.setdefault(dense.dtype, []).append(dense)
+    device = gradients[0].device
+    found = torch.zeros((), device=device)
+    for dtype, alike in by_dtype.items():
+        if dtype in _SCALED and non_finite_check is not None:
+            non_finite_check(alike, found, _one(device))
+        elif some := [one for one in alike if one.numel()]:  # nothing has no largest number
+            # The largest number, since squares could overflow where the gradients do not.
+            largest = nn.utils.get_total_norm(some, float("inf"))
+            torch.maximum(found, largest.isfinite().logical_not(), out=found)
+    return found
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
+
+
+class Strategy(Protocol):
+    """Spreads a model over the ranks.
+
+    Gradients after a backward with communication are the *mean* over the ranks, in every strategy, so
+    that :class:`torchmuster.train.step.TrainStep` can weigh them alike.
+    """
+
+    @property
+    def name(self) -> str:
+        """What people write in settings: single, ddp or fsdp."""
+        ...
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Place, wrap or shard a model; the result is what is called and what is optimised.
+
+        All ranks start with the values of rank 0. Fsdp also takes a model that has values on rank 0 only
+        (``meta_init.py``).
+        """
+        ...
+
+    def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
+        """Before the first step of a run that goes on: be as a model is that has made steps already.
+
+        ``compute`` is a forward and backward of that step, of which nothing may remain.
+        """
+        ...
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Before a step's first forward: give all ranks those buffers of rank 0 that training changes.
+
+        Rank 0's are saved, so a run that goes on has them on all ranks; one that never stopped must too.
+        """
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Leave out every communication of gradients: each rank has its own, whole."""
+        ...
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around all micro-batches of a step but the last: communicate only what saves memory."""
+        ...
+
+    def check_gradients(self, model: nn.Module) -> None:
+        """After the first backward with communication: raise if a parameter's gradient never comes."""
+        ...
+
+    def measure_gradients(self, parameters: Sequence[nn.Parameter], *, norm: bool) -> GradientNorm:
+        """Find out on the device whether all gradients on all ranks are finite, and their 2-norm if asked.
+
+        The same on every rank, in plain tensors. The host does not wait for the device.
+        """
+        ...
+
+    def state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Return ``{"model": …, "optimizer": …}`` under the model's own names; sharded stays sharded."""
+        ...
+
+    def load_state_dict(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take back what :meth:`state_dict` gave, or a whole state of the same names.
+
+        A whole state may be there on every rank, or on rank 0 alone, with ``{}`` on the others.
+        """
+        ...
