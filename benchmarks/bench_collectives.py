@@ -78,8 +78,8 @@ def rank_program(repeats: int, answers: str) -> None:
     """Measure in both ways, in turns; each rank leaves what it saw."""
     import msgspec
 
-    from torchmuster.bench.bus_bandwidth import OPERATIONS
-    from torchmuster.bench.collectives import Asked
+    from torchmuster.bench.bandwidth import OPERATIONS
+    from torchmuster.bench.collectives import CollectivesRequest
     from torchmuster.bench.probes import collectives
     from torchmuster.train.world import join_world
 
@@ -87,7 +87,9 @@ def rank_program(repeats: int, answers: str) -> None:
     with join_world("cpu") as world:
         ours, hand, again = [], [], []
         for size, kind in itertools.product(CALLS, OPERATIONS):
-            asked = Asked(operations=(kind,), sizes_bytes=(size,), rounds=1, device="cpu")
+            asked = CollectivesRequest(
+                operations=(kind,), sizes_bytes=(size,), rounds=1, device="cpu"
+            )
             call = calls(size // 4, world.world_size, world.global_rank)[kind]
             for number in range(repeats):
                 for turn in (0, 1) if number % 2 else (1, 0):
@@ -122,7 +124,7 @@ def measured(ranks: int, repeats: int) -> list[Row]:
     import msgspec
 
     from torchmuster.bench import collectives
-    from torchmuster.bench.bus_bandwidth import bus_bytes_s
+    from torchmuster.bench.bandwidth import bus_bytes_s
 
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -135,10 +137,10 @@ def measured(ranks: int, repeats: int) -> list[Row]:
     ours: dict[tuple[str, int], list[float]] = {}
     for number in range(len(seen[0]["ours"])):
         answers = [
-            msgspec.convert(one["ours"][number], collectives.RankTimes, strict=False)
+            msgspec.convert(one["ours"][number], collectives.CollectiveTimes, strict=False)
             for one in seen
         ]
-        for kind, by_size in collectives.together(answers).times.items():
+        for kind, by_size in collectives.join_rank_times(answers).times.items():
             for size, samples in by_size.items():
                 ours.setdefault((kind, size), []).extend(samples)
     rows = []

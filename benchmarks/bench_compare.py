@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchmuster.bench import record
-from torchmuster.bench.comparison import FLOOR, Comparison, compare
-from torchmuster.bench.kept_records import records_at
-from torchmuster.bench.side_by_side import Command, measure_pairs
+from torchmuster.bench.ab_run import AbCommand, measure_pairs
+from torchmuster.bench.comparison import FLOOR, Comparison, compare_records
+from torchmuster.bench.record import records_at
 from torchmuster.runfolder import write_atomically
 
 ROWS, SLOWED_ROWS = 400, 412
@@ -36,7 +36,7 @@ def measure(path: Path, *, slowed: bool) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    before = environment.here("cpu")
+    before = environment.environment_here("cpu")
     rows = SLOWED_ROWS if slowed else ROWS
     samples = interleaved(
         _things(rows),
@@ -57,7 +57,7 @@ def measure(path: Path, *, slowed: bool) -> None:
         series=series,
     )
     path.parent.mkdir(parents=True)
-    record.write(path, found)
+    record.write_record(path, found)
 
 
 def _things(rows: int) -> dict[str, Callable[[], object]]:
@@ -86,11 +86,11 @@ def compared(folder: Path, *, slowed: bool, pairs: int) -> Comparison:
     words = (sys.executable, __file__, "--measure")
     one_thread = {"OMP_NUM_THREADS": "1"}
     commands = {
-        "before": Command(words, one_thread),
-        "after": Command((*words, "--slow") if slowed else words, one_thread),
+        "before": AbCommand(words, one_thread),
+        "after": AbCommand((*words, "--slow") if slowed else words, one_thread),
     }
     measure_pairs(commands, folder, pairs=pairs, say=lambda _: None)
-    return compare(records_at(folder / "before"), records_at(folder / "after"))
+    return compare_records(records_at(folder / "before"), records_at(folder / "after"))
 
 
 def said(found: Comparison) -> str:

@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from torchmuster.bench.matmul import Shape, squares
+from torchmuster.bench.matmul import MatmulShape, squares
 from torchmuster.bench.probes import matmul
-from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.probes.on_device import device_name, device_of
+from torchmuster.bench.probes.clock import device_name, device_of, interleaved
 
 SIZES = (128, 256, 512, 1024)
 LAYERS = ((1024, 128, 384), (1024, 512, 128), (1024, 128, 2048))  # of the small GPT, 8 x 128 tokens
@@ -27,7 +26,7 @@ _SAMPLES, _SAMPLE_S = 2, 0.01  # few in a turn: the machine is faster in one sec
 
 
 def compare(
-    shape: Shape, number_type: str, device: torch.device, rounds: int
+    shape: MatmulShape, number_type: str, device: torch.device, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Return seconds of one product by both clocks, sample by sample, in turns."""
     left, right = matmul._factors(shape, number_type, device)
@@ -62,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = device_of("auto")
-    layers = tuple(Shape(rows=m, inner=k, columns=n) for m, k, n in LAYERS)
+    layers = tuple(MatmulShape(rows=m, inner=k, columns=n) for m, k, n in LAYERS)
     rows, medians, bests = [], [], []
     for shape in (*squares(SIZES), *layers):
         for number_type in TYPES:

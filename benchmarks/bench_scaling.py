@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from torchmuster.bench import scaling
-from torchmuster.bench.scaling import MODES, OnRanks, Study
-from torchmuster.bench.scaling_forecast import checked_forecasts
-from torchmuster.bench.scaling_losses import scaled
+from torchmuster.bench.scaling import MODES, OnRanks, ScalingStudy, checked_forecasts, scaled
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.plan.job import Work
 
 HERE = str(Path(__file__).parent)
 BAR = 0.15
 GPT = {"sequence_length": 128, "loss": "language_model", "folder": HERE}
-SMALL = Work(build="torchmuster.bench.probes.small_gpt:make", **GPT)  # type: ignore[arg-type]
+SMALL = Work(build="torchmuster.bench.probes.small_gpt:make_small_gpt", **GPT)  # type: ignore[arg-type]
 WIDE = Work(build="scaling_workloads:wide_gpt", **GPT)  # type: ignore[arg-type]
 FAT = Work(build="scaling_workloads:fat_layers", dataset="scaling_workloads:vectors", folder=HERE)
 PICTURES = Work(
@@ -39,13 +37,13 @@ SETTINGS: dict[str, tuple[Work, Literal["ddp", "fsdp"], int, int | None]] = {
 }
 
 
-def study_of(name: str, *, rounds: int, passes: int) -> Study:
+def study_of(name: str, *, rounds: int, passes: int) -> ScalingStudy:
     """Return the study of a setting, as the command would make it here."""
     work, strategy, whole, micro = SETTINGS[name]
     ranks = (1, 2, 4)
     cores = usable_cores().value
     threads = max(1, cores // max(ranks))
-    return Study(
+    return ScalingStudy(
         work=work,
         strategy=strategy,
         precision="fp32",
@@ -61,7 +59,7 @@ def study_of(name: str, *, rounds: int, passes: int) -> Study:
     )
 
 
-def rows_of(name: str, study: Study, measured: dict[int, OnRanks]) -> list[str]:
+def rows_of(name: str, study: ScalingStudy, measured: dict[int, OnRanks]) -> list[str]:
     """Return the lines of the table of speeds for one setting."""
     rows = []
     for mode in MODES:
@@ -90,7 +88,7 @@ def main() -> None:
             continue
         print(name, flush=True)
         study = study_of(name, rounds=options.rounds, passes=options.passes)
-        measured = scaling.measure(study, say=lambda text: print(f"  {text}", flush=True))
+        measured = scaling.measure_scaling(study, say=lambda text: print(f"  {text}", flush=True))
         speeds += rows_of(name, study, measured)
         for one in checked_forecasts(study, measured):
             errors.append(abs(one.error))

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchmuster.plan.hardware.catalogue import card
-from torchmuster.plan.hardware.model import Hardware, Link
+from torchmuster.plan.hardware.catalogue import Hardware, Link, gpu_named
 from torchmuster.plan.job import Candidate, Recompute, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory import log_depth
 from torchmuster.plan.memory.allocator import simulate
 from torchmuster.plan.probes import trace as probe
 from torchmuster.plan.probes.trace import trace
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
@@ -156,23 +155,23 @@ def _work(model: str, sequence: int, folder: Path) -> Work:
     return Work(model_name_or_path=str(place), sequence_length=sequence)
 
 
-def measured(case: Case, folder: Path) -> tuple[list[Record], Record]:
+def measured(case: Case, folder: Path) -> tuple[list[TraceRecord], TraceRecord]:
     """Return the shallow traces of a shape, and the whole one."""
     work = _work(case.model, case.sequence, folder)
     wanted = [
         replace(one, keep_log=True)
         for keep_log in (False, True)
-        for one in memory.requests(work, case.candidate, kernels="cuda", keep_log=keep_log)
+        for one in memory.trace_requests(work, case.candidate, kernels="cuda", keep_log=keep_log)
     ]
     shallow = [trace(one, logs=folder) for one in dict.fromkeys(wanted)]
-    shallow += [trace(one, logs=folder) for one in memory.further(shallow)]
+    shallow += [trace(one, logs=folder) for one in memory.further_requests(shallow)]
     return shallow, _whole(work, case, folder)
 
 
-def row(case: Case, shallow: list[Record], whole: Record) -> str:
+def row(case: Case, shallow: list[TraceRecord], whole: TraceRecord) -> str:
     """Compare one shape: tensors are computed over depth, size and shards, the allocator over depth and shards."""
     hardware = Hardware(
-        card=card("H100"), machines=64, cards_per_machine=8, within=_LINK, between=_LINK
+        card=gpu_named("H100"), machines=64, cards_per_machine=8, within=_LINK, between=_LINK
     )
     size, candidate = case.micro_batch_size, replace(case.candidate, accumulation=1)
     sizes = {one.request.candidate.micro_batch_size for one in shallow}
@@ -181,9 +180,9 @@ def row(case: Case, shallow: list[Record], whole: Record) -> str:
         one for one in shallow if len(sizes) < 3 or one.request.candidate.micro_batch_size != size
     ]
     same = [one for one in shallow if one.request.candidate.micro_batch_size == size]
-    computed = memory.predict(others, candidate, hardware=hardware).tensor_bytes
-    kept = simulate(log_depth.read(str(whole.log))).peak_bytes
-    reserved = memory.predict(same, candidate, hardware=hardware).reserved_bytes
+    computed = memory.predict_memory(others, candidate, hardware=hardware).tensor_bytes
+    kept = simulate(log_depth.read_log(str(whole.log))).peak_bytes
+    reserved = memory.predict_memory(same, candidate, hardware=hardware).reserved_bytes
     return " | ".join(
         (
             f"| {case.model}, {whole.blocks} blocks",
@@ -196,14 +195,14 @@ def row(case: Case, shallow: list[Record], whole: Record) -> str:
     )
 
 
-def _whole(work: Work, case: Case, folder: Path) -> Record:
+def _whole(work: Work, case: Case, folder: Path) -> TraceRecord:
     candidate = replace(
         case.candidate,
         accumulation=min(case.accumulation, 2),
         layout=ShardLayout(copies=min(case.copies, 2), shards=case.shards),
     )
     return trace(
-        Request(work=work, candidate=candidate, kernels="cuda", keep_log=True), logs=folder
+        TraceRequest(work=work, candidate=candidate, kernels="cuda", keep_log=True), logs=folder
     )
 
 

@@ -24,16 +24,16 @@ from peak_memory.cases import Case, chosen, drawn
 from peak_memory.table import as_table
 from peak_memory.truth import STEADY, Truth
 
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.proof.real_steps import Steps
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Refused, Tracer
 
 # Only its kind matters here: tensors of ranks on a CPU need no caching allocator.
 _LINK = Link(latency_s=1e-4, bytes_s=1e9)
 _HERE = Hardware(
-    card=Card(name="CPU", kind="cpu", memory_bytes=2**34, flops={}, bandwidth_bytes_s=1e10),
+    card=Gpu(name="CPU", kind="cpu", memory_bytes=2**34, flops={}, bandwidth_bytes_s=1e10),
     machines=1,
     cards_per_machine=4,
     within=_LINK,
@@ -44,7 +44,7 @@ _HERE = Hardware(
 def measure(case: Case, truth: Truth, folder: Path) -> dict[str, Any]:
     """Return the peaks of real ranks, or why there are none."""
     work, candidate = case.work(folder), case.candidate()
-    told = truth.measure(Steps(work=work, candidate=candidate, device="cpu", timed=0))
+    told = truth.measure(RealSteps(work=work, candidate=candidate, device="cpu", timed=0))
     failed = [one["failed"] for one in told if "failed" in one]
     if failed:
         return {"failed": failed[0]}
@@ -60,15 +60,19 @@ def measure(case: Case, truth: Truth, folder: Path) -> dict[str, Any]:
 def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
     """Return what is predicted without running anything, or why it cannot be."""
     work, candidate = case.work(folder), case.candidate()
-    whole = Request(work=work, candidate=candidate, kernels="cpu")
-    asked = memory.requests(work, candidate, kernels="cpu")
+    whole = TraceRequest(work=work, candidate=candidate, kernels="cpu")
+    asked = memory.trace_requests(work, candidate, kernels="cpu")
     first, *rest = tracer.records([whole, *asked])
-    records = [one for one in rest if isinstance(one, Record)]
+    records = [one for one in rest if isinstance(one, TraceRecord)]
     if isinstance(first, Refused) or len(records) < len(rest):
         refused = next(one for one in (first, *rest) if isinstance(one, Refused))
         return {"refused": f"{refused.what}; {refused.why}"}
-    records += [one for one in tracer.records(memory.further(records)) if isinstance(one, Record)]
-    planned = memory.predict(records, candidate, hardware=_HERE)
+    records += [
+        one
+        for one in tracer.records(memory.further_requests(records))
+        if isinstance(one, TraceRecord)
+    ]
+    planned = memory.predict_memory(records, candidate, hardware=_HERE)
     return {
         "traced_bytes": first.peak_bytes,
         "planned_bytes": planned.tensor_bytes,

@@ -25,11 +25,11 @@ from datetime import date
 from pathlib import Path
 
 from torchmuster.plan.hardware import here
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.proof import real_steps
-from torchmuster.plan.record import Record
+from torchmuster.plan.proof import verification
+from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.timing import calibration, fitting
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.calibration import Calibration
@@ -166,32 +166,34 @@ class Bench:
         )
         return Work(model_name_or_path=str(place), sequence_length=setting.sequence_length)
 
-    def records(self, case: Case) -> tuple[Record, ...]:
+    def records(self, case: Case) -> tuple[TraceRecord, ...]:
         """Return the traces of a case."""
-        requests = memory.requests(self.work(case.setting), case.candidate, kernels="cpu")
+        requests = memory.trace_requests(self.work(case.setting), case.candidate, kernels="cpu")
         found = self._tracer.records(requests)
-        refused = [one for one in found if not isinstance(one, Record)]
+        refused = [one for one in found if not isinstance(one, TraceRecord)]
         if refused:
             raise SystemExit(f"{case.setting.words}, {case.way}: {refused[0].what}")
-        return tuple(one for one in found if isinstance(one, Record))
+        return tuple(one for one in found if isinstance(one, TraceRecord))
 
     def hardware(self, case: Case) -> Hardware:
         """Return this machine as it was measured."""
-        plain = here.hardware(ranks=case.candidate.layout.ranks)
+        plain = here.hardware_here(ranks=case.candidate.layout.ranks)
         return calibration.hardware_as_measured(self.calibration, plain)
 
     def predicted_s(self, case: Case) -> float:
         """Foretell a step."""
         hardware = self.hardware(case)
-        rates = calibration.rates(self.calibration, hardware)
-        found = timing.predict(self.records(case), case.candidate, hardware=hardware, rates=rates)
+        rates = calibration.calibrated_rates(self.calibration, hardware)
+        found = timing.predict_time(
+            self.records(case), case.candidate, hardware=hardware, rates=rates
+        )
         return found.step_s
 
     def measured_s(self, case: Case, turn: int, steps: int) -> float:
         """Run real steps, and return the best; what was seen in this turn before is kept."""
         key = f"{turn} {steps} {case.setting.words}, {case.way}"
         if key not in self._best:
-            ranks = real_steps.run(
+            ranks = verification.run_real_steps(
                 self.work(case.setting),
                 case.candidate,
                 ranks=case.candidate.layout.ranks,
@@ -209,7 +211,7 @@ class Bench:
             candidate=case.candidate,
             hardware=self.hardware(case),
             step_s=step_s,
-            words=f"{case.setting.words} {fitting.in_words(case.candidate)}",
+            words=f"{case.setting.words} {fitting.describe_fit(case.candidate)}",
         )
         self.calibration = fitting.with_fit(self.calibration, run)
 
@@ -325,10 +327,12 @@ def compare(folder: Path, options: argparse.Namespace) -> str:
         for case in cases(setting, wider=number % 2 == 0)
     ]
     middle = Setting(shape="calibration", sequence_length=192, micro_batch_size=8)
-    measured = calibration.kept(folder)
+    measured = calibration.saved_calibration(folder)
     if measured is None or measured.machine != platform.node():
-        measured = calibration.measure([1, 2, 4], say=lambda text: print(text, flush=True))
-        calibration.keep(measured, folder)
+        measured = calibration.measure_calibration(
+            [1, 2, 4], say=lambda text: print(text, flush=True)
+        )
+        calibration.save_calibration(measured, folder)
     with Tracer(cache=folder / "traces") as tracer:
         bench = Bench(folder, tracer, measured)
         fitted_to = list(cases(middle, wider=False))

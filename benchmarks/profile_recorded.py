@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchmuster.bench.profile.kept import read_trials
-from torchmuster.bench.profile.recording_words import read_facts
+from torchmuster.bench.profile.changes import read_trials
+from torchmuster.bench.profile.recording import read_facts
 
 PLACE = Path(__file__).parent.parent / "tests" / "recorded_profiles"
 

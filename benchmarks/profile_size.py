@@ -20,23 +20,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmuster.bench.profile.recording_words import RankFacts, TraceKept, read_facts, write_facts
+from torchmuster.bench.profile.recording import RankFacts, TraceKept, read_facts, write_facts
 
 _STEPS = 16  # of each trace that is made
 _ANALYSE = """
 import json, resource, sys, time
 from pathlib import Path
 from torchmuster.bench.profile.advice import advise
-from torchmuster.bench.profile.analysis import analyse
-from torchmuster.bench.report.profile_page import page
-from torchmuster.bench.report.profile_terminal import screen
+from torchmuster.bench.profile.analysis import analyse_profile
+from torchmuster.bench.report.profile import profile_page
+from torchmuster.bench.report.profile import profile_screen
 
 resting = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 begun = time.monotonic()
 said = []
-found = analyse(Path(sys.argv[1]), say=said.append)
+found = analyse_profile(Path(sys.argv[1]), say=said.append)
 advice = advise(found)
-text, whole = screen(found, advice, None, Path(sys.argv[1])), page(found, advice, None)
+text, whole = profile_screen(found, advice, None, Path(sys.argv[1])), profile_page(found, advice, None)
 print(json.dumps({
     "seconds": time.monotonic() - begun,
     "cpu_seconds": time.process_time(),

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from torchmuster.decision import Decision
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory.forecast import Memory
-from torchmuster.plan.record import Peak, Record, Request, Shape
+from torchmuster.plan.record import Peak, Shape, TraceRecord, TraceRequest
+from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.forecast import StepTime
 from torchmuster.plan.timing.rates import CATALOGUED
@@ -19,7 +19,7 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 WORK = Work(build="made_up:model", sequence_length=1024)
-CARD = Card(
+CARD = Gpu(
     name="made-up",
     memory_bytes=80 * GiB,
     flops={"bfloat16": 1e15, "float32": 1e14},
@@ -42,9 +42,9 @@ def hardware(*, machines: int = 1, cards: int = 8, memory_gib: float = 80) -> Ha
     )
 
 
-def question(on: Hardware | None = None, **changes: object) -> Asked:
+def question(on: Hardware | None = None, **changes: object) -> PlanRequest:
     """Return a question with nothing fixed."""
-    asked = Asked(
+    asked = PlanRequest(
         work=WORK,
         hardware=on or hardware(),
         precision=Decision(value="bf16", reason="bf16: made-up has it"),
@@ -52,7 +52,9 @@ def question(on: Hardware | None = None, **changes: object) -> Asked:
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 
-def record(request: Request, *, parameters: int = 7_000_000_000, blocks: int = 32) -> Record:
+def record(
+    request: TraceRequest, *, parameters: int = 7_000_000_000, blocks: int = 32
+) -> TraceRecord:
     """Return a record of a model of equal blocks; its peaks and times are not looked at."""
     rows = 8192
     shape = Shape(
@@ -63,7 +65,7 @@ def record(request: Request, *, parameters: int = 7_000_000_000, blocks: int = 3
         block=0,
         copies=blocks,
     )
-    return Record(
+    return TraceRecord(
         request=request,
         torch="2.13",
         blocks_traced=request.blocks or blocks,
@@ -92,15 +94,15 @@ class MadeUpModel:
     blocks: int = 32
 
     def __post_init__(self) -> None:
-        self.traced: list[Request] = []
+        self.traced: list[TraceRequest] = []
 
-    def look(self, requests: Sequence[Request]) -> list[Record]:
+    def look(self, requests: Sequence[TraceRequest]) -> list[TraceRecord]:
         """Stand for the tracer."""
         self.traced += requests
         return [record(one, parameters=self.parameters, blocks=self.blocks) for one in requests]
 
     def memory(
-        self, records: Sequence[Record], candidate: Candidate, *, hardware: Hardware
+        self, records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
     ) -> Memory:
         """Stand for memory.predict."""
         kept = {"none": 1.0, "selective": 0.5, "full": 0.1}[str(candidate.recompute)]
@@ -135,7 +137,7 @@ class MadeUpModel:
 
     def time(
         self,
-        records: Sequence[Record],
+        records: Sequence[TraceRecord],
         candidate: Candidate,
         *,
         hardware: Hardware,
@@ -167,9 +169,9 @@ class MadeUpModel:
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> "MadeUpModel":
         """Take the place of the forecasts."""
-        monkeypatch.setattr(memory, "predict", self.memory)
-        monkeypatch.setattr(memory, "check", lambda records, traced: None)
-        monkeypatch.setattr(timing, "predict", self.time)
+        monkeypatch.setattr(memory, "predict_memory", self.memory)
+        monkeypatch.setattr(memory, "check_records", lambda records, traced: None)
+        monkeypatch.setattr(timing, "predict_time", self.time)
         return self
 
 

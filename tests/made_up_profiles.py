@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchmuster.bench.profile.recording_words import Loader, RankFacts, Step
+from torchmuster.bench.profile.recording import RankFacts, RecordedLoader, RecordedStep
 
 HEALTHY: Mapping[str, float] = {
     "data_s": 0.001,
@@ -26,11 +26,11 @@ _PHASES = (
 )
 
 
-def step(number: int, *, profiled: bool = False, **told: Any) -> Step:
+def step(number: int, *, profiled: bool = False, **told: Any) -> RecordedStep:
     """Return a step of a healthy training with differences; it is as long as its phases are."""
     phases = {**HEALTHY, **told}
     took_s = phases.pop("took_s", None) or sum(phases.get(name, 0.0) for name in _PHASES) + 0.001
-    return Step(
+    return RecordedStep(
         number=number,
         profiled=profiled,
         begun_at_s=float(number),
@@ -40,7 +40,9 @@ def step(number: int, *, profiled: bool = False, **told: Any) -> Step:
     )
 
 
-def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told: Any) -> RankFacts:
+def rank(
+    number: int = 0, *, ranks: int = 2, steps: Sequence[RecordedStep] = (), **told: Any
+) -> RankFacts:
     """Return the facts of a rank; without steps, ten healthy ones."""
     facts: dict[str, Any] = {
         "rank": number,
@@ -54,7 +56,7 @@ def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told:
         "interop_threads": 1,
         "epoch_minus_monotonic_s": 0.0,
         "steps": tuple(steps) or tuple(step(at) for at in range(3, 13)),
-        "loader": Loader(
+        "loader": RecordedLoader(
             workers=0,
             batch_size=64,
             samples_per_batch=64,

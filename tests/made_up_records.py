@@ -50,5 +50,5 @@ def keep(folder: Path, records: Sequence[BenchRecord]) -> Path:
     """Write records side by side into a folder."""
     for number, one in enumerate(records):
         (folder / str(number)).mkdir(parents=True)
-        record.write(folder / str(number) / record.FILE, one)
+        record.write_record(folder / str(number) / record.FILE, one)
     return folder

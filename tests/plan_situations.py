@@ -18,13 +18,13 @@ import msgspec
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible
-from torchmuster.plan.asked import Asked, asked_of
-from torchmuster.plan.hardware.given import parse
-from torchmuster.plan.hardware.model import Card, Hardware, Link
-from torchmuster.plan.planning import plan
-from torchmuster.plan.record import Record, Request
-from torchmuster.plan.search.exploring import Look
-from torchmuster.plan.timing.forecast import usual
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
+from torchmuster.plan.hardware.cluster_file import parse_hardware
+from torchmuster.plan.planning import make_plan
+from torchmuster.plan.record import TraceRecord, TraceRequest
+from torchmuster.plan.request import PlanRequest, request_from_settings
+from torchmuster.plan.search.candidates import Look
+from torchmuster.plan.timing.rates import usual_rates
 from torchmuster.plan.tracing.tracer import Refused, Tracer
 from torchmuster.units import GiB
 
@@ -33,7 +33,7 @@ FOLDER = Path(__file__).parent / "unit" / "plan" / "situations"
 
 _NEAR = Link(latency_s=2e-5, bytes_s=5e9, source="made up")
 LAPTOP = Hardware(
-    card=Card(
+    card=Gpu(
         name="a laptop's CPU",
         memory_bytes=16 * GiB,
         flops={"float32": 4e11},
@@ -65,7 +65,7 @@ class Situation:
         length = "" if self.sequence_length is None else f" {self.sequence_length}"
         return f"{self.model}{length} on {self.hardware}{fixed}"
 
-    def asked(self) -> Asked:
+    def asked(self) -> PlanRequest:
         """Return it as a question; relative paths begin in FOLDER."""
         if self.sequence_length is None:
             said = [f"model.build={self.model}:model", f"data.dataset={self.model}:data"]
@@ -78,8 +78,8 @@ class Situation:
         for one in [*said, *self.fixed]:
             path, _, value = one.partition("=")
             flags.append(Flag(flag=path, path=path, text=value))
-        on = LAPTOP if self.hardware == "laptop" else parse(self.hardware)
-        return asked_of(resolve(flags=flags), on, folder=".")
+        on = LAPTOP if self.hardware == "laptop" else parse_hardware(self.hardware)
+        return request_from_settings(resolve(flags=flags), on, folder=".")
 
 
 _BATCH = "train.global_batch_size"
@@ -132,7 +132,7 @@ def answer_in_words(situation: Situation, look: Look) -> list[str]:
     """Return the choice with its reason, the runner-up and what would change it; or the refusal."""
     try:
         asked = situation.asked()
-        answer = plan(asked, look, rates=usual(asked.hardware.card.kind), simulate=False)
+        answer = make_plan(asked, look, rates=usual_rates(asked.hardware.card.kind), simulate=False)
     except Impossible as error:
         return str(error).splitlines()
     second = [] if answer.runner_up is None else [answer.runner_up.reason]
@@ -143,9 +143,9 @@ class Missing(Exception):
     """A trace that was not recorded: run this file."""
 
 
-def recorded(requests: Sequence[Request]) -> list[Record | Refused]:
+def recorded(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
     """Stand for the tracer, with what was recorded."""
-    found: list[Record | Refused] = []
+    found: list[TraceRecord | Refused] = []
     for one in requests:
         known = _of_model(_model(one))
         if one not in known:
@@ -154,18 +154,18 @@ def recorded(requests: Sequence[Request]) -> list[Record | Refused]:
     return found
 
 
-def _model(request: Request) -> str:
+def _model(request: TraceRequest) -> str:
     own = (request.work.build or "").partition(":")[0]
     return request.work.model_name_or_path or own
 
 
 @functools.cache
-def _of_model(model: str) -> dict[Request, Record]:
+def _of_model(model: str) -> dict[TraceRequest, TraceRecord]:
     path = FOLDER / f"{model}.jsonl.xz"
     if not path.is_file():
         return {}
     with lzma.open(path) as file:
-        records = [msgspec.json.decode(line, type=Record) for line in file]
+        records = [msgspec.json.decode(line, type=TraceRecord) for line in file]
     return {one.request: one for one in records}
 
 
@@ -177,7 +177,7 @@ def _record_missing(situations: Sequence[Situation]) -> None:
         cache=None, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 2, say=print
     ) as tracer:
 
-        def look(requests: Sequence[Request]) -> list[Record | Refused]:
+        def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
             missing = [one for one in requests if one not in _of_model(_model(one))]
             for one in tracer.records(missing):
                 if isinstance(one, Refused):
@@ -196,7 +196,7 @@ def _record_missing(situations: Sequence[Situation]) -> None:
             (FOLDER / "answers.json").write_text(json.dumps(ordered, indent=1) + "\n")
 
 
-def _keep(model: str, records: dict[Request, Record]) -> None:
+def _keep(model: str, records: dict[TraceRequest, TraceRecord]) -> None:
     with lzma.open(FOLDER / f"{model}.jsonl.xz", "wb", preset=6) as file:
         for one in records.values():
             file.write(msgspec.json.encode(one) + b"\n")

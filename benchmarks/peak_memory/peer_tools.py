@@ -17,8 +17,8 @@ from peak_memory import formulas
 from peak_memory.cases import Case
 from peak_memory.families import SEQUENCE
 from peak_memory.formulas import Shape
-from torchmuster.plan.probes.building import build
-from torchmuster.plan.probes.imagined_world import imagined_world, masks_of_real_runs
+from torchmuster.plan.probes.build_step import build_step
+from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
 from torchmuster.train.torch_private import TorchDispatchMode
 
 _PATCHES = 65  # of a picture, with the one that stands for the whole
@@ -149,8 +149,8 @@ def mem_tracker(case: Case, folder: Path) -> float:
 
     candidate = case.candidate()
     ranks = candidate.layout.ranks
-    with imagined_world(ranks, ranks_per_machine=ranks, reduced=_unheard) as world:
-        built = build(case.work(folder), candidate, world)
+    with fake_process_group(ranks, ranks_per_machine=ranks, reduced=_unheard) as world:
+        built = build_step(case.work(folder), candidate, world)
         tracker = MemTracker()
         tracker.track_external(built.model, built.optimizer)
         with masks_of_real_runs(packed=False), tracker, _Values(built.optimizer):

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torchmuster.plan.proof.real_steps import Steps
+from torchmuster.plan.proof.verification import RealSteps
 from torchmuster.runfolder import write_atomically
 
 _BENCHMARKS = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ class Truth:
         answers.close()
         process.wait()
 
-    def measure(self, steps: Steps) -> list[dict[str, Any]]:
+    def measure(self, steps: RealSteps) -> list[dict[str, Any]]:
         """Return what each rank saw: ``peaks_bytes`` of its steps, or ``failed`` with the traceback."""
         _, questions, answers = self._at_work()
         questions.write(msgspec.json.encode(steps).decode() + "\n")
@@ -110,17 +110,17 @@ def _serve() -> None:
     import torch.distributed.fsdp
     import transformers  # noqa: F401
 
-    import torchmuster.plan.probes.building  # noqa: F401
+    import torchmuster.plan.probes.build_step  # noqa: F401
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a model prints is no answer
     for line in sys.stdin:
-        steps = msgspec.json.decode(line, type=Steps)
+        steps = msgspec.json.decode(line, type=RealSteps)
         print(json.dumps(_ranks(steps)), file=answers, flush=True)
 
 
-def _ranks(steps: Steps) -> list[dict[str, Any]]:
+def _ranks(steps: RealSteps) -> list[dict[str, Any]]:
     """Fork the ranks and wait for what they write."""
     ranks = steps.candidate.layout.ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def _ranks(steps: Steps) -> list[dict[str, Any]]:
         ]
 
 
-def _be_rank(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
+def _be_rank(steps: RealSteps, rank: int, ranks: int, folder: Path) -> None:
     """Take the steps and write what was seen; never returns."""
     try:
         _take_steps(steps, rank, ranks, folder)
@@ -151,13 +151,13 @@ def _tell(folder: Path, rank: int, told: dict[str, Any]) -> None:
     write_atomically(folder / f"rank-{rank}.json", json.dumps(told), durable=False)
 
 
-def _take_steps(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
+def _take_steps(steps: RealSteps, rank: int, ranks: int, folder: Path) -> None:
     """Take the steps, tell and end, with everything still there: now and then gloo's threads are waited for in vain."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    from torchmuster.plan.probes.building import build
+    from torchmuster.plan.probes.build_step import build_step
     from torchmuster.train.world import all_gather_object, join_world
 
     os.chdir(steps.work.folder)
@@ -178,7 +178,7 @@ def _take_steps(steps: Steps, rank: int, ranks: int, folder: Path) -> None:
     before = counter.tensor_bytes_live()
     peaks: list[int] = []
     with join_world("cpu") as world:
-        built = build(steps.work, steps.candidate, world)
+        built = build_step(steps.work, steps.candidate, world)
         for number in range(_MOST_STEPS):
             dist.barrier()
             counter.tensor_bytes_begin_again()

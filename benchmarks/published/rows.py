@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
@@ -151,7 +151,7 @@ class Published:
         known = self.cards[row.card]
         machines = -(-row.spread.ranks // row.cards_per_machine)
         return Hardware(
-            card=Card(
+            card=Gpu(
                 name=row.card.upper(),
                 memory_bytes=int(known["memory_gib"] * GiB),
                 flops={"bfloat16": known["bfloat16_flops"], "float32": 60e12},

@@ -9,7 +9,7 @@ from rows import Published, Row, fitted
 
 from torchmuster.errors import MusterError
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.rates import CATALOGUED, Rates
 from torchmuster.plan.tracing.cache import TraceCache
@@ -36,12 +36,12 @@ class Traced:
         self._published = published
         self._tracer = tracer
         self._only_kept = only_kept
-        self._records: dict[tuple[Request, ...], list[Record]] = {}
+        self._records: dict[tuple[TraceRequest, ...], list[TraceRecord]] = {}
         self._found: dict[str, float] = {}
 
     def memory(self, row: Row) -> Forecast:
         """Return what a rank needs."""
-        found = memory.predict(
+        found = memory.predict_memory(
             self._records_for(_few_blocks(row)),
             row.candidate,
             hardware=self._published.hardware(row),
@@ -59,7 +59,7 @@ class Traced:
         rates: Rates = replace(
             CATALOGUED, compute=factor * CATALOGUED.compute, memory=factor * CATALOGUED.memory
         )
-        found = timing.predict(
+        found = timing.predict_time(
             self._records_for(_few_blocks(row, for_speed=True)),
             row.candidate,
             hardware=self._published.hardware(row),
@@ -89,20 +89,20 @@ class Traced:
         wanted = [*_few_blocks(row, for_speed=True), *_few_blocks(constant, for_speed=True)]
         return self._are_kept(wanted)
 
-    def _are_kept(self, wanted: Sequence[Request]) -> bool:
+    def _are_kept(self, wanted: Sequence[TraceRequest]) -> bool:
         kept = self._only_kept
         return kept is None or all(kept.get(one) is not None for one in wanted)
 
-    def _records_for(self, wanted: Sequence[Request]) -> list[Record]:
+    def _records_for(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord]:
         key = tuple(wanted)
         if key not in self._records:
             found = self._traced(wanted)
-            more = memory.further(found)
+            more = memory.further_requests(found)
             self._records[key] = [*found, *(self._traced(more) if more else ())]
         return self._records[key]
 
-    def _traced(self, wanted: Sequence[Request]) -> list[Record]:
-        records: list[Record] = []
+    def _traced(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord]:
+        records: list[TraceRecord] = []
         for one in self._tracer.records(wanted):
             if isinstance(one, Refused):
                 raise MusterError(one.what, why=one.why, fix=one.fix)
@@ -110,9 +110,9 @@ class Traced:
         return records
 
 
-def _few_blocks(row: Row, *, for_speed: bool = False) -> list[Request]:
+def _few_blocks(row: Row, *, for_speed: bool = False) -> list[TraceRequest]:
     """Return requests for a few blocks; a speed needs no more than those with few shards."""
-    wanted = memory.requests(row.work, row.candidate, kernels="cuda", keep_log=True)
+    wanted = memory.trace_requests(row.work, row.candidate, kernels="cuda", keep_log=True)
     if not for_speed:
         return wanted
     fewest = min(one.candidate.layout.shards for one in wanted)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.hardware.model import Hardware, Link
+from torchmuster.plan.hardware.catalogue import Hardware, Link
 from torchmuster.plan.timing.rates import CATALOGUED
 
 HERE = Path(__file__).resolve().parent
@@ -74,7 +74,7 @@ class Found:
 
 def hardware(cards: int) -> Hardware:
     """Return so many H100 with 400 Gb/s each."""
-    known = catalogue.known("H100")
+    known = catalogue.known_gpu("H100")
     return Hardware(
         card=known.card,
         machines=math.ceil(cards / 8),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from live_bytes import live_bytes
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.building import build
+from torchmuster.plan.probes.build_step import build_step
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World
 
@@ -30,7 +30,7 @@ def peaks(
 
 def _peak(world: World, work: Work, strategy: str, size: int) -> int:
     with live_bytes() as seen:
-        built = build(work, candidate_for(strategy, world.world_size, size), world)
+        built = build_step(work, candidate_for(strategy, world.world_size, size), world)
         for number in range(3):
             built.train(number)
     del built

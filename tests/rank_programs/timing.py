@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmuster.bench.bus_bandwidth import OPERATIONS
-from torchmuster.bench.collectives import Asked as AskedMessages
-from torchmuster.bench.collectives import RankTimes
+from torchmuster.bench.bandwidth import OPERATIONS
+from torchmuster.bench.collectives import CollectivesRequest as AskedMessages
+from torchmuster.bench.collectives import CollectiveTimes
 from torchmuster.bench.probes import collectives, scaling
-from torchmuster.bench.scaling import Asked, Study
-from torchmuster.bench.scaling import RankTimes as RankSteps
+from torchmuster.bench.scaling import ScalingRequest, ScalingStudy
+from torchmuster.bench.scaling import ScalingTimes as RankSteps
 from torchmuster.plan.job import Work
 from torchmuster.train.world import World
 
 SLEEP_S = 0.2
 
 
-def messages(world: World, wrong: bool) -> RankTimes:
+def messages(world: World, wrong: bool) -> CollectiveTimes:
     """Time all kinds of messages; with ``wrong``, rank 1 gets one wrong value out of each all-reduce."""
     if wrong and world.global_rank == 1:
         reduce = dist.all_reduce
@@ -38,7 +38,7 @@ def messages(world: World, wrong: bool) -> RankTimes:
         device="cpu",
         least_sample_s=0.001,
     )
-    return collectives.times(asked, world)
+    return collectives.collective_times(asked, world)
 
 
 def model() -> nn.Module:
@@ -84,7 +84,7 @@ def steps(world: World, strategy: Literal["ddp", "fsdp"], data: str) -> RankStep
         dataset=f"{__name__}:{data}",
         folder=str(Path(__file__).parents[1]),
     )
-    study = Study(
+    study = ScalingStudy(
         work=work,
         strategy=strategy,
         precision="fp32",
@@ -98,4 +98,4 @@ def steps(world: World, strategy: Literal["ddp", "fsdp"], data: str) -> RankStep
         rounds=2,
         passes=1,
     )
-    return scaling.times(Asked(study=study, portions=(2,)), world)
+    return scaling.step_times(ScalingRequest(study=study, portions=(2,)), world)

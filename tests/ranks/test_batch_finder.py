@@ -10,14 +10,14 @@ from batch_size_cases import cases, write_model
 from rank_group import RunRanks
 from rank_programs.batch_sizes import candidate_for
 from torchmuster.errors import MusterError
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.proof.trials import Trials, find_batch_size
 from torchmuster.units import GiB
 
 pytestmark = pytest.mark.ranks
 LINK = Link(latency_s=1e-4, bytes_s=1e9)
 HERE = Hardware(
-    card=Card(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=1e10, kind="cpu"),
+    card=Gpu(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=1e10, kind="cpu"),
     machines=1,
     cards_per_machine=2,
     within=LINK,

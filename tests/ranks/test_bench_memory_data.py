@@ -58,7 +58,7 @@ def test_memory_of_a_model_of_ones_own(muster: Muster, folder: Path) -> None:
     assert done.code == 0, done
     assert "own:model" in done.out.splitlines()[0]
     assert "train.activation_checkpointing: " in done.out
-    kept = record.read(folder / "kept" / "record.json")
+    kept = record.read_record(folder / "kept" / "record.json")
     peaks = {one.labels["recompute"]: one.samples[0] for one in kept.series if one.name == "peak"}
     assert peaks["full"] < peaks["none"]
     assert kept.facts["blocks"] == 4

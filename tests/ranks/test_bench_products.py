@@ -38,7 +38,7 @@ def test_the_products_of_a_model_end_in_a_page_and_a_record(
     names = {one["name"] for one in json.loads(ran.out)["findings"]}
     assert "matmul-peak-unknown" in names
     assert "matmul-wrong-values" not in names
-    kept = record.read(own_machine / "kept" / record.FILE)
+    kept = record.read_record(own_machine / "kept" / record.FILE)
     labels = {(one.labels["shape"], one.labels["type"]) for one in kept.series}
     assert labels == {
         (shape, number_type)

@@ -9,14 +9,14 @@ from muster_command import Muster
 from rank_group import RunRanks
 from rank_programs import timing
 from torchmuster.bench import collectives, record, scaling
-from torchmuster.bench.bus_bandwidth import OPERATIONS
+from torchmuster.bench.bandwidth import OPERATIONS
 
 pytestmark = pytest.mark.ranks
 
 
 def test_every_value_of_every_kind_of_message_is_compared(run_ranks: RunRanks) -> None:
     answers = run_ranks(timing.messages, 3, False)
-    measured = collectives.together(answers)
+    measured = collectives.join_rank_times(answers)
     assert measured.wrong == ()
     assert list(measured.times) == list(OPERATIONS)
     for operation, by_size in measured.times.items():
@@ -32,7 +32,7 @@ def test_every_value_of_every_kind_of_message_is_compared(run_ranks: RunRanks) -
 
 
 def test_one_wrong_value_is_found_with_its_rank(run_ranks: RunRanks) -> None:
-    measured = collectives.together(run_ranks(timing.messages, 2, True))
+    measured = collectives.join_rank_times(run_ranks(timing.messages, 2, True))
     assert {one.rank for one in measured.wrong} == {1}
     assert {one.operation for one in measured.wrong} == {"all-reduce"}
     assert [one.wrong for one in measured.wrong] == [2, 2]
@@ -42,7 +42,7 @@ def test_one_wrong_value_is_found_with_its_rank(run_ranks: RunRanks) -> None:
 def test_a_rank_that_is_slow_is_waited_for_and_not_called_communication(
     run_ranks: RunRanks,
 ) -> None:
-    both = scaling.together([run_ranks(timing.steps, 2, "ddp", "quick_data")])
+    both = scaling.join_scaling_times([run_ranks(timing.steps, 2, "ddp", "quick_data")])
     taken = both.by_portion[2]
     assert both.sent_bytes == 4 * 10
     assert min(taken.step_s) >= timing.SLEEP_S
@@ -54,7 +54,7 @@ def test_a_rank_that_is_slow_is_waited_for_and_not_called_communication(
 
 
 def test_reading_is_timed_inside_of_the_step(run_ranks: RunRanks) -> None:
-    both = scaling.together([run_ranks(timing.steps, 2, "fsdp", "slow_data")])
+    both = scaling.join_scaling_times([run_ranks(timing.steps, 2, "fsdp", "slow_data")])
     taken = both.by_portion[2]
     assert taken.read_s >= 2 * timing.SLEEP_S / 4
     assert min(taken.alone_s) >= 2 * timing.SLEEP_S / 4
@@ -69,7 +69,7 @@ def test_collectives_from_the_command_to_the_record(muster: Muster, own_machine:
     assert done.code == 0, done.err
     assert "every value was right" in done.out
     assert "send-receive: " in done.out
-    kept = record.read(own_machine / "kept" / "record.json")
+    kept = record.read_record(own_machine / "kept" / "record.json")
     assert kept.settings["ranks"] == 2
     assert len(kept.series) == 2 * 3
     assert set(kept.facts["lines"]) == {"all-reduce", "send-receive"}
@@ -85,7 +85,7 @@ def test_scaling_from_the_command_to_the_record(muster: Muster, own_machine: Pat
     said = json.loads(done.out)
     names = {one["name"] for one in said["findings"]}
     assert {"strong-scaling", "weak-scaling", "outlook"} <= names
-    kept = record.read(own_machine / "kept" / "record.json")
+    kept = record.read_record(own_machine / "kept" / "record.json")
     for parts in kept.facts["parts_s"].values():
         assert min(parts.values()) >= 0
     series = {(one.name, *one.labels.items()) for one in kept.series}

@@ -11,9 +11,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
-from torchmuster.plan.proof import real_steps
-from torchmuster.plan.proof.real_steps import Steps
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.proof import verification
+from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.ranks
@@ -77,7 +77,7 @@ def measured(
             if name not in known:
                 case = cases.Case(**CASES[name])
                 work, candidate = case.work(folder), case.candidate()
-                steps = Steps(work=work, candidate=candidate, device="cpu", timed=0)
+                steps = RealSteps(work=work, candidate=candidate, device="cpu", timed=0)
                 told = measuring.measure(steps)
                 assert not [one["failed"] for one in told if "failed" in one]
                 known[name] = [min(one["peaks_bytes"][truth.STEADY :]) for one in told]
@@ -104,7 +104,7 @@ def test_what_is_traced_is_what_real_ranks_take(
     cases, _ = benchmark_modules
     asked = {name: cases.Case(**choices) for name, choices in CASES.items()}
     requests = [
-        Request(
+        TraceRequest(
             work=case.work(tmp_path),
             candidate=case.candidate(),
             kernels="cpu",
@@ -113,11 +113,11 @@ def test_what_is_traced_is_what_real_ranks_take(
     ]
     with Tracer(cache=None, workers=2) as tracer:
         traced = tracer.records(requests)
-    refused = [one for one in traced if not isinstance(one, Record)]
+    refused = [one for one in traced if not isinstance(one, TraceRecord)]
     assert not refused
     off = {}
     for name, record in zip(asked, traced, strict=True):
-        assert isinstance(record, Record)
+        assert isinstance(record, TraceRecord)
         peak = max(measured(name))
         error = record.peak_bytes / peak - 1
         if abs(error) > EXACT:
@@ -131,13 +131,15 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
     cases, _ = benchmark_modules
     name = "shards, tied embeddings, all recomputed"
     case = cases.Case(**CASES[name])
-    told = real_steps.run(case.work(tmp_path), case.candidate(), ranks=2, device="cpu", steps=2)
+    told = verification.run_real_steps(
+        case.work(tmp_path), case.candidate(), ranks=2, device="cpu", steps=2
+    )
     assert [one.rank for one in told] == [0, 1]
     assert {one.device for one in told} == {"cpu"}
     for one, peak in zip(told, measured(name), strict=True):
         # What is followed in Python agrees with what torch's allocator gave out, in steady state.
         assert one.peak_bytes == pytest.approx(peak, rel=EXACT)
-        assert len(one.peaks_bytes) == real_steps.FOLLOWED
+        assert len(one.peaks_bytes) == verification.FOLLOWED
         assert len(one.step_s) == 2
         assert min(one.step_s) > 0
         assert 0 < one.loss < 100
@@ -151,7 +153,7 @@ def test_a_rank_that_fails_says_why(
     case = cases.Case(**CASES["one process, grouped attention"])
     work = replace(case.work(tmp_path), sequence_length=100_000)
     with pytest.raises(MusterError) as caught:
-        real_steps.run(work, case.candidate(), ranks=1, device="cpu", steps=1)
+        verification.run_real_steps(work, case.candidate(), ranks=1, device="cpu", steps=1)
     assert caught.value.what == snapshot
     assert "data.sequence_length is 100000" in caught.value.why
     assert "512 positions" in caught.value.why

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_two_ranks_measure_products_memory_and_collectives(own_machine: Path) -> None:
-    found = calibration.measure([2])
+    found = calibration.measure_calibration([2])
     rates = found.by_ranks[2]
     assert set(rates.flops) == {"float32", "bfloat16"}
     assert 1e8 < rates.flops["float32"] < 1e13

@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from torchmuster.train.data.dataloader_adapter import ForeignLoader
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
 from torchmuster.train.world import join_world
 
@@ -36,7 +36,7 @@ class Slow:
         return float(place)
 
 with join_world("cpu") as world, StopRequest(world) as stop:
-    loader = ForeignLoader(DataLoader([0.0] * 4000 if world.is_first else Slow(), num_workers=1), world)
+    loader = DataLoaderAdapter(DataLoader([0.0] * 4000 if world.is_first else Slow(), num_workers=1), world)
     for step, _ in enumerate(loader.epoch(0), 1):
         time.sleep(0.02)
         dist.barrier()

@@ -7,9 +7,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from torchmuster.bench.profile import capture, verifying
-from torchmuster.bench.profile.changes import Change
-from torchmuster.bench.profile.recording_words import Asked, RankFacts
+from torchmuster.bench.profile import capture
+from torchmuster.bench.profile.changes import TriedChange
+from torchmuster.bench.profile.recording import ProfileRequest, RankFacts
 from torchmuster.errors import Impossible, MusterError
 
 pytestmark = pytest.mark.ranks
@@ -49,20 +49,22 @@ get_optimizer_state_dict(model, optimizer)
 """
 
 
-def asked(folder: Path, *words: str, script: str = TRAINING, **differences: object) -> Asked:
+def asked(
+    folder: Path, *words: str, script: str = TRAINING, **differences: object
+) -> ProfileRequest:
     (folder / "train.py").write_text(script)
     into = capture.new_folder(folder / "profile")
-    question = Asked(
+    question = ProfileRequest(
         command=(str(folder / "train.py"), *words), folder=str(folder), ranks=1, device="cpu",
         first_step=9, last_step=10, into=str(into),
     )  # fmt: skip
-    return capture.again(question, into, **differences)
+    return capture.record_again(question, into, **differences)
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
     folder = tmp_path_factory.mktemp("profile")
-    (one,) = capture.record(asked(folder, "1000000", str(folder / "weights.pt")))
+    (one,) = capture.record_profile(asked(folder, "1000000", str(folder / "weights.pt")))
     return one
 
 
@@ -103,15 +105,15 @@ def test_changes_are_made_in_the_process_and_nowhere_else(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     changes = (
-        Change(kind="batch", value=2),
-        Change(kind="reads", value=1000),
-        Change(kind="saves", value=1000),
-        Change(kind="buckets", value=5),
+        TriedChange(kind="batch", value=2),
+        TriedChange(kind="reads", value=1000),
+        TriedChange(kind="saves", value=1000),
+        TriedChange(kind="buckets", value=5),
     )
     question = asked(
         tmp_path, "1000", str(tmp_path / "weights.pt"), changes=changes, traces=False
     )  # fmt: skip
-    (one,) = capture.record(question)
+    (one,) = capture.record_profile(question)
     assert one.loader is not None
     assert one.loader.samples_per_batch == 8
     assert not (tmp_path / "weights.pt").exists()
@@ -124,14 +126,16 @@ def test_changes_are_made_in_the_process_and_nowhere_else(
 def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
     said: list[str] = []
     question = asked(tmp_path, "1000", str(tmp_path / "weights.pt"))
-    assert verifying.tried(question, [Change(kind="buckets", value=5)], say=said.append) == ()
+    assert (
+        capture.try_changes(question, [TriedChange(kind="buckets", value=5)], say=said.append) == ()
+    )
     assert any("made no difference" in line for line in said)
 
 
 def test_a_step_that_only_makes_the_optimisers_states_is_not_counted(tmp_path: Path) -> None:
     script = TRAINING.replace("loader = iter", STATES_MADE + "loader = iter")
     with pytest.raises(Impossible) as caught:  # counted with it there are ten, as many as asked for
-        capture.record(asked(tmp_path, "9", str(tmp_path / "weights.pt"), script=script))
+        capture.record_profile(asked(tmp_path, "9", str(tmp_path / "weights.pt"), script=script))
     assert "step 9" in caught.value.what
 
 
@@ -140,9 +144,9 @@ def test_a_training_that_ends_too_soon_or_fails_is_told(
 ) -> None:
     weights = str(tmp_path / "weights.pt")
     with pytest.raises(Impossible, match=r"train\.py ended after step 8"):
-        capture.record(asked(tmp_path, "8", weights))
+        capture.record_profile(asked(tmp_path, "8", weights))
     with pytest.raises(MusterError, match=r"^train\.py ") as caught:
-        capture.record(asked(tmp_path, "8", weights, "fail"))
+        capture.record_profile(asked(tmp_path, "8", weights, "fail"))
     assert caught.value.what == snapshot
 
 

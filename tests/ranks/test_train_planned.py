@@ -34,11 +34,11 @@ def test_where_sizes_do_not_decide_the_first_rank_traces_for_all(
         roomy[1],
     )
     assert tight[0] == "fsdp"
-    promise = comparison.read(own_machine / "run-1")
+    promise = comparison.read_promise(own_machine / "run-1")
     assert promise is not None
     assert promise.candidate.layout.copies == 2
     assert MiB < promise.tensor_bytes < 3 * MiB
-    assert comparison.read(own_machine / "run-2") is None
+    assert comparison.read_promise(own_machine / "run-2") is None
 
 
 def test_a_training_follows_its_plan_and_is_held_against_it(
@@ -55,7 +55,7 @@ def test_a_training_follows_its_plan_and_is_held_against_it(
     assert done.code == 0, done
     assert "plan: ddp over 2 " in done.err
     (run,) = list_runs(own_machine / "runs")
-    promise = comparison.read(run.path)
+    promise = comparison.read_promise(run.path)
     assert promise is not None
     size = promise.candidate.micro_batch_size
     assert f"  micro_batch_size: {size}  # --plan\n" in run.config.read_text()

@@ -9,8 +9,7 @@ import pytest
 from batch_size_cases import LARGEST, SMALL, cases, write_model
 from rank_group import RunRanks
 from rank_programs.batch_sizes import candidate_for
-from torchmuster.plan.proof.batch_finder import find
-from torchmuster.plan.proof.trials import Trials
+from torchmuster.plan.proof.trials import Trials, find_largest_batch
 
 pytestmark = [pytest.mark.stress, pytest.mark.ranks, pytest.mark.timeout(3600)]
 CASES = int(os.environ.get("BATCH_CASES", "1"))  # at full length: BATCH_CASES=20
@@ -32,7 +31,7 @@ def test_the_right_answer_in_every_case(own_machine: Path, run_ranks: RunRanks) 
             candidate=candidate_for(case.strategy, ranks),
             limits_bytes=case.limits_bytes,
         )
-        found = find(trials, start=start, most=LARGEST)
+        found = find_largest_batch(trials, start=start, most=LARGEST)
         allowed = (size for size in (1, 2, 4, 8, LARGEST, start) if size <= case.right)
         right = max(allowed)
         size, count = found.value.micro_batch_size, len(found.value.trials)

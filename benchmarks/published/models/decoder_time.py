@@ -16,8 +16,8 @@ from decoder_memory import (
     inflation,
 )
 
-from torchmuster.plan.hardware.model import Hardware
-from torchmuster.plan.timing import links
+from torchmuster.plan.hardware.catalogue import Hardware
+from torchmuster.plan.timing import rates as links
 from torchmuster.plan.timing.rates import Rates
 
 _UPDATE = 7 * FP32  # what the optimiser reads and writes of a weight
@@ -122,13 +122,15 @@ class _Block:
         self.exchange_backward_s = (1.0 + again) * self.exchange_forward_s
         self._shard()
 
-    def _seconds(self, kind: str, moved_bytes: float, group: links.Group) -> float:
-        return links.seconds(kind, moved_bytes, group, hardware=self._hardware, rates=self._rates)
+    def _seconds(self, kind: str, moved_bytes: float, group: links.LinkGroup) -> float:
+        return links.transfer_seconds(
+            kind, moved_bytes, group, hardware=self._hardware, rates=self._rates
+        )
 
-    def _group(self, ranks: int, inside: int) -> links.Group:
+    def _group(self, ranks: int, inside: int) -> links.LinkGroup:
         """Return a group whose neighbours are ``inside`` ranks apart."""
         on_one = max(self._hardware.cards_per_machine // inside, 1)
-        return links.Group(ranks=ranks, ranks_of_machine=min(ranks, on_one))
+        return links.LinkGroup(ranks=ranks, ranks_of_machine=min(ranks, on_one))
 
     def _exchange_s(self, tokens: float) -> float:
         """Return what the ranks of a tensor exchange in a forward: two gathers and two scatters."""

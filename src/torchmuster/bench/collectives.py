@@ -3,23 +3,135 @@
 A time is the slowest rank's, for which all others wait. (nccl-tests gives the mean over the ranks unless asked otherwise.)
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
-from torchmuster.bench.on_machines import run_probe_on_machines
+import msgspec
+
 from torchmuster.bench.probing import run_probe
 from torchmuster.bench.record import Series
-from torchmuster.errors import Impossible
+from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.console import TerminalVoice
+from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.transports.ssh import SshTransport
+from torchmuster.runfolder import RunFolder, create
+
+MARK = "torchmuster-answer "
+TO_OUTPUT = "-"  # in place of a folder for answers
+T = TypeVar("T")
+
+
+class _Listening(TerminalVoice):
+    """A voice that keeps what the ranks write and what is found, and says the launcher's own words."""
+
+    def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
+        super().__init__(run)
+        self._say = say
+        self.texts: dict[int, str] = defaultdict(str)
+        self.findings: tuple[Finding, ...] = ()
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Show nothing of what the ranks write."""
+        yield
+
+    def world(self, size: int) -> None:
+        """Need nothing."""
+
+    def say(self, text: str) -> None:
+        """Say who has joined, and what is waited for."""
+        self._say(text)
+
+    def output(self, rank: int, text: str) -> None:
+        """Keep it: an answer may come in pieces."""
+        self.texts[rank] += text
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Keep what was found."""
+        self.findings += tuple(findings)
+
+    def finish(self) -> None:
+        """Have nothing left to show."""
+
+
+def run_probe_on_machines(
+    spec: JobSpec,
+    request: object,
+    answer: type[T],
+    *,
+    python: str | None = None,
+    doing: str,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[T]:
+    """Run a module of ours on the machines of a job, and return what its ranks answer, by rank.
+
+    The job's command is the module alone. Its ``main`` is given the request as JSON, and ``-`` in place of a folder:
+    then it answers with :func:`print_answer`.
+    """
+    (program,) = spec.command
+    words = (program, msgspec.json.encode(request).decode(), TO_OUTPUT)
+    spec = dataclasses.replace(spec, command=words, module=True)
+    transport = SshTransport(
+        spec.hosts, python or sys.executable, lost_after_s=spec.limits.lost_after_s
+    )
+    with tempfile.TemporaryDirectory(prefix="muster-bench-") as place:
+        run = create(Path(place), spec.name)
+        voice = _Listening(run, say)
+        code = launch(spec, transport, run, lambda _: voice)
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != ExitCode.GOOD:
+        raise _failed(doing, voice.findings)
+    found = answers_in(voice.texts, answer)
+    if not found or len(found) != len(voice.texts):
+        raise MusterError(
+            f"{doing} failed",
+            why=f"{len(found)} of {len(voice.texts)} ranks told what they saw",
+            fix="try again; nothing was kept of it",
+        )
+    return found
+
+
+def print_answer(text: str) -> None:
+    """Answer as a rank whose files nobody here can read."""
+    sys.stdout.write(f"{MARK}{text}\n")
+    sys.stdout.flush()
+
+
+def answers_in(texts: dict[int, str], answer: type[T]) -> list[T]:
+    """Return what ranks answered, by rank, among all that they wrote; without those that did not."""
+    found = []
+    for rank in sorted(texts):
+        lines = [line for line in texts[rank].splitlines() if line.startswith(MARK)]
+        if lines:
+            found.append(msgspec.json.decode(lines[-1].removeprefix(MARK), type=answer))
+    return found
+
+
+def _failed(doing: str, findings: Sequence[Finding]) -> MusterError:
+    if not findings:
+        return MusterError(f"{doing} failed", why="nothing says why", fix="muster check --hosts …")
+    last = findings[-1]
+    parts = (last.what, last.why, *last.evidence.splitlines())
+    seen = "\n".join(part for part in parts if part and not part.startswith("log: "))
+    return MusterError(f"{doing} failed", why=seen, fix=last.fix)
+
 
 PROGRAM = "torchmuster.bench.probes.collectives"
 SERIES = "collective"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CollectivesRequest:
     """What each rank is told."""
 
     operations: tuple[str, ...]
@@ -42,7 +154,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankTimes:
+class CollectiveTimes:
     """What one rank saw."""
 
     rank: int
@@ -66,7 +178,7 @@ class Wrong:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredCollective:
     """What all ranks together took: of each sample the slowest rank's seconds."""
 
     hosts: tuple[str, ...]  # by rank
@@ -82,7 +194,7 @@ class Measured:
         return len(self.hosts)
 
 
-def check(asked: Asked, *, ranks: int) -> None:
+def check_collectives_request(asked: CollectivesRequest, *, ranks: int) -> None:
     """Refuse what cannot be measured, before anything is started."""
     if ranks < 2:
         raise Impossible(
@@ -99,19 +211,19 @@ def check(asked: Asked, *, ranks: int) -> None:
         )
 
 
-def measure(
-    asked: Asked,
+def measure_collectives(
+    asked: CollectivesRequest,
     *,
     ranks: int,
     environment: dict[str, str] | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Measured:
+) -> MeasuredCollective:
     """Measure with so many ranks of this machine."""
-    return together(
+    return join_rank_times(
         run_probe(
             PROGRAM,
             asked,
-            RankTimes,
+            CollectiveTimes,
             ranks=ranks,
             device=asked.device,
             environment=environment,
@@ -121,19 +233,19 @@ def measure(
     )
 
 
-def measure_on(
-    asked: Asked,
+def measure_collectives_on(
+    asked: CollectivesRequest,
     spec: JobSpec,
     *,
     python: str | None,
     say: Callable[[str], None] = lambda _: None,
-) -> Measured:
+) -> MeasuredCollective:
     """Measure with the ranks of a job, on the machines that it names."""
-    return together(
+    return join_rank_times(
         run_probe_on_machines(
             dataclasses.replace(spec, command=(PROGRAM,)),
             asked,
-            RankTimes,
+            CollectiveTimes,
             python=python,
             doing="timing messages",
             say=say,
@@ -141,14 +253,14 @@ def measure_on(
     )
 
 
-def together(answers: Sequence[RankTimes]) -> Measured:
+def join_rank_times(answers: Sequence[CollectiveTimes]) -> MeasuredCollective:
     """Put together what the ranks saw: who waits for a message waits for the slowest."""
     first = answers[0]
     times: dict[str, dict[int, tuple[float, ...]]] = {}
     for place, timed in enumerate(first.timed):
         samples = zip(*(one.timed[place].seconds for one in answers), strict=True)
         times.setdefault(timed.operation, {})[timed.size_bytes] = tuple(map(max, samples))
-    return Measured(
+    return MeasuredCollective(
         hosts=tuple(one.host for one in answers),
         backend=first.backend,
         device=first.device,
@@ -171,7 +283,7 @@ def together(answers: Sequence[RankTimes]) -> Measured:
     )
 
 
-def series_of(measured: Measured) -> tuple[Series, ...]:
+def series_of(measured: MeasuredCollective) -> tuple[Series, ...]:
     """Return the times as a record keeps them; bandwidths follow from them."""
     return tuple(
         Series(

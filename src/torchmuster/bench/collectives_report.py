@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from torchmuster.bench import alpha_beta
-from torchmuster.bench.bandwidth_curve import Point, Shape, points_of, shape_of
-from torchmuster.bench.bus_bandwidth import OPERATIONS
-from torchmuster.bench.collectives import Asked, Measured, series_of
+from torchmuster.bench import bandwidth
+from torchmuster.bench.bandwidth import OPERATIONS, CurvePoint, CurveShape, points_of, shape_of
+from torchmuster.bench.collectives import CollectivesRequest, MeasuredCollective, series_of
 from torchmuster.bench.environment import Environment
 from torchmuster.bench.record import BenchRecord
 from torchmuster.bench.report.report import Picture, Report, Table
@@ -27,14 +26,19 @@ class _Seen:
     """One kind of message, looked at."""
 
     operation: str
-    points: list[Point]
-    shape: Shape
-    fit: alpha_beta.Fit | None
+    points: list[CurvePoint]
+    shape: CurveShape
+    fit: bandwidth.AlphaBeta | None
     factor: float
 
 
-def report(
-    measured: Measured, asked: Asked, *, environment: Environment, date: str, took_s: float
+def collectives_report(
+    measured: MeasuredCollective,
+    asked: CollectivesRequest,
+    *,
+    environment: Environment,
+    date: str,
+    took_s: float,
 ) -> Report:
     """Return the report of a measurement."""
     seen = [_look(measured, operation) for operation in measured.times]
@@ -77,7 +81,7 @@ def report(
     )
 
 
-def _look(measured: Measured, operation: str) -> _Seen:
+def _look(measured: MeasuredCollective, operation: str) -> _Seen:
     times = measured.times[operation]
     factor = OPERATIONS[operation].bus_factor(measured.ranks)
     points = points_of(times, factor)
@@ -85,17 +89,17 @@ def _look(measured: Measured, operation: str) -> _Seen:
         operation=operation,
         points=points,
         shape=shape_of(points),
-        fit=alpha_beta.fit(times),
+        fit=bandwidth.fit_alpha_beta(times),
         factor=factor,
     )
 
 
-def _places(measured: Measured) -> str:
+def _places(measured: MeasuredCollective) -> str:
     hosts = list(dict.fromkeys(measured.hosts))
     return hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines"
 
 
-def _values(measured: Measured) -> Iterator[Finding]:
+def _values(measured: MeasuredCollective) -> Iterator[Finding]:
     if not measured.wrong:
         yield Finding(
             name="values",
@@ -120,7 +124,7 @@ def _values(measured: Measured) -> Iterator[Finding]:
     )
 
 
-def _verdict(one: _Seen, measured: Measured) -> Finding:
+def _verdict(one: _Seen, measured: MeasuredCollective) -> Finding:
     smallest, samples = min(measured.times[one.operation].items())
     half = one.shape.half_at_bytes
     reached = (
@@ -171,7 +175,7 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
         )
 
 
-def _circumstances(measured: Measured, environment: Environment) -> Iterator[Finding]:
+def _circumstances(measured: MeasuredCollective, environment: Environment) -> Iterator[Finding]:
     on_one = max(measured.hosts.count(host) for host in measured.hosts)
     if measured.device == "cpu" and on_one > environment.cores:
         yield Finding(
@@ -230,7 +234,7 @@ def _lines_table(seen: list[_Seen]) -> Table:
     )
 
 
-def _by_size_tables(measured: Measured, seen: list[_Seen]) -> tuple[Table, Table]:
+def _by_size_tables(measured: MeasuredCollective, seen: list[_Seen]) -> tuple[Table, Table]:
     """Return times and bandwidths, a row for each size."""
     head = ("size", *(one.operation for one in seen))
     times, bandwidths = [], []

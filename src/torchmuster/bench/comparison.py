@@ -32,7 +32,7 @@ Counted = Literal["pairs", "records", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class MetricChange:
     """One series on both sides. ``change`` 0.03 is 3 % more, whether that is good or bad; the interval is around it."""
 
     series: Series  # as the first record has it
@@ -48,7 +48,7 @@ class Change:
 class Comparison:
     """What came of comparing two sides."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[MetricChange, ...]
     left_out: tuple[str, ...]  # titles of series that not every record has
     by_records: bool  # each record counted once; else their samples, with FLOOR
     in_pairs: bool  # records whose samples were taken in turns counted as one
@@ -59,12 +59,12 @@ class Comparison:
         """The least change that counts."""
         return LEAST if self.by_records else FLOOR
 
-    def would_be_seen(self, change: Change) -> float:
+    def would_be_seen(self, change: MetricChange) -> float:
         """Return how large a change of a series must be to count here, beside all that are compared."""
         return max(self.floor, change.high - change.change, change.change - change.low)
 
 
-def compare(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
+def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
     """Compare the records ``b`` with the records ``a``, which were there before."""
     benches = sorted({one.bench for one in (*a, *b)})
     if len(benches) > 1:
@@ -121,7 +121,7 @@ def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
 
 def _change(
     before: Sequence[Series], after: Sequence[Series], *, counted: Counted, compared: int
-) -> Change:
+) -> MetricChange:
     series = before[0]
     by_records = counted != "samples"
     a, b = (_values(side, by_records=by_records) for side in (before, after))
@@ -138,7 +138,7 @@ def _change(
         verdict = "unknown"
     elif (found.low > 0 or found.high < 0) and abs(found.middle) > (LEAST if by_records else FLOOR):
         verdict = "better" if (found.middle > 0) == (series.better == "higher") else "worse"
-    return Change(
+    return MetricChange(
         series=series,
         before=statistics.median(a),
         after=statistics.median(b),

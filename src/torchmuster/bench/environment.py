@@ -11,7 +11,7 @@ from typing import Literal
 import psutil
 
 from torchmuster import __version__
-from torchmuster.bench.turn_taking import id_of_turns
+from torchmuster.bench.interleaved import id_of_turns
 from torchmuster.devices import snapshot
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import visible
@@ -48,7 +48,7 @@ class Environment:
         return dataclasses.replace(self, busy_after_cores=_busy_cores())
 
 
-def here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
+def environment_here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
     """Look at this machine before something is measured on it. Takes a moment, to see how busy it is."""
     node = snapshot.take()
     devices = visible(node.accelerators, os.environ).devices if device == "gpu" else ()
@@ -83,7 +83,7 @@ def _busy_cores() -> float | None:
         return None
 
 
-def differences(a: Environment, b: Environment) -> list[str]:
+def environment_differences(a: Environment, b: Environment) -> list[str]:
     """Say what differs between two environments, what matters most first; empty if nothing does."""
     return list(_differences(a, b))
 

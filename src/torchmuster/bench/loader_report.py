@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmuster.bench import loader_choice
+from torchmuster.bench import loader
 from torchmuster.bench.environment import Environment
 from torchmuster.bench.loader import LoaderAnswer, Read
 from torchmuster.bench.record import BenchRecord, Json, Series
@@ -19,7 +19,7 @@ _UNKNOWN = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredLoader:
     """All that was read."""
 
     data: str  # as people know it
@@ -34,8 +34,8 @@ class Measured:
     one_thread: tuple[Read, Read] | None = None  # as it is, and with one thread for each worker
 
 
-def report(
-    measured: Measured,
+def loader_report(
+    measured: MeasuredLoader,
     *,
     where: Decision[str],
     environment: Environment,
@@ -75,7 +75,7 @@ def report(
     )
 
 
-def _choices(measured: Measured, where: Decision[str]) -> Iterator[Decision[str]]:
+def _choices(measured: MeasuredLoader, where: Decision[str]) -> Iterator[Decision[str]]:
     ranks = f" by {measured.ranks} ranks at once" if measured.ranks > 1 else ""
     yield Decision(value=f"read for {measured.answer.device}{ranks}", reason=where.reason)
     workers = measured.chosen.value.reading.workers
@@ -91,22 +91,22 @@ def _choices(measured: Measured, where: Decision[str]) -> Iterator[Decision[str]
         )
 
 
-def _findings(measured: Measured) -> Iterator[Finding]:
+def _findings(measured: MeasuredLoader) -> Iterator[Finding]:
     chosen = measured.chosen.value
-    yield loader_choice.feeding(
+    yield loader.feeding(
         chosen,
         samples_per_step=measured.answer.samples_per_step,
         needed_samples_s=measured.needed_samples_s,
     )
-    yield loader_choice.same_data([*measured.by_workers, *measured.by_prefetch])
-    crowded = loader_choice.oversubscription(
+    yield loader.same_data([*measured.by_workers, *measured.by_prefetch])
+    crowded = loader.oversubscription(
         measured.by_workers, cores=measured.cores, ranks=measured.ranks
     )
     if crowded is not None:
         yield crowded
     if measured.one_thread is not None:
-        yield loader_choice.one_thread_gain(*measured.one_thread)
-    more = loader_choice.more_might_help(measured.by_workers, chosen)
+        yield loader.one_thread_gain(*measured.one_thread)
+    more = loader.more_might_help(measured.by_workers, chosen)
     if more is not None:
         yield more
     if chosen.reading.workers:
@@ -144,7 +144,7 @@ def _pinning(answer: LoaderAnswer) -> Finding:
     )
 
 
-def _tables(measured: Measured) -> Iterator[Table]:
+def _tables(measured: MeasuredLoader) -> Iterator[Table]:
     answer = measured.answer
     each = " a rank" if measured.ranks > 1 else ""
     yield Table(
@@ -188,7 +188,7 @@ def _row(one: Read, first: Read) -> tuple[str, ...]:
     )
 
 
-def _pictures(measured: Measured) -> Iterator[Picture]:
+def _pictures(measured: MeasuredLoader) -> Iterator[Picture]:
     reads = [*measured.by_workers, *measured.by_prefetch]
     shown = {one.reading: one for one in reads}.values()
     yield Picture(
@@ -211,7 +211,7 @@ def _pictures(measured: Measured) -> Iterator[Picture]:
     )
 
 
-def _series(measured: Measured) -> Iterator[Series]:
+def _series(measured: MeasuredLoader) -> Iterator[Series]:
     reads = {one.reading: one for one in (*measured.by_prefetch, *measured.by_workers)}
     for one in reads.values():
         labels: dict[str, str | int | float] = {

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 
-from torchmuster.bench import memory_figures
+from torchmuster.bench import memory
 from torchmuster.bench.environment import Environment
-from torchmuster.bench.memory_figures import Measured
-from torchmuster.bench.memory_stages import MemoryAnswer, OfPrecision
-from torchmuster.bench.recomputing import Way, best
+from torchmuster.bench.memory import (
+    MeasuredMemory,
+    MemoryAnswer,
+    OfPrecision,
+    RecomputeMode,
+    best_recompute,
+)
 from torchmuster.bench.record import BenchRecord, Json
 from torchmuster.bench.report.report import Report
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.plan.proof.comparison import MEMORY_BAND, percent
+from torchmuster.plan.proof.comparison import MEMORY_BAND, signed_percent
 from torchmuster.units import format_bytes
 
 
-def report(
-    measured: Measured,
+def memory_report(
+    measured: MeasuredMemory,
     *,
     where: Decision[str],
     environment: Environment,
@@ -26,7 +30,7 @@ def report(
 ) -> Report:
     """Return what was measured, as people and programs read it."""
     answer = measured.answer
-    chosen = best(answer.ways, limit_bytes=measured.limit_bytes)
+    chosen = best_recompute(answer.ways, limit_bytes=measured.limit_bytes)
     choices: list[Decision[str]] = [
         Decision(value=f"measured on {answer.device}", reason=where.reason)
     ]
@@ -38,14 +42,14 @@ def report(
         "again save?",
         findings=tuple(_findings(measured, chosen)),
         choices=tuple(choices),
-        tables=tuple(memory_figures.tables(measured)),
-        pictures=tuple(memory_figures.pictures(measured)),
+        tables=tuple(memory.memory_tables(measured)),
+        pictures=tuple(memory.memory_pictures(measured)),
         record=BenchRecord(
             bench="memory",
             date=date,
             settings=settings,
             environment=environment,
-            series=tuple(memory_figures.series(measured)),
+            series=tuple(memory.memory_series(measured)),
             facts={
                 "parameters": answer.parameter_count,
                 "blocks": answer.blocks,
@@ -59,11 +63,13 @@ def report(
     )
 
 
-def _setting(way: Way) -> str:
+def _setting(way: RecomputeMode) -> str:
     return f"compute again: {way.name} (train.activation_checkpointing: {way.recompute})"
 
 
-def _findings(measured: Measured, chosen: Decision[Way] | None) -> Iterator[Finding]:
+def _findings(
+    measured: MeasuredMemory, chosen: Decision[RecomputeMode] | None
+) -> Iterator[Finding]:
     answer = measured.answer
     yield _highest(answer.stages[0])
     yield from _precisions(answer)
@@ -117,13 +123,13 @@ def _precisions(answer: MemoryAnswer) -> Iterator[Finding]:
             name="memory-precision",
             status=Status.NOTE,
             what=f"{name} takes {format_bytes(reduced.peak_bytes)} instead of "
-            f"{format_bytes(full.peak_bytes)} in fp32 ({percent(ratio)})",
+            f"{format_bytes(full.peak_bytes)} in fp32 ({signed_percent(ratio)})",
             why="weights, their gradients and the optimiser's states stay fp32; activations have half "
             f"the bytes, and {name} copies of weights come in addition",
         )
 
 
-def _nothing_fits(measured: Measured) -> Finding:
+def _nothing_fits(measured: MeasuredMemory) -> Finding:
     ran = [one for one in measured.answer.ways if one.needed_bytes is not None]
     limit = measured.limit_bytes
     fix = (
@@ -148,7 +154,7 @@ def _nothing_fits(measured: Measured) -> Finding:
     )
 
 
-def _plans(measured: Measured) -> Iterator[Finding]:
+def _plans(measured: MeasuredMemory) -> Iterator[Finding]:
     if measured.not_planned:
         yield Finding(
             name="memory-plan",
@@ -170,7 +176,7 @@ def _plans(measured: Measured) -> Iterator[Finding]:
         name="memory-plan",
         status=Status.OK if good else Status.WARNING,
         what=f"{many} forecast as muster plan does; furthest off is {worst.name}: forecast "
-        f"{format_bytes(planned)}, measured {format_bytes(worst.peak_bytes or 0)} ({percent(ratio)})",
+        f"{format_bytes(planned)}, measured {format_bytes(worst.peak_bytes or 0)} ({signed_percent(ratio)})",
         why=""
         if good
         else f"plans may be off by {MEMORY_BAND * 100:.0f} %: what they say fits may not fit here",

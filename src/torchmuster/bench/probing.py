@@ -30,7 +30,7 @@ def run_probe(
     ``fresh_ranks.leave_answer``. ``say`` hears every ten seconds that it goes on. A rank that fails ends all;
     what became of it is in the error.
     """
-    ran = fresh_ranks.run(
+    ran = fresh_ranks.run_fresh_ranks(
         program,
         msgspec.json.encode(request).decode(),
         ranks=ranks,
@@ -44,7 +44,7 @@ def run_probe(
     )
     if ran.trouble is not None:
         raise MusterError(
-            f"{doing} failed", why=fresh_ranks.in_words(ran.trouble), fix=ran.trouble.fix
+            f"{doing} failed", why=fresh_ranks.describe_failure(ran.trouble), fix=ran.trouble.fix
         )
     if len(ran.texts) != ranks:
         raise MusterError(

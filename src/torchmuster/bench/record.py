@@ -1,7 +1,7 @@
 """What a bench leaves behind: what was measured, how, and on what, as JSON that can be compared years later."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -72,18 +72,18 @@ class _Document:
     record: msgspec.Raw
 
 
-def encode(record: BenchRecord) -> bytes:
+def encode_record(record: BenchRecord) -> bytes:
     """Return a record as JSON."""
     document = {"version": VERSION, "record": record}
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
 
-def write(path: Path, record: BenchRecord) -> None:
+def write_record(path: Path, record: BenchRecord) -> None:
     """Write a record to a file."""
-    write_atomically(path, encode(record).decode())
+    write_atomically(path, encode_record(record).decode())
 
 
-def read(path: Path) -> BenchRecord:
+def read_record(path: Path) -> BenchRecord:
     """Read a record from its file; one that is of another kind or damaged is refused with the reason."""
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
@@ -106,3 +106,27 @@ def read(path: Path) -> BenchRecord:
             why=harmless(str(error)),
             fix="give a record.json of muster bench, or the folder that it is in",
         ) from error
+
+
+def records_at(path: Path) -> list[BenchRecord]:
+    """Return the record of a file or of a bench's folder, or those of all benches' folders inside a folder."""
+    if path.is_file() or not path.exists():
+        return [read_record(path)]
+    if (path / FILE).is_file():
+        return [read_record(path / FILE)]
+    found = sorted(path.glob(f"*/{FILE}"))
+    if not found:
+        raise Impossible(
+            f"there is no record in {path}",
+            why=f"neither it nor a folder in it has a {FILE}",
+            fix=f"measure into it: muster bench NAME --out {path}/1",
+        )
+    return sorted(map(read_record, found), key=lambda one: one.date)
+
+
+def take_turns(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
+    """Say whether two sides were measured in turns, so that a machine's drift is not taken for a change."""
+    return not (
+        max(one.date for one in a) <= min(one.date for one in b)
+        or max(one.date for one in b) <= min(one.date for one in a)
+    )

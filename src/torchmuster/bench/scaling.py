@@ -5,12 +5,15 @@ scaling gives it whole / n. Each number of ranks is also timed with the portions
 smaller portions cost is then known from fewer ranks, and a forecast can be made from them.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchmuster.bench import bandwidth
 from torchmuster.bench.probing import run_probe
+from torchmuster.bench.statistics import Estimate, estimate
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
 
@@ -20,7 +23,7 @@ MODES: tuple[Mode, ...] = ("strong", "weak")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class ScalingStudy:
     """What is asked: which training, on how many ranks, and how it is timed."""
 
     work: Work
@@ -51,15 +54,15 @@ class Study:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ScalingRequest:
     """What each rank is told."""
 
-    study: Study
+    study: ScalingStudy
     portions: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class StepTimes:
     """One rank's seconds for steps of one portion: a sample for each round."""
 
     step_s: tuple[float, ...]  # whole steps
@@ -70,7 +73,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankTimes:
+class ScalingTimes:
     """What one rank saw."""
 
     rank: int
@@ -78,7 +81,7 @@ class RankTimes:
     backend: str
     sent_bytes: int  # gradients of a step
     shards: int  # parts of the model that fsdp gathers one by one; 0 under ddp
-    by_portion: Mapping[int, Times]
+    by_portion: Mapping[int, StepTimes]
     messages_s: Mapping[int, tuple[float, ...]] = field(
         default_factory=dict
     )  # all-reduces, by bytes
@@ -106,9 +109,11 @@ class OnRanks:
     messages_s: Mapping[int, tuple[float, ...]]  # all-reduces on the slowest rank, by bytes
 
 
-def measure(study: Study, *, say: Callable[[str], None] = lambda _: None) -> dict[int, OnRanks]:
+def measure_scaling(
+    study: ScalingStudy, *, say: Callable[[str], None] = lambda _: None
+) -> dict[int, OnRanks]:
     """Time the study's steps with each number of ranks, in several passes; return all of it by number of ranks."""
-    seen: dict[int, list[list[RankTimes]]] = {number: [] for number in study.ranks}
+    seen: dict[int, list[list[ScalingTimes]]] = {number: [] for number in study.ranks}
     for turn in range(study.passes):
         for number in study.ranks:
             words = f"{number} {'rank' if number == 1 else 'ranks'}"
@@ -116,8 +121,8 @@ def measure(study: Study, *, say: Callable[[str], None] = lambda _: None) -> dic
             seen[number].append(
                 run_probe(
                     PROGRAM,
-                    Asked(study=study, portions=study.portions(number)),
-                    RankTimes,
+                    ScalingRequest(study=study, portions=study.portions(number)),
+                    ScalingTimes,
                     ranks=number,
                     device=study.device,
                     folder=study.work.folder,
@@ -126,14 +131,14 @@ def measure(study: Study, *, say: Callable[[str], None] = lambda _: None) -> dic
                     say=say,
                 )
             )
-    return {number: together(passes) for number, passes in seen.items()}
+    return {number: join_scaling_times(passes) for number, passes in seen.items()}
 
 
 def _threads(number: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(number), "MKL_NUM_THREADS": str(number)}
 
 
-def together(passes: Sequence[Sequence[RankTimes]]) -> OnRanks:
+def join_scaling_times(passes: Sequence[Sequence[ScalingTimes]]) -> OnRanks:
     """Put together what the ranks of one or several passes saw."""
     first = passes[0][0]
     return OnRanks(
@@ -156,9 +161,9 @@ def together(passes: Sequence[Sequence[RankTimes]]) -> OnRanks:
     )
 
 
-def _taken(passes: Sequence[Sequence[Times]]) -> Taken:
+def _taken(passes: Sequence[Sequence[StepTimes]]) -> Taken:
     def rounds(
-        of: Callable[[Times], tuple[float, ...]], join: Callable[[tuple[float, ...]], float]
+        of: Callable[[StepTimes], tuple[float, ...]], join: Callable[[tuple[float, ...]], float]
     ) -> tuple[float, ...]:
         return tuple(
             join(sample)
@@ -174,7 +179,7 @@ def _taken(passes: Sequence[Sequence[Times]]) -> Taken:
     )
 
 
-def check(study: Study) -> None:
+def check_scaling_request(study: ScalingStudy) -> None:
     """Refuse a study that cannot be made."""
     most = max(study.ranks)
     if study.ranks[0] != 1 or list(study.ranks) != sorted(set(study.ranks)) or most < 2:
@@ -190,3 +195,201 @@ def check(study: Study) -> None:
             why="with strong scaling every rank gets as many",
             fix=f"--batch-size {most * max(1, study.whole // most)}",
         )
+
+
+IDEAL = "ideal"
+SMALLER, BESIDE, DATA = "smaller portions", "computing beside others", "data"
+IMBALANCE, COMMUNICATION = "imbalance", "exposed communication"
+LOSSES = (SMALLER, BESIDE, DATA, IMBALANCE, COMMUNICATION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """One number of ranks in one mode, held against one rank."""
+
+    ranks: int
+    mode: Mode
+    portion: int  # samples of each rank
+    step_s: Estimate
+    throughput: Estimate  # samples a second of all ranks
+    speed_up: Estimate  # in throughput, over one rank
+    parts_s: Mapping[str, float]  # of the step: the ideal and the losses; they add up to it
+
+    @property
+    def efficiency(self) -> Estimate:
+        """The speed-up over the number of ranks."""
+        return _times(self.speed_up, 1 / self.ranks)
+
+    @property
+    def worst_loss(self) -> str | None:
+        """The loss that takes most; None where nothing is lost."""
+        losses = {name: self.parts_s[name] for name in LOSSES}
+        worst = max(losses, key=lambda name: losses[name])
+        return worst if losses[worst] > 0 else None
+
+
+def scaled(study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode) -> Scaled:
+    """Hold what was measured with so many ranks against one rank."""
+    portion = study.portion(ranks, mode)
+    one = measured[1].by_portion
+    step = estimate(measured[ranks].by_portion[portion].step_s)
+    throughput = _over(portion * ranks, step)
+    alone = _over(study.whole, estimate(one[study.whole].step_s))
+    return Scaled(
+        ranks=ranks,
+        mode=mode,
+        portion=portion,
+        step_s=step,
+        throughput=throughput,
+        speed_up=Estimate(
+            median=throughput.median / alone.median,
+            low=throughput.low / alone.high,
+            high=throughput.high / alone.low,
+            count=min(throughput.count, alone.count),
+        ),
+        parts_s=_parts(study, measured, ranks, mode),
+    )
+
+
+def _parts(
+    study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode
+) -> dict[str, float]:
+    portion = study.portion(ranks, mode)
+    one, many = measured[1].by_portion, measured[ranks].by_portion[portion]
+    whole_s, portion_s = _median(one[study.whole].step_s), _median(one[portion].step_s)
+    read_s = many.read_s - one[portion].read_s
+    parts = {
+        IDEAL: whole_s if mode == "weak" else whole_s / ranks,
+        SMALLER: 0.0 if mode == "weak" else portion_s - whole_s / ranks,
+        BESIDE: _median(many.alone_s) - portion_s - read_s,
+        DATA: read_s,
+        IMBALANCE: _median(many.alone_slowest_s) - _median(many.alone_s),
+        COMMUNICATION: _median(many.step_s) - _median(many.alone_slowest_s),
+    }
+    return settled(parts, _median(many.step_s))
+
+
+def settled(parts: Mapping[str, float], whole_s: float) -> dict[str, float]:
+    """Return parts of which none is negative and which add up to the whole, the ideal as it is if it can be."""
+    ideal_s = min(parts[IDEAL], whole_s)
+    losses = {name: max(0.0, parts[name]) for name in LOSSES}
+    total_s = sum(losses.values())
+    share = (whole_s - ideal_s) / total_s if total_s else 0.0
+    if not total_s:
+        ideal_s = whole_s
+    return {IDEAL: ideal_s, **{name: value * share for name, value in losses.items()}}
+
+
+def _median(samples: tuple[float, ...]) -> float:
+    return estimate(samples).median
+
+
+def _over(amount: float, time: Estimate) -> Estimate:
+    return Estimate(
+        median=amount / time.median,
+        low=amount / time.high,
+        high=amount / time.low,
+        count=time.count,
+    )
+
+
+def _times(one: Estimate, factor: float) -> Estimate:
+    return Estimate(
+        median=one.median * factor, low=one.low * factor, high=one.high * factor, count=one.count
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingForecast:
+    """A step that was not taken, or not looked at."""
+
+    ranks: int
+    mode: Mode
+    portion: int
+    step_s: float
+    computing_s: float
+    waiting_s: float  # for slower ranks
+    sending_s: float
+    from_ranks: tuple[int, ...]
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second of all ranks."""
+        return self.portion * self.ranks / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedForecast:
+    """A forecast beside what was then measured."""
+
+    forecast: ScalingForecast
+    measured: Scaled
+
+    @property
+    def error(self) -> float:
+        """How far the forecast throughput is off."""
+        return self.forecast.throughput / self.measured.throughput.median - 1
+
+
+def forecast_scaling(
+    study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode, *, few: int
+) -> ScalingForecast | None:
+    """Forecast a step of so many ranks from those of one rank and of ``few``; None without such a portion there."""
+    portion = study.whole if mode == "weak" else study.whole // ranks
+    if portion not in measured[1].by_portion or portion not in measured[few].by_portion:
+        return None
+    one, some = measured[1].by_portion[portion], measured[few].by_portion[portion]
+    turns = study.crowding(ranks) / study.crowding(few)
+    alone_s, beside_s = _median(one.alone_s), _median(some.alone_s)
+    together = ranks if study.slots is None else min(ranks, max(few, study.slots))
+    slower_s = max(0.0, beside_s - alone_s) / (few - 1) * (together - few)
+    computing_s = (beside_s + slower_s) * turns
+    waiting_s = (_median(some.alone_slowest_s) - beside_s) * turns
+    exposed_s = max(0.0, _median(some.step_s) - _median(some.alone_slowest_s))
+    sending_s = _sending_s(study, measured[few], ranks, portion, exposed_s, turns)
+    return ScalingForecast(
+        ranks=ranks,
+        mode=mode,
+        portion=portion,
+        step_s=computing_s + waiting_s + sending_s,
+        computing_s=computing_s,
+        waiting_s=waiting_s,
+        sending_s=sending_s,
+        from_ranks=(1, few),
+    )
+
+
+def checked_forecasts(
+    study: ScalingStudy, measured: Mapping[int, OnRanks]
+) -> list[CheckedForecast]:
+    """Forecast the largest number of ranks from the two smallest, and put what was measured beside it."""
+    few, most = study.ranks[1], study.ranks[-1]
+    if most == few:
+        return []
+    found = []
+    for mode in MODES:
+        made = forecast_scaling(study, measured, most, mode, few=few)
+        if made is not None:
+            found.append(
+                CheckedForecast(forecast=made, measured=scaled(study, measured, most, mode))
+            )
+    return found
+
+
+def _sending_s(
+    study: ScalingStudy, few: OnRanks, ranks: int, portion: int, exposed_s: float, turns: float
+) -> float:
+    """Return what ``exposed_s`` among a few becomes among so many ranks, which take so many turns."""
+    carried = ((ranks - 1) / ranks) / ((few.ranks - 1) / few.ranks)
+    line = bandwidth.fit_alpha_beta(few.messages_s)
+    if line is None or not line.bytes_s:
+        return exposed_s * carried * turns
+    latency_s, bytes_s = line.latency_s, few.sent_bytes / line.bytes_s
+    if few.shards:
+        # Weights are gathered before each micro-batch's forward and backward, gradients scattered once: half an all-reduce each.
+        messages = 1 + 2 * math.ceil(portion / (study.micro_batch_size or portion))
+        latency_s, bytes_s = few.shards * messages * latency_s, messages / 2 * bytes_s
+    passes = (ranks - 1) / (few.ranks - 1)
+    growth = (latency_s * passes + bytes_s * carried * turns) / (latency_s + bytes_s)
+    for_messages_s = min(exposed_s, latency_s + bytes_s)
+    return for_messages_s * growth + (exposed_s - for_messages_s) * turns

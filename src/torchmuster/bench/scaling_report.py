@@ -6,16 +6,22 @@ from dataclasses import asdict, replace
 from torchmuster.bench.environment import Environment
 from torchmuster.bench.record import BenchRecord, Series
 from torchmuster.bench.report.report import Picture, Report, Table
-from torchmuster.bench.scaling import MODES, Mode, OnRanks, Study
-from torchmuster.bench.scaling_forecast import Checked, Forecast, checked_forecasts, forecast
-from torchmuster.bench.scaling_losses import (
+from torchmuster.bench.scaling import (
     BESIDE,
     COMMUNICATION,
     DATA,
     IMBALANCE,
     LOSSES,
+    MODES,
     SMALLER,
+    CheckedForecast,
+    Mode,
+    OnRanks,
     Scaled,
+    ScalingForecast,
+    ScalingStudy,
+    checked_forecasts,
+    forecast_scaling,
     scaled,
 )
 from torchmuster.decision import Decision
@@ -36,8 +42,8 @@ _ADVICE = {
 }
 
 
-def report(
-    study: Study,
+def scaling_report(
+    study: ScalingStudy,
     measured: Mapping[int, OnRanks],
     *,
     what: str,
@@ -83,16 +89,16 @@ def report(
     )  # fmt: skip
 
 
-def _next(study: Study, measured: Mapping[int, OnRanks]) -> list[Forecast]:
+def _next(study: ScalingStudy, measured: Mapping[int, OnRanks]) -> list[ScalingForecast]:
     """Forecast twice as many ranks as were measured, where a portion of that size was timed."""
     most = study.ranks[-1]
     if study.device == "gpu":  # ranks do not share devices: more ranks would have more of them
         study = replace(study, slots=None)
-    made = (forecast(study, measured, 2 * most, mode, few=most) for mode in MODES)
+    made = (forecast_scaling(study, measured, 2 * most, mode, few=most) for mode in MODES)
     return [one for one in made if one is not None]
 
 
-def _settings(study: Study, what: str) -> dict[str, object]:
+def _settings(study: ScalingStudy, what: str) -> dict[str, object]:
     return {
         "training": what,
         "strategy": study.strategy,
@@ -148,7 +154,7 @@ def _verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
     return Finding(name=f"{mode}-scaling", status=status, what=words, why=why, fix=fix)
 
 
-def _crowd(study: Study) -> Iterator[Finding]:
+def _crowd(study: ScalingStudy) -> Iterator[Finding]:
     if study.device != "cpu" or study.slots is None:
         return
     crowded = [number for number in study.ranks if number > study.slots]
@@ -165,7 +171,7 @@ def _crowd(study: Study) -> Iterator[Finding]:
         )
 
 
-def _on_forecast(one: Checked) -> Finding:
+def _on_forecast(one: CheckedForecast) -> Finding:
     few = " and ".join(map(str, one.forecast.from_ranks))
     good = abs(one.error) <= _GOOD_FORECAST
     return Finding(
@@ -178,7 +184,7 @@ def _on_forecast(one: Checked) -> Finding:
     )
 
 
-def _outlook(one: Forecast, seen: Sequence[Scaled]) -> Finding:
+def _outlook(one: ScalingForecast, seen: Sequence[Scaled]) -> Finding:
     alone = next(item for item in seen if item.ranks == 1).throughput.median
     return Finding(
         name="outlook",
@@ -240,7 +246,7 @@ def _loss_table(seen: Sequence[Scaled]) -> Table:
     )
 
 
-def _pictures(seen: Sequence[Scaled], checks: Sequence[Checked]) -> Iterator[Picture]:
+def _pictures(seen: Sequence[Scaled], checks: Sequence[CheckedForecast]) -> Iterator[Picture]:
     most = max(one.ranks for one in seen)
     alone = next(one for one in seen if one.ranks == 1).throughput.median
     curves = [

@@ -34,7 +34,7 @@ class Course:
         return first is not None and last is not None and last < first
 
 
-def findings(courses: Sequence[Course]) -> Iterator[Finding]:
+def stability_findings(courses: Sequence[Course]) -> Iterator[Finding]:
     """Say what each case shows."""
     for case in CASES:
         of_case = {one.precision: one for one in courses if one.case == case}
@@ -92,7 +92,7 @@ def _of_bf16(course: Course) -> Finding:
     )
 
 
-def table(courses: Sequence[Course]) -> Table:
+def stability_table(courses: Sequence[Course]) -> Table:
     """Return how all courses went."""
     return Table(
         title="two models that are made to be unstable",
@@ -115,7 +115,7 @@ def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def pictures(courses: Sequence[Course]) -> Iterator[Picture]:
+def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
     """Draw the losses of each case, and fp16's scales."""
     for case in CASES:
         of_case = [one for one in courses if one.case == case]

@@ -91,22 +91,21 @@ def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
     """
     from torchmuster.bench import record  # not for --help
     from torchmuster.bench.environment import disturbance
-    from torchmuster.bench.report.keeping import keep
-    from torchmuster.bench.report.terminal import screen
+    from torchmuster.bench.report.report import bench_screen, save_report
 
     disturbed = disturbance(report.record.environment)
     if disturbed is not None:
         report = replace(report, findings=(*report.findings, disturbed))
     folder = options.out or new_folder(report.bench)
-    page = keep(report, folder)
+    page = save_report(report, folder)
     if options.json:
-        document = json.loads(record.encode(report.record))
+        document = json.loads(record.encode_record(report.record))
         document["findings"] = [one.as_json() for one in report.findings]
         document["kept"] = str(folder)
         output.print_json(document)
     else:
         width = min(shutil.get_terminal_size().columns, _WIDTH)
-        print(screen(report, width=width, colour=output.wants_colour(sys.stdout)))
+        print(bench_screen(report, width=width, colour=output.wants_colour(sys.stdout)))
         print(f"\nkept in {folder}: {page.name}, {record.FILE}", flush=True)
     return exit_code(report.findings)
 

@@ -25,19 +25,17 @@ from torchmuster.config.written import as_yaml
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.finding import Finding, Status, exit_code
 from torchmuster.plan import planning
-from torchmuster.plan.answer import Answer
-from torchmuster.plan.as_settings import as_settings, line_to_paste
-from torchmuster.plan.asked import Asked, asked_of
-from torchmuster.plan.hardware import given as hardware_given
+from torchmuster.plan.answer import Answer, as_settings, line_to_paste
+from torchmuster.plan.hardware import cluster_file as hardware_given
 from torchmuster.plan.hardware import here
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Work
-from torchmuster.plan.report.document import as_json
-from torchmuster.plan.report.page import page
-from torchmuster.plan.report.terminal import text
-from torchmuster.plan.search.exploring import Look
-from torchmuster.plan.timing.forecast import Rates, usual
-from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.report.page import plan_json, plan_page
+from torchmuster.plan.report.terminal import plan_text
+from torchmuster.plan.request import PlanRequest, request_from_settings
+from torchmuster.plan.search.candidates import Look
+from torchmuster.plan.timing.rates import Rates, usual_rates
+from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.runfolder import write_atomically
 
@@ -136,7 +134,7 @@ def _run(options: argparse.Namespace) -> int:
     refuse_missing_model(resolved)
     with _tracer(options) as tracer:
         asked, rates = _question(options, resolved, tracer.records)
-        answer = with_remarks(planning.plan(asked, tracer.records, rates=rates), resolved)
+        answer = with_remarks(planning.make_plan(asked, tracer.records, rates=rates), resolved)
         candidate = answer.chosen.value.candidate
         settings = _settings(options, resolved, answer)
         beside = {flag.path: flag.text for flag in options.set}
@@ -147,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
             _show(answer, line)
         found = _prove(options, answer, tracer.records)
     if options.json:
-        document = as_json(answer, line=line, settings=settings)
+        document = plan_json(answer, line=line, settings=settings)
         output.print_json({**document, "proof": [one.as_json() for one in found]})
     elif found:
         print()
@@ -173,21 +171,23 @@ def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -
     return {**as_settings(candidate, answer.asked), "distributed.gpu_ids": "null"}
 
 
-def _question(options: argparse.Namespace, resolved: Resolved, look: Look) -> tuple[Asked, Rates]:
+def _question(
+    options: argparse.Namespace, resolved: Resolved, look: Look
+) -> tuple[PlanRequest, Rates]:
     """Return what is asked, and the rates to compute times with."""
     if is_here(options):
-        hardware = here.of_settings(resolved.settings, ranks=options.ranks)
+        hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
     else:
-        hardware = hardware_given.parse(options.hardware)
+        hardware = hardware_given.parse_hardware(options.hardware)
     if options.price is not None:
         hardware = dataclasses.replace(hardware, price_per_card_hour=options.price)
     folder = str(Path.cwd())
     # What cannot be planned is refused before anything is measured.
-    asked = asked_of(resolved, hardware, folder=folder, tokens=options.tokens)
+    asked = request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
     if not is_here(options):
-        return asked, usual(hardware.card.kind)
+        return asked, usual_rates(hardware.card.kind)
     hardware, rates = _as_measured(options, hardware, asked.work, look)
-    return asked_of(resolved, hardware, folder=folder, tokens=options.tokens), rates
+    return request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens), rates
 
 
 def _as_measured(
@@ -197,16 +197,16 @@ def _as_measured(
     # They can launch ranks, and most plans do not.
     from torchmuster.plan.timing import calibration, fitting
 
-    found = None if options.no_cache else calibration.kept(cache_folder())
+    found = None if options.no_cache else calibration.saved_calibration(cache_folder())
     if options.calibrate:
         device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
         # More ranks than cores take turns, and what one reaches is known from fewer.
         numbers = sorted({1, min(hardware.cards, usable_cores().value), hardware.cards})
-        found = calibration.measure(numbers, device=device, say=output.say)
+        found = calibration.measure_calibration(numbers, device=device, say=output.say)
         output.say("timing real steps of a few blocks of the model")
         found = fitting.fit_here(found, work, hardware, look, say=output.say)
         if not options.no_cache:
-            calibration.keep(found, cache_folder())
+            calibration.save_calibration(found, cache_folder())
     return calibration.as_known(found, hardware)
 
 
@@ -216,7 +216,10 @@ def _tracer(options: argparse.Namespace) -> Tracer:
 
 def _show(answer: Answer, line: str) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDTH)
-    print(text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout)), flush=True)
+    print(
+        plan_text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout)),
+        flush=True,
+    )
 
 
 def _write(
@@ -224,7 +227,7 @@ def _write(
 ) -> None:
     """Write what was asked for beside the screen: settings that train so, and the page."""
     if options.html is not None:
-        write_atomically(options.html, page(answer, line=line))
+        write_atomically(options.html, plan_page(answer, line=line))
     if options.write is None:
         return
     chosen = [Flag(flag="muster plan", path=path, text=value) for path, value in settings.items()]
@@ -240,9 +243,9 @@ def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Find
 
         machine = answer.asked.hardware
         if not is_here(options):
-            machine = here.hardware(ranks=options.ranks)
+            machine = here.hardware_here(ranks=options.ranks)
         output.say("taking real steps on this machine")
-        found += verification.verify(answer, here=machine, look=look, say=output.say).findings
+        found += verification.verify_plan(answer, here=machine, look=look, say=output.say).findings
     if options.find_batch_size:
         found.append(_find_batch_size(options, answer, look))
     return found
@@ -259,13 +262,13 @@ def _find_batch_size(options: argparse.Namespace, answer: Answer, look: Look) ->
         asked.work,
         best,
         hardware=asked.hardware,
-        start=trials.expected(asked, best, look=look, most=most),
+        start=trials.expected_memory(asked, best, look=look, most=most),
         most=most,
         say=output.say,
     )
     size, fix = decided.value.micro_batch_size, ""
     if size is not None:
-        fix = trials.advice(size, best, global_batch_size=asked.global_batch_size)
+        fix = trials.trial_advice(size, best, global_batch_size=asked.global_batch_size)
     return Finding(
         name="batch-size",
         status=Status.FAILURE if size is None else Status.OK,

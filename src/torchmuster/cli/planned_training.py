@@ -11,15 +11,14 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.plan import planning
-from torchmuster.plan.answer import Answer
-from torchmuster.plan.as_settings import as_settings
-from torchmuster.plan.asked import asked_of
+from torchmuster.plan.answer import Answer, as_settings
 from torchmuster.plan.hardware import here
-from torchmuster.plan.hardware.given import in_words
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
+from torchmuster.plan.hardware.cluster_file import describe_hardware
 from torchmuster.plan.proof.comparison import Promise
+from torchmuster.plan.request import request_from_settings
 from torchmuster.plan.timing import calibration
-from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 
 
@@ -28,7 +27,7 @@ def follow_plan(options: argparse.Namespace, resolved: Resolved) -> tuple[Resolv
     _refuse_other_machines(options, resolved)
     check_here(resolved)  # before a trace, which would find it out much later
     settings = resolved.settings
-    hardware = here.of_settings(settings, ranks=options.ranks, device=options.device)
+    hardware = here.hardware_from_settings(settings, ranks=options.ranks, device=options.device)
     answer = _answer(resolved, hardware)
     best, asked = answer.chosen.value, answer.asked
     output.say(f"plan: {answer.chosen.reason}")
@@ -42,7 +41,7 @@ def follow_plan(options: argparse.Namespace, resolved: Resolved) -> tuple[Resolv
         options.ranks = options.num_gpus = options.gpu_ids = None
     promise = Promise(
         candidate=best.candidate,
-        hardware=in_words(asked.hardware),
+        hardware=describe_hardware(asked.hardware),
         tensor_bytes=best.memory.tensor_bytes,
         step_s=None if best.time is None else best.time.step_s,
     )
@@ -64,7 +63,7 @@ def _refuse_other_machines(options: argparse.Namespace, resolved: Resolved) -> N
 
 
 def _answer(resolved: Resolved, hardware: Hardware) -> Answer:
-    hardware, rates = calibration.as_known(calibration.kept(cache_folder()), hardware)
-    asked = asked_of(resolved, hardware, folder=str(Path.cwd()))
+    hardware, rates = calibration.as_known(calibration.saved_calibration(cache_folder()), hardware)
+    asked = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
-        return planning.plan(asked, tracer.records, rates=rates)
+        return planning.make_plan(asked, tracer.records, rates=rates)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchmuster.bench.profile.recording_words import WARM_UP_STEPS, Asked
+from torchmuster.bench.profile.recording import WARM_UP_STEPS, ProfileRequest
 from torchmuster.cli import output, parsers
 from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.cli.job_flags import count
@@ -24,7 +24,7 @@ from torchmuster.units import parse_bytes
 if TYPE_CHECKING:
     from torchmuster.bench.profile.advice import Advice
     from torchmuster.bench.profile.analysis import Analysis
-    from torchmuster.bench.profile.changes import Trial
+    from torchmuster.bench.profile.changes import ChangeTrial
 
 _WORKER = "torchmuster.worker"
 _USUAL_STEPS = (20, 23)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--most",
         type=_size,
-        default=Asked.trace_most_bytes,
+        default=ProfileRequest.trace_most_bytes,
         metavar="SIZE",
         help="of one rank's trace before it is packed; more means fewer steps (256MiB)",
     )
@@ -119,31 +119,31 @@ def _size(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # What analyses is imported where there is something to analyse.
-    from torchmuster.bench.profile import advice, analysis, kept, verifying
+    from torchmuster.bench.profile import advice, analysis, capture
 
     asked = None
     if options.of is not None:
         folder = options.of
-        trials, proof = kept.read_trials(folder)
+        trials, proof = capture.read_trials(folder)
     else:
         asked = _asked(options)
         folder = Path(asked.into)
         _record(asked)
         trials, proof = (), None
-    found = analysis.analyse(folder, say=output.say)
+    found = analysis.analyse_profile(folder, say=output.say)
     if asked is not None and not options.no_trials and found.wanted:
         output.say("trying what no formula knows: " + ", ".join(map(str, found.wanted)))
-        trials = verifying.tried(asked, found.wanted, rounds=_TRIAL_ROUNDS, say=output.say)
+        trials = capture.try_changes(asked, found.wanted, rounds=_TRIAL_ROUNDS, say=output.say)
     advised = advice.advise(found, trials)
     if options.verify:
-        asked = asked or kept.read_asked(folder)
+        asked = asked or capture.read_asked(folder)
         proof = _proof(asked, advised)
-    kept.write_trials(folder, trials, proof)
+    capture.write_trials(folder, trials, proof)
     _show(options, folder, found, advised, proof)
     return ExitCode.GOOD
 
 
-def _asked(options: argparse.Namespace) -> Asked:
+def _asked(options: argparse.Namespace) -> ProfileRequest:
     """Return the question; everything that would stand in its way is said before anything runs."""
     from torchmuster.bench.profile.capture import new_folder
 
@@ -169,7 +169,7 @@ def _asked(options: argparse.Namespace) -> Asked:
     else:
         command, module = _training(options, config, device), True
     first, last = options.steps
-    return Asked(
+    return ProfileRequest(
         command=command,
         module=module,
         with_run_folder=config is not None,
@@ -228,20 +228,20 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
     return (*words, "--device", "cpu") if device == "cpu" else words
 
 
-def _record(asked: Asked) -> None:
-    from torchmuster.bench.profile.capture import record
+def _record(asked: ProfileRequest) -> None:
+    from torchmuster.bench.profile.capture import record_profile
 
     where = "the CPU" if asked.device == "cpu" else "GPUs"
     output.say(
         f"profiling on {asked.ranks} {'rank' if asked.ranks == 1 else 'ranks'}, on {where}: steps "
         f"{asked.first_step} to {asked.last_step} with the profiler, those before without it"
     )
-    record(asked, say=output.say)
+    record_profile(asked, say=output.say)
 
 
-def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
+def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial | None":
     """Make the change that is advised first, and measure; None where no change can be made from here."""
-    from torchmuster.bench.profile import verifying
+    from torchmuster.bench.profile import capture
 
     if not advised:
         output.say("nothing is advised, so there is nothing to verify")
@@ -252,7 +252,7 @@ def _proof(asked: Asked, advised: Sequence["Advice"]) -> "Trial | None":
             "the first advice cannot be followed from here: only where the training is written or runs"
         )
         return None
-    found = verifying.tried(asked, (change,), rounds=_PROOF_ROUNDS, say=output.say)
+    found = capture.try_changes(asked, (change,), rounds=_PROOF_ROUNDS, say=output.say)
     if not found:
         raise MusterError(
             f"{change} could not be tried",
@@ -267,12 +267,12 @@ def _show(
     folder: Path,
     found: "Analysis",
     advised: Sequence["Advice"],
-    proof: "Trial | None",
+    proof: "ChangeTrial | None",
 ) -> None:
-    from torchmuster.bench.report import profile_page, profile_terminal
+    from torchmuster.bench.report import profile
     from torchmuster.runfolder import write_atomically
 
-    write_atomically(folder / "report.html", profile_page.page(found, advised, proof))
+    write_atomically(folder / "report.html", profile.profile_page(found, advised, proof))
     if options.json:
         output.print_json(
             {
@@ -295,4 +295,4 @@ def _show(
         return
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     colour = output.wants_colour(sys.stdout)
-    print(profile_terminal.screen(found, advised, proof, folder, width=width, colour=colour))
+    print(profile.profile_screen(found, advised, proof, folder, width=width, colour=colour))

@@ -168,7 +168,7 @@ def _save_settings(run: RunFolder, *, resolved: Resolved, promise: "Promise | No
     if promise is not None:
         from torchmuster.plan.proof import comparison
 
-        comparison.write(run.path, promise)
+        comparison.write_promise(run.path, promise)
 
 
 def _check(options: argparse.Namespace, spec: JobSpec, python: str) -> int:

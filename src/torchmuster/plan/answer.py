@@ -1,12 +1,16 @@
 """What a plan answers: ways to train with their figures, the chosen one, and what would change it."""
 
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.decision import Decision
+from torchmuster.devices.request import GpuId
 from torchmuster.finding import Finding
-from torchmuster.plan.asked import Asked
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory.forecast import Memory
+from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.timing.forecast import StepTime
 
 
@@ -53,7 +57,7 @@ class PassedOver:
 class Answer:
     """The chosen way, the others beside it, and what would change the choice."""
 
-    asked: Asked
+    asked: PlanRequest
     chosen: Decision[Forecast]
     runner_up: Decision[Forecast] | None  # its reason says why it was not taken
     table: tuple[Forecast, ...]  # the best of each way, the fastest that fits first
@@ -66,7 +70,7 @@ class Answer:
     took_s: float = 0.0
 
 
-def name_of(candidate: Candidate) -> str:
+def candidate_name(candidate: Candidate) -> str:
     """Name a way to spread a model: ``ddp``, ``fsdp``, ``shard_grad_op``, ``hybrid 4 x 8``."""
     layout = candidate.layout
     name: str = candidate.strategy
@@ -83,6 +87,64 @@ def recompute_of(candidate: Candidate) -> str:
     return f"every {how}." if isinstance(how, int) else how
 
 
-def in_short(candidate: Candidate) -> str:
+def short_name(candidate: Candidate) -> str:
     """Name a way with what it computes again."""
-    return f"{name_of(candidate)} with recompute {recompute_of(candidate)}"
+    return f"{candidate_name(candidate)} with recompute {recompute_of(candidate)}"
+
+
+def as_settings(
+    candidate: Candidate, asked: PlanRequest, *, gpu_ids: Sequence[GpuId] | None = None
+) -> dict[str, str]:
+    """Return the settings that make a training go this way, by their paths, as text.
+
+    ``gpu_ids`` are the GPUs that were asked for: as many of them as the way takes.
+    """
+    chosen: dict[str, str] = {}
+    if candidate.strategy != "single":
+        chosen["distributed.strategy"] = candidate.strategy
+    if candidate.strategy == "fsdp":
+        chosen["distributed.fsdp_sharding_strategy"] = _sharding(candidate)
+        if candidate.layout.copies > 1 and candidate.layout.shards != _per_machine(asked.hardware):
+            chosen["distributed.fsdp_shard_size"] = str(candidate.layout.shards)
+    if candidate.cpu_offload:
+        chosen["distributed.fsdp_cpu_offload"] = "true"
+    if asked.hardware.card.kind != "cpu":
+        on_machine = min(candidate.layout.ranks, asked.hardware.cards_per_machine)
+        chosen["distributed.num_gpus"] = str(on_machine)
+        if gpu_ids is not None:
+            chosen["distributed.gpu_ids"] = ",".join(map(str, gpu_ids[:on_machine]))
+    chosen["train.precision"] = candidate.precision
+    chosen["train.micro_batch_size"] = str(candidate.micro_batch_size)
+    whole = asked.global_batch_size or candidate.global_batch_size
+    chosen["train.global_batch_size"] = str(whole)
+    chosen["train.activation_checkpointing"] = str(candidate.recompute)
+    return chosen
+
+
+def _sharding(candidate: Candidate) -> str:
+    if candidate.layout.copies > 1:
+        return "hybrid_shard"
+    return "full_shard" if candidate.reshard else "shard_grad_op"
+
+
+def _per_machine(hardware: Hardware) -> int:
+    return hardware.cards_per_machine
+
+
+def line_to_paste(
+    settings: Mapping[str, str],
+    given: Mapping[str, str],
+    candidate: Candidate,
+    asked: PlanRequest,
+    *,
+    config: str | None,
+) -> str:
+    """Return the command that trains so; ``given`` is what flags of the plan said beside the file."""
+    words = ["muster", "train"]
+    if config is not None:
+        words += ["--config", config]
+    if asked.hardware.card.kind == "cpu":
+        words += ["--device", "cpu", "--ranks", str(candidate.layout.ranks)]
+    for path, value in {**given, **settings}.items():
+        words += ["--set", f"{path}={value}"]
+    return shlex.join(words)

@@ -8,30 +8,37 @@ from collections.abc import Iterator
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.plan.answer import Answer, Forecast
-from torchmuster.plan.asked import Asked
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory import shard_degree
 from torchmuster.plan.memory.forecast import caches_memory
+from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search import decide, refusal
-from torchmuster.plan.search.exploring import Explored, Look, as_forecast, explore, in_order
+from torchmuster.plan.search.candidates import (
+    USUAL_MICRO_BATCH_SIZE,
+    Explored,
+    Look,
+    as_forecast,
+    batch_splits,
+    explore_candidates,
+    search_order,
+)
 from torchmuster.plan.search.pruning import by_formula
 from torchmuster.plan.search.simulated import with_allocator
-from torchmuster.plan.search.ways import USUAL_MICRO_BATCH_SIZE, portions
-from torchmuster.plan.timing import cost
-from torchmuster.plan.timing.forecast import Rates
+from torchmuster.plan.timing import forecast
+from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import format_bytes
 
 # What the allocator keeps (a tenth of the tensors, where it was simulated) and the band of that simulation.
 _LEAST_RESERVED = 1.15
 
 
-def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
+def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
     """Answer how to train; raise :class:`Impossible` with what would help where nothing fits.
 
     ``simulate`` decides by what PyTorch's allocator makes of the preferred ways, instead of by a usual share.
     """
     begun = time.monotonic()
-    explored = explore(asked, look, rates=rates)
+    explored = explore_candidates(asked, look, rates=rates)
     if explored.refused is not None:
         _by_formula(asked, explored)
         if not explored.forecasts:
@@ -41,14 +48,14 @@ def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> An
         _with_allocator(asked, explored)
     if explored.best is None:
         raise refusal.refusal(asked, explored, look, rates=rates)
-    chosen, runner_up = decide.choose(explored, asked)
+    chosen, runner_up = decide.choose_candidate(explored, asked)
     best = chosen.value
     model = explored.model
     return Answer(
         asked=asked,
         chosen=chosen,
         runner_up=runner_up,
-        table=decide.table_of(explored.forecasts),
+        table=decide.candidates_table(explored.forecasts),
         passed_over=tuple(explored.passed_over),
         would_change=tuple(decide.would_change(best, explored, asked, rates=rates)),
         findings=tuple(_findings(best, asked, explored)),
@@ -59,7 +66,7 @@ def plan(asked: Asked, look: Look, *, rates: Rates, simulate: bool = True) -> An
     )
 
 
-def cost_of(one: Forecast, asked: Asked) -> cost.Forecast | None:
+def cost_of(one: Forecast, asked: PlanRequest) -> forecast.CostForecast | None:
     """Return what the whole training takes; None where its length or its speed is not known."""
     if asked.tokens is None or one.time is None:
         return None
@@ -67,10 +74,10 @@ def cost_of(one: Forecast, asked: Asked) -> cost.Forecast | None:
     machines = math.ceil(one.candidate.layout.ranks / asked.hardware.cards_per_machine)
     on_each = min(one.candidate.layout.ranks, asked.hardware.cards_per_machine)
     used = dataclasses.replace(asked.hardware, machines=machines, cards_per_machine=on_each)
-    return cost.forecast(one.time, used, tokens=asked.tokens)
+    return forecast.forecast_cost(one.time, used, tokens=asked.tokens)
 
 
-def _with_allocator(asked: Asked, explored: Explored) -> None:
+def _with_allocator(asked: PlanRequest, explored: Explored) -> None:
     """Simulate the allocator for what is preferred; where that does not fit, for what is taken instead, and so on."""
     card_bytes = asked.hardware.card.memory_bytes
     hopeful = [
@@ -90,10 +97,10 @@ def _with_allocator(asked: Asked, explored: Explored) -> None:
         hopeful = fitting or [one for one in hopeful if one.candidate not in simulated]
 
 
-def _by_formula(asked: Asked, explored: Explored) -> None:
+def _by_formula(asked: PlanRequest, explored: Explored) -> None:
     """Estimate what cannot be traced, with a wide band and no time."""
-    for way in in_order(asked):
-        for candidate in portions(way, asked):
+    for way in search_order(asked):
+        for candidate in batch_splits(way, asked):
             needed = by_formula(candidate, asked)
             if needed is None:
                 return
@@ -103,7 +110,7 @@ def _by_formula(asked: Asked, explored: Explored) -> None:
                 break
 
 
-def _findings(best: Forecast, asked: Asked, explored: Explored) -> Iterator[Finding]:
+def _findings(best: Forecast, asked: PlanRequest, explored: Explored) -> Iterator[Finding]:
     if explored.refused is not None:
         yield Finding(
             name="not-traced",
@@ -125,12 +132,12 @@ def _findings(best: Forecast, asked: Asked, explored: Explored) -> Iterator[Find
             name="not-a-line", status=Status.WARNING, what=doubt.what, why=doubt.why, fix=doubt.fix
         )
     if explored.model is not None and best.candidate.strategy == "fsdp":
-        yield from shard_degree.findings(explored.model, shards=best.candidate.layout.shards)
+        yield from shard_degree.degree_findings(explored.model, shards=best.candidate.layout.shards)
     yield from _of_portions(best, asked)
     yield from _of_saving(best, asked)
 
 
-def _of_portions(best: Forecast, asked: Asked) -> Iterator[Finding]:
+def _of_portions(best: Forecast, asked: PlanRequest) -> Iterator[Finding]:
     wanted, given = asked.global_batch_size, best.candidate.global_batch_size
     is_open = asked.micro_batch_size is None
     if wanted is None:
@@ -151,7 +158,7 @@ def _of_portions(best: Forecast, asked: Asked) -> Iterator[Finding]:
         )
 
 
-def _of_saving(best: Forecast, asked: Asked) -> Iterator[Finding]:
+def _of_saving(best: Forecast, asked: PlanRequest) -> Iterator[Finding]:
     host = asked.hardware.host_memory_bytes
     needed = best.memory.host_bytes + best.memory.save_host_bytes
     if host is not None and needed > host:
@@ -165,7 +172,7 @@ def _of_saving(best: Forecast, asked: Asked) -> Iterator[Finding]:
         )
 
 
-def _sources(best: Forecast, asked: Asked) -> Iterator[tuple[str, str]]:
+def _sources(best: Forecast, asked: PlanRequest) -> Iterator[tuple[str, str]]:
     hardware = asked.hardware
     yield "memory", best.memory.origin
     if best.time is not None:

@@ -22,7 +22,7 @@ PhaseName: TypeAlias = Literal["forward", "loss", "backward", "check", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TraceRequest:
     """What is to be traced."""
 
     work: Work
@@ -47,7 +47,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class TracedOperation:
     """Operations of one kind in one stretch, added up."""
 
     name: str  # aten.mm
@@ -59,7 +59,7 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class TracedCollective:
     """One collective, where it was begun."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
@@ -76,8 +76,8 @@ class Stretch:
     phase: PhaseName
     micro_batch: int
     block: int | None
-    operations: tuple[Operation, ...] = ()
-    collective: Collective | None = None  # then there are no operations
+    operations: tuple[TracedOperation, ...] = ()
+    collective: TracedCollective | None = None  # then there are no operations
     recomputed: bool = False  # a forward that is computed again in the backward
 
 
@@ -108,10 +108,10 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class TraceRecord:
     """A traced training: two steps of rank 0."""
 
-    request: Request
+    request: TraceRequest
     torch: str
     blocks_traced: int
     blocks: int  # of the whole model

@@ -10,12 +10,12 @@ from typing import Literal, TypeAlias
 from torchmuster.decision import Decision
 from torchmuster.devices.for_model import states_decide
 from torchmuster.errors import MusterError
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.proof.comparison import Promise
-from torchmuster.plan.search.exploring import Look, Traces
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import Look, Traces
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
@@ -60,7 +60,7 @@ class Question:
     def hardware(self) -> Hardware:
         """What there is, as far as memory goes."""
         return Hardware(
-            card=Card(
+            card=Gpu(
                 name=self.device,
                 memory_bytes=self.memory_bytes,
                 flops={},
@@ -99,11 +99,11 @@ def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> D
 
 def _needed(question: Question, look: Look) -> memory.Memory:
     precision = Decision(value=question.precision, reason="as the training has it")
-    asked = Asked(work=question.work, hardware=question.hardware, precision=precision)
+    asked = PlanRequest(work=question.work, hardware=question.hardware, precision=precision)
     records = Traces(asked, look).of(question.copies)
     if isinstance(records, Refused):
         raise MusterError(records.what, why=records.why, fix=records.fix)
-    return memory.predict(records, question.copies, hardware=question.hardware)
+    return memory.predict_memory(records, question.copies, hardware=question.hardware)
 
 
 def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:

@@ -37,12 +37,12 @@ def planned_strategy(
         return by_states
     told = None
     if world.is_first:
-        from torchmuster.plan.asked import work_from
         from torchmuster.plan.proof import comparison
+        from torchmuster.plan.request import work_from_values
         from torchmuster.plan.strategy import Question
 
         question = Question(
-            work=work_from(settings, folder=str(Path.cwd())),
+            work=work_from_values(settings, folder=str(Path.cwd())),
             ranks=world.world_size,
             ranks_per_machine=world.local_world_size,
             states_bytes=states_bytes,
@@ -55,7 +55,7 @@ def planned_strategy(
         )
         decided = _traced(question, by_states, world)
         if decided.value.promise is not None:
-            comparison.write(folder, decided.value.promise)
+            comparison.write_promise(folder, decided.value.promise)
         told = [decided.value.name, decided.reason]
     name, reason = all_gather_object(told, world)[0]
     return Decision(value=name, reason=reason)
@@ -65,7 +65,7 @@ def _traced(
     question: "Question", by_states: Decision[Strategy], world: World
 ) -> "Decision[Spread]":
     from torchmuster.plan.strategy import strategy_for
-    from torchmuster.plan.tracing.cache_folder import cache_folder
+    from torchmuster.plan.tracing.cache import cache_folder
     from torchmuster.plan.tracing.tracer import Tracer
 
     progress.phase = "planning"  # whoever watches this rank sees it wait for other processes

@@ -15,7 +15,7 @@ from torchmuster.monitor.sinks.beside_rank import not_sent, sending
 from torchmuster.monitor.sinks.sink import wanted_by
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.proof import comparison
-from torchmuster.plan.proof.comparison import COMPARED_AFTER, Measured, Promise
+from torchmuster.plan.proof.comparison import COMPARED_AFTER, MeasuredRun, Promise
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.metrics.reports import Lines, Reports
 from torchmuster.train.metrics.step_line import StepRecord
@@ -29,7 +29,7 @@ def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> 
     weights = {one.dtype for one in model.parameters()} - {torch.float32}
     if compute is torch.float32 and weights:
         return None  # the weights decide, and not all of them need be of one type
-    known = catalogue.find(torch.cuda.get_device_name(device))
+    known = catalogue.find_gpu(torch.cuda.get_device_name(device))
     if known is None:
         return None
     if compute is torch.float32 and torch.get_float32_matmul_precision() != "highest":
@@ -51,7 +51,7 @@ def reports_for(settings: Settings, world: World, folder: Path) -> Reports:
 
     def compare(record: StepRecord) -> None:
         if promise is not None and record.step == COMPARED_AFTER:
-            reports.say(comparison.line(promise, _measured(record, world)))
+            reports.say(comparison.comparison_line(promise, _measured(record, world)))
 
     reports = Reports(
         world,
@@ -67,7 +67,7 @@ def _promise(world: World, folder: Path) -> Promise | None:
     if not world.is_first:
         return None
     try:
-        promise = comparison.read(folder)
+        promise = comparison.read_promise(folder)
     except Impossible as error:  # a training must not fail because of its plan
         rank_zero_log(world, f"{error.what}: not compared")
         return None
@@ -80,9 +80,9 @@ def _promise(world: World, folder: Path) -> Promise | None:
     return promise
 
 
-def _measured(record: StepRecord, world: World) -> Measured:
+def _measured(record: StepRecord, world: World) -> MeasuredRun:
     on_cpu = world.device.type == "cpu"
-    return Measured(
+    return MeasuredRun(
         steps=record.step,
         step_s=record.step_s,
         tensor_bytes=None if on_cpu else record.memory_peak_bytes,

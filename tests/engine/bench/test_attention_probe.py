@@ -9,7 +9,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.bench.attention import AttentionAnswer, AttentionRequest
-from torchmuster.bench.probes import attention, attention_kinds
+from torchmuster.bench.probes import attention
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def request(**changed: object) -> AttentionRequest:
 
 
 def measured(**changed: object) -> AttentionAnswer:
-    return attention.measure(request(**changed))
+    return attention.measure_attention_kinds(request(**changed))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -68,7 +68,7 @@ def test_a_kind_that_forgets_the_mask_is_found_out(monkeypatch: pytest.MonkeyPat
     ) -> torch.Tensor:
         return sees_all(queries, keys, values)
 
-    monkeypatch.setattr(attention_kinds, "scaled_dot_product_attention", unmasked)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", unmasked)
     found = measured(lengths=(160,), kinds=("plain", "sdpa"))
     assert {one.kind: one.right for one in found.measured} == {"plain": True, "sdpa": False}
 
@@ -82,7 +82,7 @@ def test_a_kind_whose_backward_is_wrong_is_found_out(monkeypatch: pytest.MonkeyP
         values = values / 2 + values.detach() / 2
         return correct(queries, keys, values, is_causal=is_causal)
 
-    monkeypatch.setattr(attention_kinds, "scaled_dot_product_attention", half_the_gradient)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", half_the_gradient)
     (found,) = measured(lengths=(32,), kinds=("sdpa",)).measured
     assert not found.right
 

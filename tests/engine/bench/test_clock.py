@@ -8,8 +8,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from made_up_worlds import made_up_world
-from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.probes.clock_on_ranks import interleaved_on_ranks
+from torchmuster.bench.probes.clock import interleaved, interleaved_on_ranks
 
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")

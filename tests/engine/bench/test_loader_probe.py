@@ -13,8 +13,8 @@ from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import Dataset, IterableDataset
 
 from made_up_worlds import made_up_world
-from torchmuster.bench import loader_choice
-from torchmuster.bench.loader import LoaderAnswer, LoaderRequest, Read, Reading, together
+from torchmuster.bench import loader
+from torchmuster.bench.loader import LoaderAnswer, LoaderRequest, Read, Reading, join_loader_answers
 from torchmuster.bench.probes.loader import _computing, content_of, visit_all
 from torchmuster.config.settings import Settings
 from torchmuster.devices.readers.cpu import usable_cores
@@ -110,7 +110,7 @@ def reads(
         samples=None,
         visits=visit_all(request, make, world),
     )
-    return together([answer])
+    return join_loader_answers([answer])
 
 
 @pytest.mark.alone
@@ -122,9 +122,9 @@ def test_data_that_is_waited_for_is_read_faster_by_more_workers_than_there_are_c
     # A rate cannot be more than the waiting allows, whatever else the machine does.
     assert 0.4 / WAIT_S < alone.rate.median <= 1.01 / WAIT_S
     assert many.rate.median <= 2 * cores * 1.01 / WAIT_S
-    assert loader_choice.best(found).value is many
-    assert loader_choice.same_data(found).status.value == "ok"
-    assert loader_choice.oversubscription(found, cores=cores, ranks=1) is None
+    assert loader.best_reading(found).value is many
+    assert loader.same_data(found).status.value == "ok"
+    assert loader.oversubscription(found, cores=cores, ranks=1) is None
 
 
 @pytest.mark.alone
@@ -135,7 +135,7 @@ def test_workers_that_compute_with_several_threads_are_found(dataset: Computing)
     assert 0 < found.busy_cores <= usable_cores().value + 0.1
     if dataset.threads > 1:
         assert (found.busy_threads or 0) > 1
-        assert loader_choice.oversubscription([found], cores=1, ranks=1) is not None
+        assert loader.oversubscription([found], cores=1, ranks=1) is not None
     # A thread that hands batches over may count on a busy machine; that it does little is seen below.
 
 
@@ -148,10 +148,10 @@ def test_threads_that_do_little_do_not_count() -> None:
 def test_what_is_drawn_at_random_is_told_from_what_no_seed_reaches(
     snapshot: SnapshotAssertion,
 ) -> None:
-    drawn = loader_choice.same_data(reads(Drawing(), (0, 1, 2)))
+    drawn = loader.same_data(reads(Drawing(), (0, 1, 2)))
     assert drawn.name == "data-same"
     assert drawn == snapshot(name="drawn at random")
-    unseeded = loader_choice.same_data(reads(Unseeded(), (1, 2)))
+    unseeded = loader.same_data(reads(Unseeded(), (1, 2)))
     assert unseeded == snapshot(name="unseeded")
 
 
@@ -174,7 +174,7 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_a_stream_is_read_too() -> None:
     found = reads(Stream(300), (0, 1))
     assert [one.indices for one in found] == [("",), ("",)]  # it has no numbers
-    assert loader_choice.same_data(found).status.value == "ok"
+    assert loader.same_data(found).status.value == "ok"
 
 
 def test_data_without_samples_is_refused() -> None:

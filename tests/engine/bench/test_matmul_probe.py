@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster import distributed
 from torchmuster.bench.matmul import MatmulRequest, squares
 from torchmuster.bench.probes import matmul
-from torchmuster.bench.probes.linear_layers import linear_shapes
+from torchmuster.bench.probes.matmul import linear_shapes
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
 
@@ -45,7 +45,7 @@ def without():
 
 
 def test_every_number_type_is_multiplied_and_compared_with_float64() -> None:
-    found = matmul.products(
+    found = matmul.time_products(
         MatmulRequest(device="cpu", shapes=squares((32, 48)), rounds=2, longest_s=None)
     )
     assert [(one.shape.rows, one.number_type) for one in found.products] == [
@@ -70,12 +70,12 @@ def test_a_device_that_multiplies_wrongly_is_found_out(monkeypatch: pytest.Monke
         return product
 
     monkeypatch.setattr(matmul, "_multiply", nearly)
-    found = matmul.products(MatmulRequest(device="cpu", shapes=squares((64,)), rounds=1))
+    found = matmul.time_products(MatmulRequest(device="cpu", shapes=squares((64,)), rounds=1))
     assert [one.right for one in found.products] == [False, False]
 
 
 def test_what_would_take_too_long_is_left_out_with_how_long() -> None:
-    found = matmul.products(
+    found = matmul.time_products(
         MatmulRequest(device="cpu", shapes=squares((32, 512)), rounds=1, longest_s=1e-9)
     )
     first, large = found.products[0], found.products[2]

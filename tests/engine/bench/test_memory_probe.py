@@ -9,12 +9,12 @@ from torch import nn
 
 from live_bytes import live_bytes
 from made_up_worlds import made_up_world
-from torchmuster.bench.memory_stages import MemoryRequest, StageTaken
+from torchmuster.bench.memory import MemoryRequest, StageTaken
 from torchmuster.bench.probes import memory
 from torchmuster.bench.probes.memory import RecomputeSwitch, followed_stages
 from torchmuster.plan.job import Candidate, Recompute, Work
-from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.tensor_memory import tensor_memory
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.live_storage import tensor_memory
 from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = pytest.mark.engine
@@ -66,12 +66,12 @@ def own(tmp_path: Path) -> Work:
 
 def stages_of(work: Work, candidate: Candidate = ALONE) -> dict[str, StageTaken]:
     with tensor_memory(torch.device("cpu")) as look:
-        built = build(work, candidate, made_up_world())
+        built = build_step(work, candidate, made_up_world())
         found = followed_stages(built, look)
     return {one.title: one for one in found}
 
 
-def saved_bytes(built: Built) -> int:
+def saved_bytes(built: BuiltStep) -> int:
     """Return what torch keeps from a forward for its backward, with what goes in and comes out."""
     kept: dict[int, int] = {}
 
@@ -113,7 +113,7 @@ def test_each_stage_has_what_can_be_worked_out_by_hand(own: Work) -> None:
 
 def test_after_the_forward_there_is_what_torch_saved_for_the_backward(own: Work) -> None:
     forward = stages_of(own)["step 1: forward"]
-    built = build(own, ALONE, made_up_world())
+    built = build_step(own, ALONE, made_up_world())
     assert forward.parts["activations and others"] == saved_bytes(built) + ONE_SAMPLE
     # By hand: the input, the first layer's result, of each block tanh's and its sum, logits, labels.
     by_hand = SAMPLES * 4 * (16 + 64 + 4 * (256 + 64) + 10) + SAMPLES * 8
@@ -143,7 +143,7 @@ def test_what_computing_again_saves_is_counted_independently(own: Work, way: Rec
 
 
 def test_a_switched_model_computes_the_same_and_is_itself_again(own: Work) -> None:
-    model = build(own, ALONE, made_up_world()).model
+    model = build_step(own, ALONE, made_up_world()).model
     switch = RecomputeSwitch(model)
     inputs = torch.randn(3, 16)
 
@@ -167,15 +167,15 @@ def test_a_switched_model_computes_the_same_and_is_itself_again(own: Work) -> No
 def test_what_runs_out_of_memory_is_said_and_the_rest_is_tried(
     own: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = Built.train
+    train = BuiltStep.train
 
-    def scarce(built: Built, number: int = 0) -> object:
+    def scarce(built: BuiltStep, number: int = 0) -> object:
         again = sum("forward" in vars(one) for one in built.blocks)
         if again < 2:
             raise torch.OutOfMemoryError("tried to allocate more than there is")
         return train(built, number)
 
-    monkeypatch.setattr(Built, "train", scarce)
+    monkeypatch.setattr(BuiltStep, "train", scarce)
     trial = memory._Trial(
         MemoryRequest(work=own, candidate=ALONE, precision="fp32", device="cpu", rounds=1),
         ALONE,
@@ -193,7 +193,7 @@ def test_a_whole_measurement_has_two_precisions_and_all_ways(
 ) -> None:
     monkeypatch.setattr(memory, "_WARM_UP_S", 0.0)
     request = MemoryRequest(work=own, candidate=ALONE, precision="auto", device="cpu", rounds=2)
-    answer = memory.measure(request, made_up_world())
+    answer = memory.measure_stages(request, made_up_world())
     assert (answer.precision, [one.precision for one in answer.stages]) == (
         "fp32",
         ["fp32", "bf16"],
@@ -217,6 +217,6 @@ def test_a_model_without_repeated_layers_has_its_stages(tmp_path: Path) -> None:
     )
     work = Work(build=f"{name}:make", dataset=f"{name}:samples", folder=str(tmp_path))
     request = MemoryRequest(work=work, candidate=ALONE, precision="fp32", device="cpu", rounds=1)
-    answer = memory.measure(request, made_up_world())
+    answer = memory.measure_stages(request, made_up_world())
     assert (answer.blocks, [one.recompute for one in answer.ways]) == (0, ["none"])
-    assert isinstance(build(work, ALONE, made_up_world()).model, nn.Linear)
+    assert isinstance(build_step(work, ALONE, made_up_world()).model, nn.Linear)

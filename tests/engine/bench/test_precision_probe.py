@@ -96,7 +96,7 @@ def request(work: Work, **changed: object) -> PrecisionRequest:
 
 
 def test_all_precisions_train_the_same_model_with_the_same_data(tmp_path: Path) -> None:
-    found = precision.measure(
+    found = precision.measure_precisions(
         request(work_of(tmp_path, "fits"), micro_batch_size=64), made_up_world()
     )
     ways = {one.precision: one for one in found.ways}
@@ -129,7 +129,7 @@ def test_what_is_asked_and_answered_is_json(tmp_path: Path) -> None:
 def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    found = precision.measure(request(work_of(tmp_path, "overflows")), made_up_world())
+    found = precision.measure_precisions(request(work_of(tmp_path, "overflows")), made_up_world())
     ways = {one.precision: one for one in found.ways}
     assert ways["fp16"].skipped == 4
     assert "layer grow gave Inf" in ways["fp16"].trouble
@@ -141,7 +141,9 @@ def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
 def test_a_step_that_the_loss_scale_spoils_is_taken_again_with_a_smaller_one(
     tmp_path: Path,
 ) -> None:
-    found = precision.measure(request(work_of(tmp_path, "large_gradients")), made_up_world())
+    found = precision.measure_precisions(
+        request(work_of(tmp_path, "large_gradients")), made_up_world()
+    )
     ways = {one.precision: one for one in found.ways}
     assert ways["fp16"].skipped > 0
     assert ways["fp16"].scale is not None
@@ -155,19 +157,19 @@ def test_rows_of_text_are_drawn_where_there_is_no_dataset(tmp_path: Path) -> Non
     text = replace(
         work_of(tmp_path, "reads"), dataset=None, sequence_length=8, loss="language_model"
     )
-    found = precision.measure(request(text), made_up_world())
+    found = precision.measure_precisions(request(text), made_up_world())
     assert [one.held_loss is not None for one in found.ways] == [True] * 3
 
 
 def test_a_dataset_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Impossible, match="has no samples"):
-        precision.measure(request(work_of(tmp_path, "fits", "no_data")), made_up_world())
+        precision.measure_precisions(request(work_of(tmp_path, "fits", "no_data")), made_up_world())
 
 
 def test_fp16_overflows_where_it_must_and_bf16_survives() -> None:
     courses = {
         (one.case, one.precision): one
-        for one in stability.study(made_up_world(), ["fp32", "bf16", "fp16"], 25)
+        for one in stability.study_stability(made_up_world(), ["fp32", "bf16", "fp16"], 25)
     }
     gradients = courses["large losses", "fp16"]
     assert gradients.skipped

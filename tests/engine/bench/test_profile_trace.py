@@ -50,7 +50,7 @@ def test_operations_take_as_long_as_the_profiler_says(
     recorded: tuple[Path, dict[str, float]],
 ) -> None:
     path, own = recorded
-    found = analysis.of_trace(read_lanes(path))
+    found = analysis.analyse_trace(read_lanes(path))
     assert found.steps == (20, 21, 22)
     names = {one.name for one in found.operations.top}
     assert {"aten::addmm", "aten::mm"} & names

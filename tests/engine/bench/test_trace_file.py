@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from torchmuster.bench.probes.trace_file import TraceFile
-from torchmuster.bench.profile.recording_words import Asked, TraceKept
+from torchmuster.bench.profile.recording import ProfileRequest, TraceKept
 
 pytestmark = pytest.mark.engine
 
 
 def traced(folder: Path, **differences: object) -> TraceKept | None:
     """Take ten steps, of which 7 to 9 are asked for."""
-    asked = Asked(
+    asked = ProfileRequest(
         command=("train.py",), folder=".", ranks=1, device="cpu", first_step=7, last_step=9,
         into=str(folder), **differences,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -13,9 +13,9 @@ pytest.importorskip("torch")
 _IN_16_BITS = """
 import torch
 from torchmuster.bench.probes.tried_changes import TriedChanges
-from torchmuster.bench.profile.changes import Change
+from torchmuster.bench.profile.changes import TriedChange
 
-changes = TriedChanges([Change(kind="bf16")])
+changes = TriedChanges([TriedChange(kind="bf16")])
 changes.install()
 one = torch.ones(4, 4)
 print((one @ one).dtype)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes import building
+from torchmuster.plan.probes import build_step
 from torchmuster.plan.probes.trace import trace
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
@@ -33,9 +33,9 @@ SHARDED = Candidate(
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    building._of_transformers.cache_clear()
+    build_step._of_transformers.cache_clear()
     yield
-    building._of_transformers.cache_clear()
+    build_step._of_transformers.cache_clear()
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def work(tmp_path: Path) -> Work:
     return Work(model_name_or_path=str(tmp_path), sequence_length=32)
 
 
-def traced(work: Work, blocks: int | None) -> Record:
-    found = trace(Request(work=work, candidate=SHARDED, blocks=blocks, kernels="cuda"))
+def traced(work: Work, blocks: int | None) -> TraceRecord:
+    found = trace(TraceRequest(work=work, candidate=SHARDED, blocks=blocks, kernels="cuda"))
     return replace(found, took_s=0.0)
 
 
@@ -59,10 +59,10 @@ def test_a_copy_is_traced_like_a_model_that_was_just_built(
     work = replace(work, lora_rank=lora_rank)
     built = []
     for blocks in (3, None, 4):
-        building._of_transformers.cache_clear()
+        build_step._of_transformers.cache_clear()
         built.append(traced(work, blocks))
     copied = [traced(work, blocks) for blocks in (3, None, 4)]
-    assert building._of_transformers.cache_info().misses == 1
+    assert build_step._of_transformers.cache_info().misses == 1
     assert copied == built
     assert [one.blocks_traced for one in copied] == [3, 6, 4]
     assert {one.blocks for one in copied} == {6}
@@ -71,7 +71,7 @@ def test_a_copy_is_traced_like_a_model_that_was_just_built(
 def test_samples_of_another_length_are_of_the_same_model(work: Work) -> None:
     long = traced(work, 3)
     short = traced(replace(work, sequence_length=16), 3)
-    assert building._of_transformers.cache_info().misses == 1
+    assert build_step._of_transformers.cache_info().misses == 1
     assert short.peak_bytes < long.peak_bytes
 
 

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import pytest
 
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.memory import forecast, log_depth
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.memory import log_depth, traced_sizes
 from torchmuster.plan.memory.allocator import simulate
 from torchmuster.plan.probes import trace as probe
 from torchmuster.plan.probes.trace import trace
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.train import losses
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
@@ -22,7 +22,7 @@ from torchmuster.units import GiB
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 
 LINK = Link(latency_s=1e-6, bytes_s=1e11)
-CARD = Card(name="made-up", memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12)
+CARD = Gpu(name="made-up", memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12)
 MACHINES = Hardware(card=CARD, machines=4, cards_per_machine=4, within=LINK, between=LINK)
 LLAMA = {
     "model_type": "llama",
@@ -52,14 +52,14 @@ def candidate(
     )
 
 
-def shallow(work: Work, one: Candidate, logs: Path | None = None) -> list[Record]:
-    asked = memory.requests(work, one, kernels="cuda", keep_log=logs is not None)
+def shallow(work: Work, one: Candidate, logs: Path | None = None) -> list[TraceRecord]:
+    asked = memory.trace_requests(work, one, kernels="cuda", keep_log=logs is not None)
     records = [trace(each, logs=logs) for each in asked]
-    return records + [trace(each, logs=logs) for each in memory.further(records)]
+    return records + [trace(each, logs=logs) for each in memory.further_requests(records)]
 
 
-def whole(work: Work, one: Candidate, logs: Path) -> Record:
-    return trace(Request(work=work, candidate=one, kernels="cuda", keep_log=True), logs=logs)
+def whole(work: Work, one: Candidate, logs: Path) -> TraceRecord:
+    return trace(TraceRequest(work=work, candidate=one, kernels="cuda", keep_log=True), logs=logs)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_peaks_and_logs_are_those_of_the_whole_model(
     truth = whole(work, one, tmp_path)
     records = shallow(work, one, tmp_path)
     of_other_sizes = records if one.micro_batch_size == 1 else shallow(work, one)
-    computed = memory.predict(of_other_sizes, one, hardware=MACHINES)
+    computed = memory.predict_memory(of_other_sizes, one, hardware=MACHINES)
     assert computed.tensor_bytes == pytest.approx(truth.peak_bytes, rel=0.001)
     assert computed.where is not None
     highest = max(truth.peaks, key=lambda peak: peak.peak_bytes)
     assert (computed.where.phase, computed.where.operation) == (highest.phase, highest.operation)
-    log = log_depth.read(str(truth.log))
+    log = log_depth.read_log(str(truth.log))
     for kind in ("expandable", "classic"):
-        found = memory.predict(records, one, hardware=MACHINES, allocator=kind)
+        found = memory.predict_memory(records, one, hardware=MACHINES, allocator=kind)
         assert found.reserved_bytes == pytest.approx(simulate(log, kind).peak_bytes, rel=0.01)
 
 
@@ -100,7 +100,7 @@ def test_a_further_trace_agrees(work: Work) -> None:
     records = shallow(work, one)
     asked = memory.check_request(records)
     assert asked is not None
-    memory.check(records, trace(asked))
+    memory.check_records(records, trace(asked))
 
 
 def test_a_model_of_few_blocks_is_traced_whole(work: Work) -> None:
@@ -109,13 +109,13 @@ def test_a_model_of_few_blocks_is_traced_whole(work: Work) -> None:
     one = candidate("single", 1, 1, micro_batch_size=6)
     records = shallow(work, one)
     assert {record.blocks_traced for record in records} == {2}
-    truth = trace(Request(work=work, candidate=one, kernels="cuda"))
-    found = memory.predict(records, one, hardware=MACHINES)
+    truth = trace(TraceRequest(work=work, candidate=one, kernels="cuda"))
+    found = memory.predict_memory(records, one, hardware=MACHINES)
     assert found.tensor_bytes == pytest.approx(truth.peak_bytes, rel=0.001)
     assert memory.check_request(records) is None
 
 
 def test_the_border_of_the_loss_is_known() -> None:
-    assert traced_sizes.WHOLE_ELEMENTS == losses._WHOLE_ELEMENTS
+    assert forecast.WHOLE_ELEMENTS == losses._WHOLE_ELEMENTS
     with_parts = replace(Work(build="a:b", sequence_length=8), loss="language_model")
-    assert traced_sizes.traced_sizes(with_parts, 6, kernels="cuda") == (4, 8)
+    assert forecast.traced_sizes(with_parts, 6, kernels="cuda") == (4, 8)

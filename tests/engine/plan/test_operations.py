@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import fully_shard as _registers_the_operations_of_fsdp  # noqa: F401
 
 from torchmuster.plan.probes.live_storage import LiveStorages
-from torchmuster.plan.probes.log import Done
+from torchmuster.plan.probes.stages import Done
 from torchmuster.plan.torch_private import FakeTensorMode
 
 pytestmark = pytest.mark.engine

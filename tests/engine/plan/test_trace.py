@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.building import Built, build
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.trace import answer, trace
-from torchmuster.plan.proof.real_steps import Steps
-from torchmuster.plan.record import Allocation, Collective, Record, Request
+from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.record import Allocation, TracedCollective, TraceRecord, TraceRequest
 from torchmuster.plan.torch_private import single_allocations
 from torchmuster.train.strategies.sharding import ShardLayout
 
@@ -160,7 +160,7 @@ def alone() -> Iterator[None]:
 
 def real_peak(work: Work, candidate: Candidate) -> int:
     """Return the most that is alive in a real step, of those that are alike."""
-    steps = Steps(work=work, candidate=candidate, device="cpu", timed=0)
+    steps = RealSteps(work=work, candidate=candidate, device="cpu", timed=0)
     return real_steps(steps, made_up_world()).peaks_bytes[-1]
 
 
@@ -176,7 +176,7 @@ def test_the_peak_is_that_of_a_real_step(llama: Work, own: Work) -> None:
         (replace(llama, clip_norm=1.0), recomputed),
         (replace(own, optimizer="sgd"), single(micro_batch_size=64, recompute="full")),
     ):
-        found = trace(Request(work=work, candidate=candidate)).peak_bytes
+        found = trace(TraceRequest(work=work, candidate=candidate)).peak_bytes
         assert found == pytest.approx(real_peak(work, candidate), abs=64), (work, candidate)
 
 
@@ -186,14 +186,14 @@ def built_by(name: str, own: Work, **more: Any) -> Work:
 
 def test_batch_normalisation_of_what_autocast_made_is_followed(own: Work) -> None:
     work, candidate = built_by("normed", own), single(micro_batch_size=32, precision="bf16")
-    found = trace(Request(work=work, candidate=candidate)).peak_bytes
+    found = trace(TraceRequest(work=work, candidate=candidate)).peak_bytes
     assert found == pytest.approx(real_peak(work, candidate), abs=64)
-    trace(Request(work=work, candidate=candidate, kernels="cuda"))
+    trace(TraceRequest(work=work, candidate=candidate, kernels="cuda"))
 
 
 def test_what_is_tied_stays_so_in_another_type(own: Work) -> None:
     work = built_by("tied", own, torch_dtype="bfloat16")
-    record = trace(Request(work=work, candidate=single()))
+    record = trace(TraceRequest(work=work, candidate=single()))
     assert record.states["parameters"] == record.states["gradients"] == 16 * 4000 * 2
     assert record.parameter_count == 16 * 4000
 
@@ -218,7 +218,7 @@ def test_a_gradient_is_added_to_where_it_lies_unless_it_is_a_view(own: Work) -> 
     for name, times in expected.items():
         for kernels in KERNELS:
             work = built_by(name, own, optimizer="sgd")
-            record = trace(Request(work=work, candidate=single(), kernels=kernels))
+            record = trace(TraceRequest(work=work, candidate=single(), kernels=kernels))
             largest = max(one.peak_bytes for one in record.peaks if one.phase == "backward")
             gradients = largest - record.states["parameters"] - record.states["optimizer"]
             assert gradients // record.states["parameters"] == times, (name, kernels)
@@ -229,7 +229,7 @@ def test_parameters_that_ddp_would_wait_for_are_named(
 ) -> None:
     candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1))
     with pytest.raises(MusterError) as caught:
-        trace(Request(work=built_by("with_spare", own), candidate=candidate))
+        trace(TraceRequest(work=built_by("with_spare", own), candidate=candidate))
     assert caught.value.what.endswith(": spare")
     assert caught.value.what == snapshot
 
@@ -237,9 +237,9 @@ def test_parameters_that_ddp_would_wait_for_are_named(
 def test_packed_rows_take_the_masks_that_they_need(llama: Work) -> None:
     candidate = single(micro_batch_size=8)
     packed = replace(llama, packed=True)
-    found = trace(Request(work=packed, candidate=candidate)).peak_bytes
+    found = trace(TraceRequest(work=packed, candidate=candidate)).peak_bytes
     assert found == pytest.approx(real_peak(packed, candidate), abs=64)
-    assert found > trace(Request(work=llama, candidate=candidate)).peak_bytes
+    assert found > trace(TraceRequest(work=llama, candidate=candidate)).peak_bytes
 
 
 def fsdp(copies: int, shards: int, **more: Any) -> Candidate:
@@ -251,13 +251,13 @@ def fsdp(copies: int, shards: int, **more: Any) -> Candidate:
     )
 
 
-def collectives(record: Record) -> list[Collective]:
+def collectives(record: TraceRecord) -> list[TracedCollective]:
     return [one.collective for one in record.timeline if one.collective is not None]
 
 
 def test_ranks_that_do_not_exist_share_the_states(llama: Work) -> None:
-    alone = trace(Request(work=llama, candidate=single(), blocks=3))
-    record = trace(Request(work=llama, candidate=fsdp(1, 8), blocks=3))
+    alone = trace(TraceRequest(work=llama, candidate=single(), blocks=3))
+    record = trace(TraceRequest(work=llama, candidate=fsdp(1, 8), blocks=3))
     assert record.blocks_traced == 3
     assert record.blocks == 4
     assert record.blocks_alike
@@ -283,7 +283,7 @@ def test_ranks_that_do_not_exist_share_the_states(llama: Work) -> None:
 
 
 def test_copies_reduce_among_themselves_in_the_last_micro_batch_alone(llama: Work) -> None:
-    record = trace(Request(work=llama, candidate=fsdp(4, 2, accumulation=2)))
+    record = trace(TraceRequest(work=llama, candidate=fsdp(4, 2, accumulation=2)))
     between = [
         one
         for one in record.timeline
@@ -299,7 +299,7 @@ def test_copies_reduce_among_themselves_in_the_last_micro_batch_alone(llama: Wor
 
 def test_ddp_keeps_its_gradients_and_reduces_all_of_them_once(llama: Work) -> None:
     candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1), accumulation=2)
-    record = trace(Request(work=llama, candidate=candidate))
+    record = trace(TraceRequest(work=llama, candidate=candidate))
     reduced = [
         one for one in collectives(record) if (one.kind, one.dtype) == ("all_reduce", "float32")
     ]
@@ -317,7 +317,7 @@ def test_ddp_keeps_its_gradients_and_reduces_all_of_them_once(llama: Work) -> No
 
 def test_peaks_are_told_by_phase_and_block_with_what_they_are_made_of(llama: Work) -> None:
     candidate = single(micro_batch_size=8, recompute="full")
-    record = trace(Request(work=llama, candidate=candidate))
+    record = trace(TraceRequest(work=llama, candidate=candidate))
     places = [(one.phase, one.block) for one in record.peaks]
     for phase, order in (("forward", range(4)), ("backward", reversed(range(4)))):
         assert [block for name, block in places if name == phase and block is not None] == list(
@@ -342,7 +342,7 @@ def test_peaks_are_told_by_phase_and_block_with_what_they_are_made_of(llama: Wor
 
 def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
     candidate = single(micro_batch_size=8)
-    record = trace(Request(work=own, candidate=candidate))
+    record = trace(TraceRequest(work=own, candidate=candidate))
     products = 16 * 64 + 5 * 2 * 64 * 256 + 64 * 10
     forward = [one for one in record.timeline if one.phase == "forward"]
     assert sum(one.flops for part in forward for one in part.operations) == 2 * 8 * products
@@ -353,7 +353,7 @@ def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
 def test_cuda_fuses_norms_and_no_optimiser_takes_room_for_all_parameters(own: Work) -> None:
     candidate = single(micro_batch_size=64)
     cpu, cuda = (
-        trace(Request(work=own, candidate=candidate, kernels=kernels)) for kernels in KERNELS
+        trace(TraceRequest(work=own, candidate=candidate, kernels=kernels)) for kernels in KERNELS
     )
     peaks = [
         {one.phase: one for one in record.peaks}["loss"].by_category["activations"]
@@ -381,7 +381,7 @@ def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) ->
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
     work = Work(model_name_or_path="gpt2", sequence_length=128, folder=str(tmp_path))
     cpu, cuda = (
-        trace(Request(work=work, candidate=single(precision="bf16"), kernels=kernels))
+        trace(TraceRequest(work=work, candidate=single(precision="bf16"), kernels=kernels))
         for kernels in KERNELS
     )
     on_cpu, on_cuda = (
@@ -398,7 +398,7 @@ def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) ->
 
 def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
     kept, offloaded = (
-        trace(Request(work=llama, candidate=fsdp(1, 2, cpu_offload=offload), kernels="cuda"))
+        trace(TraceRequest(work=llama, candidate=fsdp(1, 2, cpu_offload=offload), kernels="cuda"))
         for offload in (False, True)
     )
     assert kept.host_bytes == 0
@@ -410,7 +410,7 @@ def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
 
 
 def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_path: Path) -> None:
-    request = Request(work=llama, candidate=fsdp(1, 2), keep_log=True, kernels="cuda")
+    request = TraceRequest(work=llama, candidate=fsdp(1, 2), keep_log=True, kernels="cuda")
     record = trace(request, logs=tmp_path / "logs")
     assert record.log is not None
     assert trace(request, logs=tmp_path / "logs").log != record.log, "a log is never written over"
@@ -439,7 +439,7 @@ def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_pat
 def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAssertion) -> None:
     work = built_by("reads_values", own)
     candidate = single(micro_batch_size=2)
-    request = Request(work=work, candidate=candidate)
+    request = TraceRequest(work=work, candidate=candidate)
     with pytest.raises(Impossible) as caught:
         trace(request)
     assert "in blocks.2, forward" in caught.value.what
@@ -452,12 +452,12 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
 
 def test_many_shards_are_not_traced(llama: Work, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="128 ranks") as refused:
-        trace(Request(work=llama, candidate=fsdp(1, 128)))
+        trace(TraceRequest(work=llama, candidate=fsdp(1, 128)))
     assert refused.value == snapshot
 
 
 def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
-    request = Request(
+    request = TraceRequest(
         work=replace(own, build="no_such_module:make"),
         candidate=single(),
     )
@@ -467,13 +467,13 @@ def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
 
 def test_nothing_says_what_a_batch_looks_like(own: Work, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refused:
-        build(replace(own, dataset=None), single(), made_up_world())
+        build_step(replace(own, dataset=None), single(), made_up_world())
     assert refused.value == snapshot
 
 
 def test_a_model_of_fewer_layers_is_the_same_otherwise(own: Work) -> None:
     candidate = single(micro_batch_size=2, accumulation=2)
-    built: Built = build(own, candidate, made_up_world(), blocks=3)
+    built: BuiltStep = build_step(own, candidate, made_up_world(), blocks=3)
     assert [len(built.blocks), built.depth.blocks] == [3, 5]
     assert built.block_of(built.blocks[2].wide) == 2  # type: ignore[arg-type]
     assert built.train().applied

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchmuster.plan.probes import workspace
-from torchmuster.plan.probes.workspace import workspace_bytes
+from torchmuster.plan.probes import operations
+from torchmuster.plan.probes.operations import workspace_bytes
 from torchmuster.plan.torch_private import FakeTensorMode
 
 pytestmark = pytest.mark.engine
@@ -53,22 +53,22 @@ def test_large_ones_are_computed_with_fewer_samples(monkeypatch: pytest.MonkeyPa
         seen.append(samples)
         return 100 * samples + 7
 
-    monkeypatch.setattr(workspace, "_computed", noted)
+    monkeypatch.setattr(operations, "_computed", noted)
     with FakeTensorMode():
         assert _taken(FORWARD, _forward(50)) == 5007
-        assert _taken(FORWARD, _forward(50), flops=5 * workspace._MOST_FLOPS) == 5007
-        monkeypatch.setattr(workspace, "_LARGEST_BYTES", 1)
+        assert _taken(FORWARD, _forward(50), flops=5 * operations._MOST_FLOPS) == 5007
+        monkeypatch.setattr(operations, "_LARGEST_BYTES", 1)
         assert _taken(FORWARD, _forward(50)) == 5007
     assert seen == [50, 10, 5, 2, 1]
 
 
 def test_products_of_16_bits_may_copy_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "_computed", lambda *_: 5)
+    monkeypatch.setattr(operations, "_computed", lambda *_: 5)
     halves = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 4, dtype=torch.bfloat16)
     whole = torch.empty(8, 16), torch.empty(16, 4)
     assert _taken(_aten.mm.default, whole) == 0
     assert _taken(_aten.mm.default, halves) == 5
-    too_large = workspace._MOST_FLOPS + 1
+    too_large = operations._MOST_FLOPS + 1
     assert _taken(_aten.mm.default, halves, flops=too_large) == 16 * 4 * 2
     assert _taken(_aten.addmm.default, (halves[1][0], *halves), flops=too_large) == 16 * 4 * 2
 
@@ -90,7 +90,7 @@ def test_attention_has_buffers() -> None:
 def test_shapes_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         first = _taken(FORWARD, _forward(3))
-        monkeypatch.setattr(workspace, "profile", None)  # a second look would fail
+        monkeypatch.setattr(operations, "profile", None)  # a second look would fail
         assert _taken(FORWARD, _forward(3)) == first
         with pytest.raises(TypeError):
             _taken(FORWARD, _forward(3, kernel=5))

@@ -19,7 +19,7 @@ HOST = os.uname().nodename
 SCRIPT = """\
 import os, resource, sys, torch
 from torch import nn
-from torchmuster.train.out_of_memory import naming_memory
+from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.world import join_world
 
 class Greedy(nn.Linear):
@@ -33,7 +33,7 @@ class Greedy(nn.Linear):
 with join_world("cpu") as world:
     model = nn.parallel.DistributedDataParallel(Greedy(100, 100))
     optimizer = torch.optim.Adam(model.parameters())
-    with naming_memory(world, model, optimizer, micro_batch_size=8):
+    with oom_report(world, model, optimizer, micro_batch_size=8):
         for steps in range(1000000):
             model(torch.ones(8, 100)).sum().backward()
             optimizer.step()

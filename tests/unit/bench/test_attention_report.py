@@ -5,19 +5,24 @@ from dataclasses import replace
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_records import ENVIRONMENT
-from torchmuster.bench.attention import AttentionAnswer, AttentionRequest, Measured
-from torchmuster.bench.attention_report import best_at, choose, report
-from torchmuster.bench.report.report import Report
-from torchmuster.bench.report.terminal import screen
+from torchmuster.bench.attention import (
+    AttentionAnswer,
+    AttentionRequest,
+    MeasuredAttention,
+    attention_report,
+    best_at,
+    choose_attention,
+)
+from torchmuster.bench.report.report import Report, bench_screen
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status, exit_code
 
 MIB = 1024**2
 
 
-def one(kind: str, length: int, ms: float, *, mib: int = 1) -> Measured:
+def one(kind: str, length: int, ms: float, *, mib: int = 1) -> MeasuredAttention:
     times = tuple(ms / 1e3 * factor for factor in (0.99, 1.0, 1.0, 1.0, 1.01, 1.01))
-    return Measured(
+    return MeasuredAttention(
         kind=kind,
         length=length,
         forward_s=times,
@@ -28,7 +33,7 @@ def one(kind: str, length: int, ms: float, *, mib: int = 1) -> Measured:
     )
 
 
-def answer(*measured: Measured) -> AttentionAnswer:
+def answer(*measured: MeasuredAttention) -> AttentionAnswer:
     return AttentionAnswer(
         device="cpu",
         device_name="cpu",
@@ -50,7 +55,7 @@ TYPICAL = answer(
 
 
 def reported(found: AttentionAnswer) -> Report:
-    return report(
+    return attention_report(
         AttentionRequest(
             device="cpu",
             number_type="auto",
@@ -75,7 +80,7 @@ def finding(found: Report, name: str) -> Finding:
 
 
 def test_the_best_is_told_by_length_with_what_it_gives(snapshot: SnapshotAssertion) -> None:
-    decided = choose(TYPICAL)
+    decided = choose_attention(TYPICAL)
     assert decided.value == "sdpa"  # as good as flash within 5 %, and nothing has to be set for it
     assert decided.reason == snapshot
 
@@ -108,7 +113,7 @@ def test_wrong_outputs_are_a_failure_and_never_the_best(snapshot: SnapshotAssert
 
 def test_what_is_missing_or_left_out_is_said_with_its_reason(snapshot: SnapshotAssertion) -> None:
     out = [
-        Measured(kind=kind, length=length, left_out="memory ran out")
+        MeasuredAttention(kind=kind, length=length, left_out="memory ran out")
         for length in (4096, 8192)
         for kind in ("plain", "math")
     ]
@@ -128,7 +133,7 @@ def test_what_is_missing_or_left_out_is_said_with_its_reason(snapshot: SnapshotA
 def test_the_report_shows_times_and_memory_by_length(snapshot: SnapshotAssertion) -> None:
     found = reported(TYPICAL)
     assert finding(found, "attention-same-output") == snapshot
-    shown = screen(found)
+    shown = bench_screen(found)
     assert "64.0 MiB" in shown
     assert "90.0 ms ±1%" in shown
     assert [it.title for it in found.pictures] == ["time by length", "memory by length"]

@@ -1,6 +1,6 @@
 """What a curve of bandwidth says: peak, half of it, dips that are sure, falls at the end."""
 
-from torchmuster.bench.bandwidth_curve import points_of, shape_of
+from torchmuster.bench.bandwidth import points_of, shape_of
 
 
 def curve(*bandwidths: float, spread: float = 0.01) -> dict[int, list[float]]:

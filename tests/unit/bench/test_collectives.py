@@ -7,16 +7,21 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.bench import collectives, record
-from torchmuster.bench.bus_bandwidth import bus_bytes_s
-from torchmuster.bench.collectives import Asked, Measured, RankTimes, Timed
-from torchmuster.bench.collectives_report import report
+from torchmuster.bench.bandwidth import bus_bytes_s
+from torchmuster.bench.collectives import (
+    CollectivesRequest,
+    CollectiveTimes,
+    MeasuredCollective,
+    Timed,
+)
+from torchmuster.bench.collectives_report import collectives_report
 from torchmuster.bench.environment import Environment
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.plan.hardware import given as hardware_given
+from torchmuster.plan.hardware import cluster_file as hardware_given
 
 SIZES = (1024, 4096, 16384, 65536, 262144)
-ASKED = Asked(operations=("all-reduce",), sizes_bytes=SIZES, rounds=9, device="cpu")
+ASKED = CollectivesRequest(operations=("all-reduce",), sizes_bytes=SIZES, rounds=9, device="cpu")
 HERE = Environment(
     host="gpu-server",
     system="Linux",
@@ -39,8 +44,8 @@ def answer(
     wrong: int = 0,
     operation: str = "all-reduce",
     host: str = "gpu-server",
-) -> RankTimes:
-    return RankTimes(
+) -> CollectiveTimes:
+    return CollectiveTimes(
         rank=rank,
         host=host,
         device="cpu",
@@ -59,8 +64,10 @@ def answer(
     )
 
 
-def findings(measured: Measured) -> dict[str, Finding]:
-    made = report(measured, ASKED, environment=HERE, date="2026-01-31T12:00:00+00:00", took_s=5)
+def findings(measured: MeasuredCollective) -> dict[str, Finding]:
+    made = collectives_report(
+        measured, ASKED, environment=HERE, date="2026-01-31T12:00:00+00:00", took_s=5
+    )
     return {one.name: one for one in made.findings}
 
 
@@ -82,7 +89,7 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests(
 
 
 def test_a_message_takes_what_it_takes_on_the_slowest_rank() -> None:
-    measured = collectives.together([answer(0), answer(1, slower=3.0), answer(2)])
+    measured = collectives.join_rank_times([answer(0), answer(1, slower=3.0), answer(2)])
     assert measured.ranks == 3
     assert measured.times["all-reduce"][1024][0] == pytest.approx(3 * (1e-4 + 1024 / 1e9))
 
@@ -90,7 +97,7 @@ def test_a_message_takes_what_it_takes_on_the_slowest_rank() -> None:
 def test_the_slowest_rank_may_be_another_one_in_each_round() -> None:
     one = dataclasses.replace(answer(0).timed[0], seconds=(1.0, 5.0))
     other = dataclasses.replace(one, seconds=(4.0, 2.0))
-    measured = collectives.together(
+    measured = collectives.join_rank_times(
         [
             dataclasses.replace(answer(0), timed=(one,)),
             dataclasses.replace(answer(1), timed=(other,)),
@@ -102,8 +109,8 @@ def test_the_slowest_rank_may_be_another_one_in_each_round() -> None:
 def test_the_report_ends_in_latency_bandwidth_and_where_half_of_it_is_reached(
     snapshot: SnapshotAssertion,
 ) -> None:
-    made = report(
-        collectives.together([answer(0), answer(1)]),
+    made = collectives_report(
+        collectives.join_rank_times([answer(0), answer(1)]),
         ASKED,
         environment=HERE,
         date="2026-01-31T12:00:00+00:00",
@@ -123,7 +130,7 @@ def test_the_report_ends_in_latency_bandwidth_and_where_half_of_it_is_reached(
 
 
 def test_one_wrong_value_is_a_failure_that_names_the_rank() -> None:
-    found = findings(collectives.together([answer(0), answer(1, wrong=1)]))["values"]
+    found = findings(collectives.join_rank_times([answer(0), answer(1, wrong=1)]))["values"]
     assert found.status is Status.FAILURE
     assert "on rank 1" in found.what
     assert "place 3 has 7, and must have 8" in found.evidence
@@ -131,22 +138,22 @@ def test_one_wrong_value_is_a_failure_that_names_the_rank() -> None:
 
 
 def test_more_ranks_than_cores_are_said() -> None:
-    assert "crowded" not in findings(collectives.together([answer(0), answer(1)]))
-    found = findings(collectives.together([answer(rank) for rank in range(4)]))["crowded"]
+    assert "crowded" not in findings(collectives.join_rank_times([answer(0), answer(1)]))
+    found = findings(collectives.join_rank_times([answer(rank) for rank in range(4)]))["crowded"]
     assert found.what == "4 ranks share 2 cores"
     assert "--ranks 2" in found.fix
 
 
 def test_one_rank_has_nobody_to_talk_to() -> None:
     with pytest.raises(Impossible, match="with one rank") as raised:
-        collectives.check(ASKED, ranks=1)
+        collectives.check_collectives_request(ASKED, ranks=1)
     assert raised.value.fix == "--ranks 2 or more"
 
 
 def test_messages_that_cannot_be_shared_are_refused(snapshot: SnapshotAssertion) -> None:
     tiny = dataclasses.replace(ASKED, sizes_bytes=(8,))
     with pytest.raises(Impossible, match="8 bytes") as refused:
-        collectives.check(tiny, ranks=4)
+        collectives.check_collectives_request(tiny, ranks=4)
     assert refused.value == snapshot
 
 
@@ -162,14 +169,18 @@ def test_plans_can_be_made_with_links_as_they_were_measured(
     tmp_path: Path, hosts: tuple[str, str]
 ) -> None:
     sent = [answer(rank, operation="send-receive", host=host) for rank, host in enumerate(hosts)]
-    made = report(
-        collectives.together(sent), ASKED, environment=HERE, date="2026-01-31T12:00:00", took_s=5
+    made = collectives_report(
+        collectives.join_rank_times(sent),
+        ASKED,
+        environment=HERE,
+        date="2026-01-31T12:00:00",
+        took_s=5,
     )
-    record.write(tmp_path / "record.json", made.record)
+    record.write_record(tmp_path / "record.json", made.record)
     (tmp_path / "cluster.yaml").write_text(
         "machines: 2\ncards_per_machine: 2\ncard: T4\ncheck: record.json\n", encoding="utf-8"
     )
-    hardware = hardware_given.parse(str(tmp_path / "cluster.yaml"))
+    hardware = hardware_given.parse_hardware(str(tmp_path / "cluster.yaml"))
     near = hosts[0] == hosts[1]
     link, other = (hardware.within, hardware.between) if near else (hardware.between, hardware.within)  # fmt: skip
     assert link.latency_s == pytest.approx(1e-4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from made_up_records import elsewhere, made_up
-from torchmuster.bench.comparison import FLOOR, compare
+from torchmuster.bench.comparison import FLOOR, compare_records
 from torchmuster.bench.record import BenchRecord, Series
 from torchmuster.errors import Impossible
 
@@ -35,7 +35,7 @@ def side(
 
 
 def verdicts(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> dict[str, str]:
-    return {one.series.name: one.verdict for one in compare(a, b).changes}
+    return {one.series.name: one.verdict for one in compare_records(a, b).changes}
 
 
 def test_a_slow_down_of_3_percent_is_found_among_ten_series() -> None:
@@ -77,7 +77,7 @@ def test_nobody_cries_wolf() -> None:
 def test_one_record_on_each_side_tells_only_what_is_beyond_the_floor() -> None:
     drawn = random.Random(4)
     for slower, verdict in ((0.03, "within noise"), (0.25, "worse"), (-0.25, "better")):
-        found = compare(
+        found = compare_records(
             side(drawn, records=1, spread=0.0), side(drawn, records=1, spread=0.0, slower=slower)
         )
         assert not found.by_records
@@ -89,7 +89,7 @@ def test_one_record_on_each_side_tells_only_what_is_beyond_the_floor() -> None:
 def test_a_certain_change_of_less_than_1_percent_is_no_news() -> None:
     a = [made_up({"a": [1.0 + number / 1e6]}) for number in range(8)]
     b = [made_up({"a": [1.008 + number / 1e6]}) for number in range(8)]
-    (change,) = compare(a, b).changes
+    (change,) = compare_records(a, b).changes
     assert 0 < change.low < change.high < 0.01
     assert change.verdict == "within noise"
 
@@ -100,25 +100,27 @@ def exactly(value: float, unit: str = "B") -> BenchRecord:
 
 
 def test_what_is_counted_exactly_needs_no_repeats() -> None:
-    (change,) = compare([exactly(1000)], [exactly(1200)]).changes
+    (change,) = compare_records([exactly(1000)], [exactly(1200)]).changes
     assert change.verdict == "worse"
     assert (change.low, change.high) == pytest.approx((0.2, 0.2))
-    assert compare([exactly(1000)], [exactly(1000)]).changes[0].verdict == "within noise"
-    assert compare([exactly(1000)] * 8, [exactly(1020)] * 8).changes[0].verdict == "worse"
+    assert compare_records([exactly(1000)], [exactly(1000)]).changes[0].verdict == "within noise"
+    assert compare_records([exactly(1000)] * 8, [exactly(1020)] * 8).changes[0].verdict == "worse"
 
 
 def test_of_one_time_on_each_side_nothing_is_known() -> None:
-    assert compare([exactly(1.0, "s")], [exactly(2.0, "s")]).changes[0].verdict == "unknown"
+    assert compare_records([exactly(1.0, "s")], [exactly(2.0, "s")]).changes[0].verdict == "unknown"
 
 
 def test_of_what_can_be_nothing_no_share_is_told() -> None:
     zeros = [made_up({"a": [0.0]})] * 8
-    (change,) = compare(zeros, [made_up({"a": [1.0]})] * 8).changes
+    (change,) = compare_records(zeros, [made_up({"a": [1.0]})] * 8).changes
     assert change.verdict == "unknown"
 
 
 def test_what_not_every_record_has_is_left_out() -> None:
-    found = compare([made_up({"a": [1.0], "old": [1.0]})], [made_up({"a": [1.0], "new": [1.0]})])
+    found = compare_records(
+        [made_up({"a": [1.0], "old": [1.0]})], [made_up({"a": [1.0], "new": [1.0]})]
+    )
     assert [one.series.name for one in found.changes] == ["a"]
     assert sorted(found.left_out) == ["new", "old"]
 
@@ -132,7 +134,7 @@ def test_what_not_every_record_has_is_left_out() -> None:
 )
 def test_what_cannot_be_compared_is_refused(other: BenchRecord, why: str) -> None:
     with pytest.raises(Impossible) as refusal:
-        compare([made_up({"a": [1.0]})], [other])
+        compare_records([made_up({"a": [1.0]})], [other])
     assert refusal.value.why == why
 
 
@@ -175,7 +177,7 @@ def test_in_turns_nobody_cries_wolf() -> None:
 
 
 def test_too_few_pairs_tell_only_what_is_beyond_the_floor() -> None:
-    found = compare(*in_turns(random.Random(8), pairs=9, slower=0.05))
+    found = compare_records(*in_turns(random.Random(8), pairs=9, slower=0.05))
     assert found.in_pairs
     assert not found.by_records
     assert found.records_needed == 10

@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.bench import loader_choice
-from torchmuster.bench.loader import LoaderAnswer, Read, Reading, Visit, readings_for, together
+from torchmuster.bench import loader
+from torchmuster.bench.loader import (
+    LoaderAnswer,
+    Read,
+    Reading,
+    Visit,
+    join_loader_answers,
+    readings_for,
+)
 from torchmuster.finding import Status
 
 
@@ -34,37 +41,37 @@ def read(
 def test_the_fastest_number_of_workers_is_taken_and_the_others_are_named(
     snapshot: SnapshotAssertion,
 ) -> None:
-    decided = loader_choice.best([read(0, 50), read(1, 49), read(2, 98), read(4, 196)])
+    decided = loader.best_reading([read(0, 50), read(1, 49), read(2, 98), read(4, 196)])
     assert decided.value.reading.workers == 4
     assert decided.reason == snapshot
 
 
 def test_of_numbers_that_are_as_fast_the_smallest_is_taken(snapshot: SnapshotAssertion) -> None:
-    decided = loader_choice.best([read(0, 50), read(2, 97), read(4, 100), read(8, 99)])
+    decided = loader.best_reading([read(0, 50), read(2, 97), read(4, 100), read(8, 99)])
     assert decided.value.reading.workers == 2
     assert decided.reason == snapshot
 
 
 def test_workers_that_are_slower_than_none_are_not_taken() -> None:
-    assert loader_choice.best([read(0, 900), read(1, 300)]).value.reading.workers == 0
+    assert loader.best_reading([read(0, 900), read(1, 300)]).value.reading.workers == 0
 
 
 def test_the_fewest_that_feed_what_is_needed_are_enough() -> None:
     reads = [read(0, 50), read(2, 98), read(4, 196)]
-    decided = loader_choice.best(reads, needed_samples_s=80)
+    decided = loader.best_reading(reads, needed_samples_s=80)
     assert (decided.value.reading.workers, decided.reason) == (2, "98 samples/s, and 80 are needed")
     # With less than a tenth to spare a bad moment would be waited for.
-    assert loader_choice.best(reads, needed_samples_s=95).value.reading.workers == 4
+    assert loader.best_reading(reads, needed_samples_s=95).value.reading.workers == 4
 
 
 def test_where_nothing_feeds_enough_the_fastest_is_taken_and_it_is_a_failure(
     snapshot: SnapshotAssertion,
 ) -> None:
     reads = [read(0, 50), read(2, 98)]
-    decided = loader_choice.best(reads, needed_samples_s=196)
+    decided = loader.best_reading(reads, needed_samples_s=196)
     assert decided.value.reading.workers == 2
     assert decided.reason == snapshot
-    found = loader_choice.feeding(decided.value, samples_per_step=8, needed_samples_s=196)
+    found = loader.feeding(decided.value, samples_per_step=8, needed_samples_s=196)
     assert found.status is Status.FAILURE
     assert "50 %" in found.what
     assert found == snapshot
@@ -72,21 +79,21 @@ def test_where_nothing_feeds_enough_the_fastest_is_taken_and_it_is_a_failure(
 
 def test_fewer_batches_ahead_are_taken_where_more_give_nothing(snapshot: SnapshotAssertion) -> None:
     reads = [read(2, rate, prefetch=one) for one, rate in ((2, 100), (4, 103), (8, 101))]
-    decided = loader_choice.best(reads)
+    decided = loader.best_reading(reads)
     assert decided.value.reading.prefetch == 2
     assert decided.reason == snapshot
     reads[1] = read(2, 130, prefetch=4)
-    assert loader_choice.best(reads).value.reading.prefetch == 4
+    assert loader.best_reading(reads).value.reading.prefetch == 4
 
 
 def test_what_is_within_the_noise_of_the_fastest_is_as_fast() -> None:
     noisy = replace(read(4, 100), samples_s=(80, 85, 100, 105, 120, 130))
-    assert loader_choice.best([read(2, 90), noisy]).value.reading.workers == 2
-    assert loader_choice.best([read(2, 70), noisy]).value.reading.workers == 4
+    assert loader.best_reading([read(2, 90), noisy]).value.reading.workers == 2
+    assert loader.best_reading([read(2, 70), noisy]).value.reading.workers == 4
 
 
 def test_how_short_a_step_may_be_is_said(snapshot: SnapshotAssertion) -> None:
-    found = loader_choice.feeding(read(4, 830), samples_per_step=32, needed_samples_s=None)
+    found = loader.feeding(read(4, 830), samples_per_step=32, needed_samples_s=None)
     assert found.status is Status.OK
     assert "39 ms" in found.what
     assert found == snapshot
@@ -94,12 +101,12 @@ def test_how_short_a_step_may_be_is_said(snapshot: SnapshotAssertion) -> None:
 
 def test_more_workers_are_proposed_only_where_the_last_ones_still_gave_much() -> None:
     growing = [read(2, 98), read(4, 196)]
-    found = loader_choice.more_might_help(growing, growing[1])
+    found = loader.more_might_help(growing, growing[1])
     assert found is not None
     assert found.fix.startswith("muster bench data --workers 4 8 16")
     flat = [read(2, 98), read(4, 110)]
-    assert loader_choice.more_might_help(flat, flat[1]) is None
-    assert loader_choice.more_might_help(growing, growing[0]) is None
+    assert loader.more_might_help(flat, flat[1]) is None
+    assert loader.more_might_help(growing, growing[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_more_workers_are_proposed_only_where_the_last_ones_still_gave_much() ->
     ],
 )
 def test_what_was_read_is_compared(reads: list[Read], status: Status, words: str) -> None:
-    found = loader_choice.same_data(reads)
+    found = loader.same_data(reads)
     assert found.status is status
     assert words in found.what
 
@@ -133,27 +140,27 @@ def test_workers_with_more_threads_than_there_are_cores_are_found(
     snapshot: SnapshotAssertion,
 ) -> None:
     reads = [read(0, 50, threads=4), read(1, 80, threads=4), read(2, 60, threads=4)]
-    found = loader_choice.oversubscription(reads, cores=4, ranks=1)
+    found = loader.oversubscription(reads, cores=4, ranks=1)
     assert found is not None
     assert found.status is Status.WARNING
     assert "OMP_NUM_THREADS=1" in found.fix
     assert "torch.set_num_threads(1)" in found.fix
     assert found == snapshot
     # All ranks of a machine share its cores.
-    assert loader_choice.oversubscription(reads[:2], cores=4, ranks=1) is None
-    assert loader_choice.oversubscription(reads[:2], cores=4, ranks=2) is not None
+    assert loader.oversubscription(reads[:2], cores=4, ranks=1) is None
+    assert loader.oversubscription(reads[:2], cores=4, ranks=2) is not None
 
 
 @pytest.mark.parametrize("threads", [None, 1])
 def test_workers_with_one_thread_each_are_never_too_many_threads(threads: int | None) -> None:
-    assert loader_choice.oversubscription([read(8, 50, threads=threads)], cores=2, ranks=1) is None
+    assert loader.oversubscription([read(8, 50, threads=threads)], cores=2, ranks=1) is None
 
 
 def test_what_one_thread_gained_is_told_as_measured(snapshot: SnapshotAssertion) -> None:
-    helped = loader_choice.one_thread_gain(read(2, 60), read(2, 120))
+    helped = loader.one_thread_gain(read(2, 60), read(2, 120))
     assert "+100 %" in helped.what
     assert helped == snapshot
-    assert loader_choice.one_thread_gain(read(2, 60), read(2, 61)) == snapshot
+    assert loader.one_thread_gain(read(2, 60), read(2, 61)) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def answer(rank: int, *visits: Visit) -> LoaderAnswer:
 def test_the_slowest_rank_counts_and_each_rank_may_have_its_own_samples() -> None:
     first = answer(0, visit(0, 100, values="a"), visit(0, 102, values="a"))
     second = answer(1, visit(0, 50, values="b"), visit(0, 52, values="b"))
-    (found,) = together([first, second])
+    (found,) = join_loader_answers([first, second])
     assert found.rate.median == 51
     assert found.values == ("a b",)
     assert found.busy_cores == 2.0

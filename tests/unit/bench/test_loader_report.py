@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.bench import loader_choice
+from torchmuster.bench import loader
 from torchmuster.bench.environment import Environment
 from torchmuster.bench.loader import LoaderAnswer, Read, Reading
-from torchmuster.bench.loader_report import Measured, report
-from torchmuster.bench.report.report import Report
-from torchmuster.bench.report.terminal import screen
+from torchmuster.bench.loader_report import MeasuredLoader, loader_report
+from torchmuster.bench.report.report import Report, bench_screen
 from torchmuster.decision import Decision
 from torchmuster.finding import Status
 
@@ -42,7 +41,7 @@ def read(workers: int, rate: float, *, prefetch: int = 2, threads: int = 1) -> R
 
 
 READS = [read(0, 50), read(1, 50), read(2, 98), read(4, 196)]
-MEASURED = Measured(
+MEASURED = MeasuredLoader(
     data="own:waiting",
     answer=LoaderAnswer(
         rank=0,
@@ -57,12 +56,12 @@ MEASURED = Measured(
     cores=2,
     needed_samples_s=None,
     by_workers=READS,
-    chosen=loader_choice.best(READS),
+    chosen=loader.best_reading(READS),
 )
 
 
-def made(measured: Measured) -> Report:
-    return report(
+def made(measured: MeasuredLoader) -> Report:
+    return loader_report(
         measured,
         where=Decision(value="cpu", reason="no GPU is visible here"),
         environment=HERE,
@@ -75,7 +74,7 @@ def made(measured: Measured) -> Report:
 def test_the_screen_has_the_rates_the_choice_and_how_short_a_step_may_be(
     snapshot: SnapshotAssertion,
 ) -> None:
-    shown = screen(made(MEASURED), width=100)
+    shown = bench_screen(made(MEASURED), width=100)
     assert "data.workers: 4" in shown
     assert shown == snapshot
 
@@ -96,7 +95,7 @@ def test_with_an_accelerator_both_copies_are_told(snapshot: SnapshotAssertion) -
 
 def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
     ahead = [read(4, 196, prefetch=one) for one in (2, 4, 8)]
-    told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader_choice.best(ahead)))
+    told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader.best_reading(ahead)))
     assert told.choices[-1].value == "2 batches ahead (data.prefetch: 2)"
     assert [row[0] for row in told.tables[1].rows] == ["2", "4", "8"]
     # The same way to read is in both, and once in the record.
@@ -111,7 +110,7 @@ def test_crowded_threads_are_warned_of_with_what_was_measured_without_them() -> 
         replace(
             MEASURED,
             by_workers=crowded,
-            chosen=loader_choice.best(crowded),
+            chosen=loader.best_reading(crowded),
             one_thread=(crowded[1], read(2, 110)),
         )
     )

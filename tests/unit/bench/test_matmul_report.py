@@ -8,12 +8,16 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_records import ENVIRONMENT
 from torchmuster.bench import record
-from torchmuster.bench.matmul import MatmulAnswer, Product, squares
-from torchmuster.bench.matmul_rates import best_type, rate_of, speed_ups
-from torchmuster.bench.matmul_report import report
-from torchmuster.bench.report.page import page
-from torchmuster.bench.report.report import Report
-from torchmuster.bench.report.terminal import screen
+from torchmuster.bench.matmul import (
+    MatmulAnswer,
+    Product,
+    best_type,
+    matmul_report,
+    rate_of,
+    speed_ups,
+    squares,
+)
+from torchmuster.bench.report.report import Report, bench_page, bench_screen
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status, exit_code
 
@@ -43,7 +47,7 @@ def answer(products: Sequence[Product], name: str = "NVIDIA H100 80GB HBM3") -> 
 
 
 def reported(found: MatmulAnswer) -> Report:
-    return report(
+    return matmul_report(
         found,
         where=Decision(value="gpu", reason="GPU 0 can be seen"),
         environment=ENVIRONMENT,
@@ -167,12 +171,12 @@ def test_the_accelerator_is_held_against_the_cpu_of_the_same_machine() -> None:
     assert [gain for _, gain in gains["float32"]] == pytest.approx([0.5, 40.0])
     found = reported(answer(products))
     assert "speed-up over the CPU" in [one.title for one in found.pictures]
-    assert "float32 on CPU" in screen(found)
+    assert "float32 on CPU" in bench_screen(found)
 
 
 def test_the_record_has_a_series_for_each_product_and_can_be_written() -> None:
     found = reported(answer([product(128, "float32", TERA), product(128, "bfloat16", TERA)]))
     assert {one.labels["type"] for one in found.record.series} == {"float32", "bfloat16"}
     assert all(one.unit == "FLOP/s" and one.better == "higher" for one in found.record.series)
-    assert b'"matmul"' in record.encode(found.record)
-    assert "<svg" in page(found)
+    assert b'"matmul"' in record.encode_record(found.record)
+    assert "<svg" in bench_page(found)

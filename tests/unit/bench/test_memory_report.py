@@ -6,17 +6,21 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.bench.environment import Environment
-from torchmuster.bench.memory_figures import Measured
-from torchmuster.bench.memory_forecast import forecast
-from torchmuster.bench.memory_report import report
-from torchmuster.bench.memory_stages import PARTS, MemoryAnswer, OfPrecision, StageTaken
-from torchmuster.bench.recomputing import Way
-from torchmuster.bench.report.report import Report
-from torchmuster.bench.report.terminal import screen
+from torchmuster.bench.memory import (
+    PARTS,
+    MeasuredMemory,
+    MemoryAnswer,
+    OfPrecision,
+    RecomputeMode,
+    StageTaken,
+    forecast_stages,
+)
+from torchmuster.bench.memory_report import memory_report
+from torchmuster.bench.report.report import Report, bench_screen
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.record import Request
+from torchmuster.plan.record import TraceRequest
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import MiB
@@ -48,10 +52,10 @@ def stage(name: str, step: int, before: int, peak: int, after: int, *parts: int)
     )
 
 
-def way(recompute: object, blocks: int, peak: int | None, step_s: float) -> Way:
+def way(recompute: object, blocks: int, peak: int | None, step_s: float) -> RecomputeMode:
     times = () if peak is None else (step_s,) * 3
     size = None if peak is None else peak * MiB
-    return Way(recompute=recompute, blocks=blocks, peak_bytes=size, step_s=times)  # type: ignore[arg-type]
+    return RecomputeMode(recompute=recompute, blocks=blocks, peak_bytes=size, step_s=times)  # type: ignore[arg-type]
 
 
 STAGES = (
@@ -79,13 +83,13 @@ ANSWER = MemoryAnswer(
         way("none", 0, 100, 0.1),
     ),
 )
-MEASURED = Measured(
+MEASURED = MeasuredMemory(
     answer=ANSWER, model="a model", micro_batch_size=8, limit_bytes=None, planned_bytes={}
 )
 
 
-def made(measured: Measured) -> Report:
-    return report(
+def made(measured: MeasuredMemory) -> Report:
+    return memory_report(
         measured,
         where=Decision(value="cpu", reason="no GPU is visible here"),
         environment=HERE,
@@ -95,7 +99,7 @@ def made(measured: Measured) -> Report:
     )
 
 
-def finding(measured: Measured, name: str) -> Finding:
+def finding(measured: MeasuredMemory, name: str) -> Finding:
     (found,) = [one for one in made(measured).findings if one.name == name]
     return found
 
@@ -103,7 +107,7 @@ def finding(measured: Measured, name: str) -> Finding:
 def test_the_screen_has_stages_ways_the_choice_and_the_verdicts(
     snapshot: SnapshotAssertion,
 ) -> None:
-    shown = screen(made(MEASURED), width=100)
+    shown = bench_screen(made(MEASURED), width=100)
     assert "step 2: backward" in shown
     assert "every 2nd block" in shown
     assert "train.activation_checkpointing: 2" in shown
@@ -188,13 +192,13 @@ def test_the_record_has_every_stage_and_way_and_the_pictures_are_there() -> None
 
 @pytest.mark.parametrize(("blocks", "asked"), [(8, ["full", 2, "none"]), (80, ["full", "none"])])
 def test_of_a_deep_model_only_the_ends_are_forecast(blocks: int, asked: list[object]) -> None:
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
 
-    def look(some: list[Request]) -> list[Refused]:
+    def look(some: list[TraceRequest]) -> list[Refused]:
         requests.extend(some)
         return [Refused(what="it reads values") for _ in some]
 
-    found = forecast(
+    found = forecast_stages(
         Work(),
         Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1)),
         ["full", 2, "none"],

@@ -11,21 +11,21 @@ from torchmuster.bench.precision import (
     SMALL_GPT,
     PrecisionAnswer,
     PrecisionRequest,
-    Way,
+    PrecisionRun,
+    allowed_difference,
+    choose_fastest_precision,
+    precision_report,
     units_of_cpu,
 )
-from torchmuster.bench.precision_choice import allowed_difference, choose
-from torchmuster.bench.precision_report import report
-from torchmuster.bench.report.report import Report
-from torchmuster.bench.report.terminal import screen
+from torchmuster.bench.report.report import Report, bench_screen
 from torchmuster.decision import Decision
 from torchmuster.finding import Status
 
 MIB = 1024**2
 
 
-def way(precision: str, step_s: float, *, loss: float | None = 2.0, mib: int = 100) -> Way:
-    return Way(
+def way(precision: str, step_s: float, *, loss: float | None = 2.0, mib: int = 100) -> PrecisionRun:
+    return PrecisionRun(
         precision=precision,
         step_s=tuple(step_s * factor for factor in (0.99, 0.995, 1.0, 1.0, 1.0, 1.005, 1.01)),
         peak_bytes=mib * MIB,
@@ -36,7 +36,7 @@ def way(precision: str, step_s: float, *, loss: float | None = 2.0, mib: int = 1
     )
 
 
-def answer(*ways: Way, other_order: float | None = 2.01) -> PrecisionAnswer:
+def answer(*ways: PrecisionRun, other_order: float | None = 2.01) -> PrecisionAnswer:
     return PrecisionAnswer(
         device="cpu",
         device_name="cpu",
@@ -48,7 +48,7 @@ def answer(*ways: Way, other_order: float | None = 2.01) -> PrecisionAnswer:
 
 
 def reported(found: PrecisionAnswer) -> Report:
-    return report(
+    return precision_report(
         PrecisionRequest(
             device="cpu", work=SMALL_GPT, micro_batch_size=8, steps=3, rounds=7, study=False
         ),
@@ -65,14 +65,14 @@ def reported(found: PrecisionAnswer) -> Report:
 def test_what_is_faster_and_learns_as_well_is_taken_with_all_figures(
     snapshot: SnapshotAssertion,
 ) -> None:
-    decided = choose(answer(way("bf16", 0.05, loss=2.002, mib=60)), None)
+    decided = choose_fastest_precision(answer(way("bf16", 0.05, loss=2.002, mib=60)), None)
     assert decided.value == "bf16"
     assert "+0.10%" in decided.reason
     assert decided.reason == snapshot
 
 
 def test_fp32_stays_where_the_processor_has_no_unit_for_less(snapshot: SnapshotAssertion) -> None:
-    decided = choose(answer(way("bf16", 0.12)), {"bf16": (), "fp16": ()})
+    decided = choose_fastest_precision(answer(way("bf16", 0.12)), {"bf16": (), "fp16": ()})
     assert decided.value == "fp32"
     assert "0.83 times" in decided.reason
     assert decided.reason == snapshot
@@ -81,22 +81,30 @@ def test_fp32_stays_where_the_processor_has_no_unit_for_less(snapshot: SnapshotA
 def test_a_gain_that_may_be_noise_is_none(snapshot: SnapshotAssertion) -> None:
     times = tuple(0.09 * factor for factor in (0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4))
     noisy = replace(way("bf16", 0.08), step_s=times)
-    decided = choose(answer(noisy), None)
+    decided = choose_fastest_precision(answer(noisy), None)
     assert decided.value == "fp32"
     assert decided.reason == snapshot
 
 
 def test_bf16_is_taken_before_an_fp16_that_is_hardly_faster() -> None:
-    assert choose(answer(way("bf16", 0.050), way("fp16", 0.049)), None).value == "bf16"
-    assert choose(answer(way("bf16", 0.050), way("fp16", 0.030)), None).value == "fp16"
+    assert (
+        choose_fastest_precision(answer(way("bf16", 0.050), way("fp16", 0.049)), None).value
+        == "bf16"
+    )
+    assert (
+        choose_fastest_precision(answer(way("bf16", 0.050), way("fp16", 0.030)), None).value
+        == "fp16"
+    )
 
 
 def test_what_learns_worse_than_another_order_of_the_data_would_is_refused() -> None:
     worse = way("bf16", 0.05, loss=2.2)
-    decided = choose(answer(worse), None)
+    decided = choose_fastest_precision(answer(worse), None)
     assert decided.value == "fp32"
     assert "bf16's loss differs by +10.0%" in decided.reason
-    assert choose(answer(worse, other_order=1.7), None).value == "bf16"  # 15 % off by itself
+    assert (
+        choose_fastest_precision(answer(worse, other_order=1.7), None).value == "bf16"
+    )  # 15 % off by itself
     warned = {one.name: one for one in reported(answer(worse)).findings}
     assert warned["precision-bf16-other-loss"].status is Status.WARNING
     assert warned["precision-bf16-other-loss"].why.endswith("changes it by +0.50%")
@@ -104,13 +112,13 @@ def test_what_learns_worse_than_another_order_of_the_data_would_is_refused() -> 
 
 def test_numbers_that_are_not_finite_are_refused_and_named(snapshot: SnapshotAssertion) -> None:
     bad = replace(way("fp16", 0.02, loss=None), trouble="step 0: rank 0's layer mlp gave Inf")
-    decided = choose(answer(bad), None)
+    decided = choose_fastest_precision(answer(bad), None)
     assert decided.value == "fp32"
     assert decided.reason == snapshot
     found = reported(answer(bad))
     (warning,) = (one for one in found.findings if one.name == "precision-fp16-not-finite")
     assert warning == snapshot
-    assert "not finite" in screen(found)
+    assert "not finite" in bench_screen(found)
 
 
 def test_at_least_one_percent_is_allowed() -> None:

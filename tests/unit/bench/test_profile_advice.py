@@ -8,37 +8,36 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_profiles import HEALTHY, rank, ranks, step
-from torchmuster.bench.profile.advice import Advice, advise, nothing_to_mend
-from torchmuster.bench.profile.analysis import Analysis, TraceAnalysis, of_facts
-from torchmuster.bench.profile.changes import Change, Kind, Trial
-from torchmuster.bench.profile.operations import Operations, Smallness
-from torchmuster.bench.profile.recording_words import RankFacts
-from torchmuster.bench.profile.shares import Shares
+from torchmuster.bench.profile.advice import Advice, advise, nothing_to_fix
+from torchmuster.bench.profile.analysis import Analysis, TraceAnalysis, analyse_facts
+from torchmuster.bench.profile.changes import ChangeTrial, Kind, TriedChange
+from torchmuster.bench.profile.recording import RankFacts
+from torchmuster.bench.profile.shares import Operations, Shares, Smallness
 from torchmuster.finding import Status
 
 
-def trial(kind: Kind, value: int, gain: float) -> Trial:
+def trial(kind: Kind, value: int, gain: float) -> ChangeTrial:
     factor = float(value) if kind == "batch" else 1.0
-    return Trial(
-        change=Change(kind=kind, value=value),
+    return ChangeTrial(
+        change=TriedChange(kind=kind, value=value),
         before_s=(1.0,),
         after_s=(factor / gain,),
         samples_factor=factor,
     )
 
 
-def first(facts: list[RankFacts], *trials: Trial) -> Advice:
-    return advise(of_facts(facts), trials)[0]
+def first(facts: list[RankFacts], *trials: ChangeTrial) -> Advice:
+    return advise(analyse_facts(facts), trials)[0]
 
 
 def wanted(facts: list[RankFacts]) -> list[str]:
-    return [change.written for change in of_facts(facts).wanted]
+    return [change.written for change in analyse_facts(facts).wanted]
 
 
 def test_a_healthy_training_has_nothing_to_mend() -> None:
-    found = of_facts(ranks(HEALTHY, HEALTHY))
+    found = analyse_facts(ranks(HEALTHY, HEALTHY))
     assert advise(found) == ()
-    told = nothing_to_mend(found)
+    told = nothing_to_fix(found)
     assert told.status is Status.OK
     assert told.what.startswith("nothing to mend: ")
     assert "of the step is compute" in told.what
@@ -49,22 +48,22 @@ def test_what_a_trial_did_not_confirm_is_not_advised() -> None:
     facts = ranks(slow_link, slow_link)
     assert wanted(facts) == ["buckets=4", "bf16=1", "batch=8"]
     tried = (trial("buckets", 4, 1.02), trial("bf16", 1, 0.9), trial("batch", 8, 1.2))
-    assert advise(of_facts(facts), tried) == ()
+    assert advise(analyse_facts(facts), tried) == ()
 
 
 def test_a_trial_whose_runs_disagree_confirms_nothing() -> None:
     facts = ranks(HEALTHY, HEALTHY)
-    change = Change(kind="bf16")
-    noisy = Trial(change=change, before_s=(1.0, 1.6, 1.0, 1.6), after_s=(0.6, 1.2, 0.7, 1.3))
+    change = TriedChange(kind="bf16")
+    noisy = ChangeTrial(change=change, before_s=(1.0, 1.6, 1.0, 1.6), after_s=(0.6, 1.2, 0.7, 1.3))
     assert noisy.gain > 1.3
-    assert advise(of_facts(facts), (noisy,)) == ()
+    assert advise(analyse_facts(facts), (noisy,)) == ()
 
 
 def test_a_starved_loader(snapshot: SnapshotAssertion) -> None:
     starved = {"data_s": 0.040}
     advice = first(ranks(starved, starved))
     assert advice.cause == "starved-loader"
-    assert advice.change == Change(kind="workers", value=2)
+    assert advice.change == TriedChange(kind="workers", value=2)
     # 106 ms less the 40 that two workers read beside the rest.
     assert advice.gain == pytest.approx(0.106 / 0.066)
     assert advice.known_by == "trace"
@@ -78,7 +77,7 @@ def test_workers_that_do_not_keep_up_are_to_be_more(snapshot: SnapshotAssertion)
     facts = ranks(starved, starved)
     facts = [_with_workers(one, 1) for one in facts]
     advice = first(facts)
-    assert advice.change == Change(kind="workers", value=3)
+    assert advice.change == TriedChange(kind="workers", value=3)
     assert advice.gain == pytest.approx(2.0)
     assert advice.finding == snapshot
 
@@ -122,7 +121,7 @@ def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
         rank(at, steps=[one.steps[n] if n % 2 else other.steps[n] for n in range(10)])
         for at, (one, other) in enumerate(zip(even, odd, strict=True))
     ]
-    assert "straggler" not in " ".join(one.cause for one in advise(of_facts(mixed)))
+    assert "straggler" not in " ".join(one.cause for one in advise(analyse_facts(mixed)))
 
 
 def test_values_read_to_the_host(snapshot: SnapshotAssertion) -> None:
@@ -140,7 +139,7 @@ def test_saves_of_one_rank_hold_all_up(snapshot: SnapshotAssertion) -> None:
     advice = first(ranks(saves, HEALTHY))
     assert advice.cause == "many-saves"
     # One per cent of 67 ms is 0.67: a save of 50 ms every 75 steps.
-    assert advice.change == Change(kind="saves", value=75)
+    assert advice.change == TriedChange(kind="saves", value=75)
     assert advice.gain == pytest.approx(0.117 / (0.067 + 0.05 / 75))
     assert "checkpoint: {every: 75, mode: async}" in advice.finding.fix
     assert advice.finding == snapshot
@@ -183,7 +182,7 @@ def test_overlap_on_a_device_is_computed() -> None:
 
 def test_a_network_too_slow_to_hide_is_not_blamed_on_messages() -> None:
     late = {"waiting_s": 0.300, "backward_s": 0.338}
-    causes = [one.cause for one in advise(of_facts(ranks(late, late)))]
+    causes = [one.cause for one in advise(analyse_facts(ranks(late, late)))]
     assert "no-overlap" not in causes
 
 
@@ -234,7 +233,7 @@ def test_a_device_that_idles_between_small_kernels(snapshot: SnapshotAssertion) 
         shares=Shares(compute_s=0.03, idle_s=0.07),
         operations=Operations(top=(), smallness=small),
     )
-    found = of_facts(ranks(HEALTHY, device="cuda:0", autocast="bfloat16"), {0: traced})
+    found = analyse_facts(ranks(HEALTHY, device="cuda:0", autocast="bfloat16"), {0: traced})
     assert "batch=8" in [change.written for change in found.wanted]
     advice = advise(found)[0]
     assert (advice.cause, advice.gain) == ("tiny-batch", None)
@@ -244,7 +243,7 @@ def test_a_device_that_idles_between_small_kernels(snapshot: SnapshotAssertion) 
 def test_gradients_sent_for_every_micro_batch() -> None:
     late = {"waiting_s": 0.030, "backward_s": 0.068, "micro_batches": 4}
     facts = ranks(late, late, bucket_bytes=4 * 2**20)
-    found = of_facts(facts, {0: _traced(messages=24.0)})
+    found = analyse_facts(facts, {0: _traced(messages=24.0)})
     causes = {one.cause: one for one in advise(found)}
     assert "no_sync" in causes["sent-each-micro-batch"].finding.fix
     assert causes["sent-each-micro-batch"].gain == pytest.approx(0.093 / (0.093 - 0.0225))
@@ -273,20 +272,20 @@ def _traced(messages: float) -> TraceAnalysis:
 
 def test_a_step_that_something_else_held_up_is_not_judged() -> None:
     held_up = [step(at) for at in range(3, 12)] + [step(12, forward_s=0.9)]
-    found = of_facts([rank(0, ranks=1, steps=held_up)])
+    found = analyse_facts([rank(0, ranks=1, steps=held_up)])
     assert len(found.steps) == 9
     assert found.step_s == pytest.approx(0.067)
 
 
 def test_steps_with_the_profiler_do_not_count_where_there_are_others() -> None:
     steps = [step(at) for at in range(3, 12)] + [step(12, profiled=True, forward_s=0.03)]
-    found = of_facts([rank(0, ranks=1, steps=steps)])
+    found = analyse_facts([rank(0, ranks=1, steps=steps)])
     assert len(found.steps) == 9
     assert found.profiler_factor == pytest.approx(77 / 67)
 
 
 def test_the_gain_of_one_rank_ends_where_another_is_the_slowest() -> None:
-    slow = of_facts(ranks({"forward_s": 0.06}, {"forward_s": 0.04}, HEALTHY)).slow
+    slow = analyse_facts(ranks({"forward_s": 0.06}, {"forward_s": 0.04}, HEALTHY)).slow
     assert slow is not None
     assert slow.rank == 0
     assert slow.gain == pytest.approx(0.107 / 0.087)
@@ -300,7 +299,7 @@ def test_a_device_that_others_wait_for_has_the_shortest_collectives() -> None:
 
     facts = ranks(HEALTHY, HEALTHY, HEALTHY, device="cuda:0", autocast="bfloat16")
     early, late = traced(0.030, 0.070), traced(0.002, 0.098)
-    found = of_facts(facts, {0: early, 1: early, 2: late})
+    found = analyse_facts(facts, {0: early, 1: early, 2: late})
     advice = advise(found)[0]
     assert advice.cause == "straggler-compute"
     assert advice.finding.what.startswith("rank 2 holds the others up")
@@ -308,6 +307,6 @@ def test_a_device_that_others_wait_for_has_the_shortest_collectives() -> None:
 
 
 def test_ranks_without_steps_are_analysed_to_nothing() -> None:
-    found: Analysis = of_facts([])
+    found: Analysis = analyse_facts([])
     assert advise(found) == ()
     assert found.wanted == ()

@@ -7,30 +7,29 @@ from types import SimpleNamespace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.bench.profile import kept, verifying
-from torchmuster.bench.profile.capture import new_folder
-from torchmuster.bench.profile.changes import Change, Trial, parse
-from torchmuster.bench.profile.recording_words import Asked, read_facts
-from torchmuster.bench.profile.settings_changes import with_change
+from torchmuster.bench.profile import capture
+from torchmuster.bench.profile.capture import new_folder, with_change
+from torchmuster.bench.profile.changes import ChangeTrial, TriedChange, parse_change
+from torchmuster.bench.profile.recording import ProfileRequest, read_facts
 from torchmuster.errors import Impossible, MusterError
 
 
 def test_a_change_is_written_as_it_is_read() -> None:
-    change = Change(kind="workers", value=4)
-    assert parse(change.written) == change
+    change = TriedChange(kind="workers", value=4)
+    assert parse_change(change.written) == change
     assert str(change) == "4 loader workers"
 
 
 @pytest.mark.parametrize("text", ["workers", "workers=", "workers=-1", "workers=0", "luck=4"])
 def test_what_is_no_change_is_refused_with_those_that_are(text: str) -> None:
     with pytest.raises(Impossible, match="is not a change") as caught:
-        parse(text)
+        parse_change(text)
     assert "workers=N" in caught.value.why
 
 
 def test_a_larger_batch_is_judged_by_its_samples_not_by_its_steps() -> None:
-    trial = Trial(
-        change=Change(kind="batch", value=8),
+    trial = ChangeTrial(
+        change=TriedChange(kind="batch", value=8),
         before_s=(0.1, 0.12, 0.11),
         after_s=(0.2, 0.22, 0.25),
         samples_factor=8.0,
@@ -41,39 +40,39 @@ def test_a_larger_batch_is_judged_by_its_samples_not_by_its_steps() -> None:
 
 
 def test_one_disturbed_run_of_three_does_not_hide_a_gain() -> None:
-    change = Change(kind="buckets", value=3)
-    two = Trial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.17))
+    change = TriedChange(kind="buckets", value=3)
+    two = ChangeTrial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.17))
     assert (two.low, two.is_unclear) == (1.0, True)
     three = replace(two, before_s=(0.29, 0.30, 0.31), after_s=(0.29, 0.17, 0.18))
     assert three.low == pytest.approx(0.29 / 0.18)
     assert not three.is_unclear
-    without = Trial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.30))
+    without = ChangeTrial(change=change, before_s=(0.29, 0.30), after_s=(0.29, 0.30))
     assert not without.is_unclear, "nothing says that there is a gain"
 
 
 def test_trials_that_are_unclear_are_made_again(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    clear, unclear = Change(kind="threads", value=1), Change(kind="buckets", value=3)
+    clear, unclear = TriedChange(kind="threads", value=1), TriedChange(kind="buckets", value=3)
     takes = {None: [0.3, 0.3, 0.3], clear: [0.2, 0.2], unclear: [0.3, 0.17, 0.17]}
     now = {change: iter(taken) for change, taken in takes.items()}
-    monkeypatch.setattr(verifying, "with_change", lambda asked, change: change)
-    monkeypatch.setattr(
-        verifying, "_run", lambda asked, say: [SimpleNamespace(trouble=(), at=asked)]
-    )
-    monkeypatch.setattr(verifying, "step_s", lambda facts: next(now[facts[0].at]))
+    monkeypatch.setattr(capture, "with_change", lambda asked, change: change)
+    monkeypatch.setattr(capture, "_run", lambda asked, say: [SimpleNamespace(trouble=(), at=asked)])
+    monkeypatch.setattr(capture, "measured_step_s", lambda facts: next(now[facts[0].at]))
     said: list[str] = []
-    trials = verifying.tried(None, (clear, unclear), rounds=2, say=said.append)  # type: ignore[arg-type]
+    trials = capture.try_changes(None, (clear, unclear), rounds=2, say=said.append)  # type: ignore[arg-type]
     assert [one.after_s for one in trials] == [(0.2, 0.2), (0.3, 0.17, 0.17)]
     assert "3 MiB" in said[-1]
     assert said[-2:] == snapshot
 
 
 def test_trials_are_kept_with_the_profile(tmp_path: Path) -> None:
-    trial = Trial(change=Change(kind="threads", value=1), before_s=(0.2,), after_s=(0.1,))
-    kept.write_trials(tmp_path, [trial], trial)
-    assert kept.read_trials(tmp_path) == ((trial,), trial)
-    assert kept.read_trials(tmp_path / "another") == ((), None)
+    trial = ChangeTrial(
+        change=TriedChange(kind="threads", value=1), before_s=(0.2,), after_s=(0.1,)
+    )
+    capture.write_trials(tmp_path, [trial], trial)
+    assert capture.read_trials(tmp_path) == ((trial,), trial)
+    assert capture.read_trials(tmp_path / "another") == ((), None)
 
 
 def test_a_folder_that_is_no_profile_is_said_to_be_none(
@@ -83,7 +82,7 @@ def test_a_folder_that_is_no_profile_is_said_to_be_none(
         read_facts(tmp_path)
     assert refused.value == snapshot
     with pytest.raises(MusterError, match=r"profile\.json") as refused:
-        kept.read_asked(tmp_path)
+        capture.read_asked(tmp_path)
     assert refused.value == snapshot
     (tmp_path / "rank-0.facts.json").write_text("{}")
     with pytest.raises(MusterError, match=r"rank-0\.facts\.json") as refused:
@@ -99,25 +98,25 @@ def test_two_profiles_of_one_second_have_folders_of_their_own(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "change", "told"),
     [
-        ((), Change(kind="workers", value=4), ("data.workers=4",)),
-        ((), Change(kind="bf16"), ("train.precision=bf16",)),
-        ((), Change(kind="batch", value=2), ("train.micro_batch_size=16",)),
+        ((), TriedChange(kind="workers", value=4), ("data.workers=4",)),
+        ((), TriedChange(kind="bf16"), ("train.precision=bf16",)),
+        ((), TriedChange(kind="batch", value=2), ("train.micro_batch_size=16",)),
         (
             ("--set", "train.global_batch_size=64"),
-            Change(kind="batch", value=2),
+            TriedChange(kind="batch", value=2),
             ("train.global_batch_size=128", "train.micro_batch_size=16"),
         ),
         (
             ("--set", "train.global_batch_size=8", "--set", "train.micro_batch_size=16"),
-            Change(kind="batch", value=4),
+            TriedChange(kind="batch", value=4),
             ("train.global_batch_size=32", "train.micro_batch_size=16"),
         ),
     ],
 )
 def test_a_training_from_settings_is_changed_by_settings(
-    given: tuple[str, ...], change: Change, told: tuple[str, ...]
+    given: tuple[str, ...], change: TriedChange, told: tuple[str, ...]
 ) -> None:
-    asked = Asked(
+    asked = ProfileRequest(
         command=("torchmuster.worker", *given), module=True, with_run_folder=True, folder=".",
         ranks=2, device="cpu", first_step=9, last_step=10,
     )  # fmt: skip

@@ -11,12 +11,16 @@ from syrupy.assertion import SnapshotAssertion
 from made_up_profiles import HEALTHY, event, mark, rank, ranks, step, write_trace
 from torchmuster.bench.profile import analysis
 from torchmuster.bench.profile.advice import advise
-from torchmuster.bench.profile.analysis import Analysis, analyse, of_facts
-from torchmuster.bench.profile.changes import Change, Trial
-from torchmuster.bench.profile.recording_words import TraceKept, write_facts
-from torchmuster.bench.report.profile_page import page
-from torchmuster.bench.report.profile_pictures import memory_picture, shares_picture, step_picture
-from torchmuster.bench.report.profile_terminal import screen
+from torchmuster.bench.profile.analysis import Analysis, analyse_facts, analyse_profile
+from torchmuster.bench.profile.changes import ChangeTrial, TriedChange
+from torchmuster.bench.profile.recording import TraceKept, write_facts
+from torchmuster.bench.report.profile import (
+    memory_picture,
+    profile_page,
+    profile_screen,
+    shares_picture,
+    step_picture,
+)
 
 EVENTS = [
     mark("muster:step#20", 0, 67_000),
@@ -45,15 +49,17 @@ def profile(folder: Path) -> Analysis:
         kept = TraceKept(file=name, size_bytes=1, first_step=20, last_step=20)
         more = step(13, profiled=True, **starved)
         write_facts(folder, dataclasses.replace(facts, trace=kept, steps=(*facts.steps, more)))
-    return analyse(folder)
+    return analyse_profile(folder)
 
 
 def test_the_screen_says_what_where_and_what_to_do(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     found = profile(tmp_path)
-    proof = Trial(change=Change(kind="workers", value=2), before_s=(0.106,), after_s=(0.070,))
-    lines = screen(found, advise(found), proof, tmp_path).splitlines()
+    proof = ChangeTrial(
+        change=TriedChange(kind="workers", value=2), before_s=(0.106,), after_s=(0.070,)
+    )
+    lines = profile_screen(found, advise(found), proof, tmp_path).splitlines()
     assert any(line.split() == ["waiting", "for", "data", "38%", "38%"] for line in lines)
     assert any(line.startswith("not launch-bound: ") for line in lines)
     assert any("predicted 1.61x, measured 1.51x" in line for line in lines)
@@ -64,18 +70,18 @@ def test_the_screen_says_what_where_and_what_to_do(
 
 
 def test_a_healthy_training_is_told_what_limits_it(tmp_path: Path) -> None:
-    found = of_facts(ranks(HEALTHY, HEALTHY))
-    assert "nothing to mend: 8" in screen(found, (), None, tmp_path)
-    assert '<b class="ok">nothing to mend</b>' in page(found, (), None)
+    found = analyse_facts(ranks(HEALTHY, HEALTHY))
+    assert "nothing to mend: 8" in profile_screen(found, (), None, tmp_path)
+    assert '<b class="ok">nothing to mend</b>' in profile_page(found, (), None)
 
 
 def test_many_ranks_fit_on_the_screen(tmp_path: Path) -> None:
     slow = {"forward_s": 0.06}
-    found = of_facts(ranks(*([HEALTHY] * 40), slow, *([HEALTHY] * 23)))
-    text = screen(found, advise(found), None, tmp_path)
+    found = analyse_facts(ranks(*([HEALTHY] * 40), slow, *([HEALTHY] * 23)))
+    text = profile_screen(found, advise(found), None, tmp_path)
     assert "rank 40" in text.splitlines()[2]  # the one that the others wait for is shown
     assert "58 more ranks" in text
-    assert "rank 63" in page(found, advise(found), None)
+    assert "rank 63" in profile_page(found, advise(found), None)
 
 
 def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -87,7 +93,9 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path, snapshot: SnapshotAs
     )
     facts = dataclasses.replace(found.ranks[0].facts, trouble=("flops could not be counted",))
     one = dataclasses.replace(found.ranks[0], trace=broken, facts=facts)
-    text = screen(dataclasses.replace(found, ranks=(one, found.ranks[1])), (), None, tmp_path)
+    text = profile_screen(
+        dataclasses.replace(found, ranks=(one, found.ranks[1])), (), None, tmp_path
+    )
     troubles = [line for line in text.splitlines() if line.startswith("rank 0: ")]
     assert len(troubles) == 5
     assert troubles == snapshot
@@ -97,8 +105,8 @@ def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     profile(tmp_path)
     (tmp_path / "rank-0.trace.json.gz").unlink()
     (tmp_path / "rank-1.trace.json.gz").write_text("{}")
-    found = analyse(tmp_path)
-    text = screen(found, advise(found), None, tmp_path)
+    found = analyse_profile(tmp_path)
+    text = profile_screen(found, advise(found), None, tmp_path)
     assert "rank 0: " in text
     assert "rank-1.trace.json.gz" in text
     assert advise(found)[0].cause == "starved-loader"
@@ -110,7 +118,7 @@ def test_reading_many_traces_is_not_silent(
     profile(tmp_path)
     monkeypatch.setattr(analysis, "_SAY_EVERY_S", 0.0)
     said: list[str] = []
-    analyse(tmp_path, say=said.append)
+    analyse_profile(tmp_path, say=said.append)
     assert [said[0], said[-1]] == snapshot
 
 
@@ -126,7 +134,7 @@ class _Tags(HTMLParser):
 
 def test_the_page_has_all_pictures_and_runs_nothing(tmp_path: Path) -> None:
     found = profile(tmp_path)
-    text = page(found, advise(found), None)
+    text = profile_page(found, advise(found), None)
     tags = _Tags()
     tags.feed(text)
     assert tags.seen.count("svg") == 3
@@ -143,6 +151,6 @@ def test_pictures_are_whole_files(tmp_path: Path) -> None:
         drawn = draw(found)
         assert drawn is not None
         ElementTree.fromstring(drawn)
-    bare = of_facts([rank(0, ranks=1)])
+    bare = analyse_facts([rank(0, ranks=1)])
     assert step_picture(bare) is None
     assert memory_picture(bare) is None

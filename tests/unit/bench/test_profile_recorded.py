@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from torchmuster.bench.profile.advice import advise
-from torchmuster.bench.profile.analysis import of_facts
-from torchmuster.bench.profile.changes import Trial
-from torchmuster.bench.profile.recording_words import RankFacts
+from torchmuster.bench.profile.analysis import analyse_facts
+from torchmuster.bench.profile.changes import ChangeTrial
+from torchmuster.bench.profile.recording import RankFacts
 
 RECORDED = sorted((Path(__file__).parents[2] / "recorded_profiles").glob("*.json.gz"))
 
@@ -20,7 +20,7 @@ class Recorded:
     """What one file holds."""
 
     facts: list[RankFacts]
-    trials: tuple[Trial, ...]
+    trials: tuple[ChangeTrial, ...]
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.partition(".")[0])
@@ -28,7 +28,7 @@ def test_the_cause_of_a_recorded_profile_is_named_first(path: Path) -> None:
     name = path.name.partition(".")[0]
     read = msgspec.json.decode(gzip.decompress(path.read_bytes()), type=Recorded)
     causes = [
-        one.cause for one in advise(of_facts(read.facts), read.trials) if one.gain is not None
+        one.cause for one in advise(analyse_facts(read.facts), read.trials) if one.gain is not None
     ]
     if name.startswith("healthy"):
         assert causes == []

@@ -36,7 +36,7 @@ ON_HOST = [
 
 
 def test_a_host_that_computes(tmp_path: Path) -> None:
-    found = shares.of_trace(lanes(tmp_path, ON_HOST))
+    found = shares.shares_of_trace(lanes(tmp_path, ON_HOST))
     assert in_us(found) == {
         "compute": 250.0,  # 150 in forward, 100 in backward
         "overlapped": 100.0,
@@ -70,7 +70,7 @@ ON_DEVICE = [
 
 
 def test_a_device_that_computes(tmp_path: Path) -> None:
-    found = shares.of_trace(lanes(tmp_path, ON_DEVICE))
+    found = shares.shares_of_trace(lanes(tmp_path, ON_DEVICE))
     assert in_us(found) == {
         "compute": 210.0,  # 180 of the product, 30 before the optimizer
         "overlapped": 20.0,
@@ -87,7 +87,7 @@ def test_a_device_that_computes(tmp_path: Path) -> None:
 def test_shares_of_a_rank_that_computes_on_its_device_are_those_of_the_device(
     tmp_path: Path,
 ) -> None:
-    found = analysis.of_trace(lanes(tmp_path, ON_DEVICE))
+    found = analysis.analyse_trace(lanes(tmp_path, ON_DEVICE))
     assert found.on_device
     assert [one.name for one in found.operations.top] == [
         "ampere_sgemm_128x64",
@@ -98,7 +98,7 @@ def test_shares_of_a_rank_that_computes_on_its_device_are_those_of_the_device(
 
 
 def test_operations_are_counted_without_those_they_call(tmp_path: Path) -> None:
-    found = analysis.of_trace(lanes(tmp_path, ON_HOST))
+    found = analysis.analyse_trace(lanes(tmp_path, ON_HOST))
     own = {one.name: round(one.self_s * 1e6, 3) for one in found.operations.top}
     assert own["aten::mm"] == 130.0
     assert own["aten::add"] == 20.0
@@ -111,7 +111,7 @@ def test_operations_are_counted_without_those_they_call(tmp_path: Path) -> None:
 
 def test_a_step_of_nothing_but_tiny_operations_is_launch_bound(tmp_path: Path) -> None:
     tiny = [event("aten::add", 10 * at, 5) for at in range(90)]
-    found = analysis.of_trace(lanes(tmp_path, [mark("muster:step#3", 0, 1000), *tiny]))
+    found = analysis.analyse_trace(lanes(tmp_path, [mark("muster:step#3", 0, 1000), *tiny]))
     small = found.operations.smallness
     assert small is not None
     assert small.bound
@@ -120,14 +120,14 @@ def test_a_step_of_nothing_but_tiny_operations_is_launch_bound(tmp_path: Path) -
 
 
 def test_events_may_come_in_any_order(tmp_path: Path) -> None:
-    there = shares.of_trace(lanes(tmp_path, ON_HOST))
-    assert in_us(shares.of_trace(lanes(tmp_path, ON_HOST[::-1]))) == in_us(there)
+    there = shares.shares_of_trace(lanes(tmp_path, ON_HOST))
+    assert in_us(shares.shares_of_trace(lanes(tmp_path, ON_HOST[::-1]))) == in_us(there)
 
 
 def test_a_trace_without_marked_steps_is_one_step(tmp_path: Path) -> None:
     found = lanes(tmp_path, [event("aten::mm", 0, 60), event("aten::mm", 80, 20)])
     assert [step.number for step in found.steps] == [None]
-    assert in_us(shares.of_trace(found)) == {"compute": 80.0, "idle": 20.0}
+    assert in_us(shares.shares_of_trace(found)) == {"compute": 80.0, "idle": 20.0}
 
 
 def test_more_than_may_be_held_lets_the_last_steps_go(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_more_than_may_be_held_lets_the_last_steps_go(tmp_path: Path) -> None:
     assert [step.number for step in found.steps] == [20, 21]
     assert found.left_out == (22, 23)
     assert not found.shortened
-    assert in_us(shares.of_trace(found)) == {"compute": 500.0, "idle": 500.0}
+    assert in_us(shares.shares_of_trace(found)) == {"compute": 500.0, "idle": 500.0}
 
 
 def test_a_step_that_is_more_than_may_be_held_is_looked_at_from_its_beginning(
@@ -149,7 +149,7 @@ def test_a_step_that_is_more_than_may_be_held_is_looked_at_from_its_beginning(
     found = lanes(tmp_path, [mark("muster:step#3", 0, 10_000), *events], most_held=300)
     assert found.shortened
     assert sum(step.held for step in found.steps) == 250
-    assert in_us(shares.of_trace(found)) == {"compute": 1250.0, "idle": 1250.0}
+    assert in_us(shares.shares_of_trace(found)) == {"compute": 1250.0, "idle": 1250.0}
 
 
 def test_memory_over_time_is_the_devices_if_there_is_one(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_memory_over_time_is_the_devices_if_there_is_one(tmp_path: Path) -> None
 
 
 def test_one_step_is_drawn_as_it_went(tmp_path: Path) -> None:
-    picture = analysis.of_trace(lanes(tmp_path, ON_HOST)).picture
+    picture = analysis.analyse_trace(lanes(tmp_path, ON_HOST)).picture
     assert picture is not None
     assert picture.step == 20
     assert [one.name for one in picture.doing][:3] == ["data", "idle", "compute"]

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_records import ENVIRONMENT, made_up
 from torchmuster.bench import record
-from torchmuster.bench.environment import differences, disturbance, here
+from torchmuster.bench.environment import disturbance, environment_differences, environment_here
 from torchmuster.bench.record import Series
 from torchmuster.errors import Impossible
 
@@ -28,8 +28,8 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
             ),
         ),
     )
-    record.write(tmp_path / record.FILE, one)
-    assert record.read(tmp_path / record.FILE) == one
+    record.write_record(tmp_path / record.FILE, one)
+    assert record.read_record(tmp_path / record.FILE) == one
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,17 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:
-    document = msgspec.json.decode(record.encode(made_up({"a": [1.0]})))
+    document = msgspec.json.decode(record.encode_record(made_up({"a": [1.0]})))
     (tmp_path / record.FILE).write_bytes(msgspec.json.encode({**document, **change}))
     with pytest.raises(Impossible) as refusal:
-        record.read(tmp_path / record.FILE)
+        record.read_record(tmp_path / record.FILE)
     assert why in refusal.value.why
     assert refusal.value.fix
 
 
 def test_a_record_that_is_not_there(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refusal:
-        record.read(tmp_path / "nowhere.json")
+        record.read_record(tmp_path / "nowhere.json")
     assert refusal.value == snapshot
 
 
@@ -70,7 +70,7 @@ def test_two_series_of_a_record_differ_in_name_or_labels() -> None:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    found = here("cpu").ended()
+    found = environment_here("cpu").ended()
     assert found.cores >= 1
     assert found.devices == ()
     assert found.torch is not None
@@ -81,17 +81,17 @@ def test_this_machine_can_be_looked_at() -> None:
 
 def test_differences_are_named(snapshot: SnapshotAssertion) -> None:
     other = replace(ENVIRONMENT, torch="2.12.1", devices=("A100", "A100"), memory_bytes=None)
-    devices, memory, torch = differences(ENVIRONMENT, other)
+    devices, memory, torch = environment_differences(ENVIRONMENT, other)
     assert "A100, A100" in devices
     assert "64.0 GiB" in memory
     assert "2.12.1" in torch
     assert [devices, memory, torch] == snapshot
-    assert differences(ENVIRONMENT, ENVIRONMENT) == []
+    assert environment_differences(ENVIRONMENT, ENVIRONMENT) == []
 
 
 def test_a_load_is_named_only_if_it_matters(snapshot: SnapshotAssertion) -> None:
-    assert differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=0.4)) == []
-    (load,) = differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0))
+    assert environment_differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=0.4)) == []
+    (load,) = environment_differences(ENVIRONMENT, replace(ENVIRONMENT, busy_after_cores=3.0))
     assert "3.0 cores" in load
     assert load == snapshot
 

@@ -7,25 +7,31 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.bench import scaling
 from torchmuster.bench.environment import Environment
-from torchmuster.bench.scaling import MODES, OnRanks, RankTimes, Study, Taken, Times
-from torchmuster.bench.scaling_forecast import checked_forecasts, forecast
-from torchmuster.bench.scaling_losses import (
+from torchmuster.bench.scaling import (
     BESIDE,
     COMMUNICATION,
     DATA,
     IDEAL,
     IMBALANCE,
     LOSSES,
+    MODES,
     SMALLER,
+    OnRanks,
+    ScalingStudy,
+    ScalingTimes,
+    StepTimes,
+    Taken,
+    checked_forecasts,
+    forecast_scaling,
     scaled,
     settled,
 )
-from torchmuster.bench.scaling_report import report
+from torchmuster.bench.scaling_report import scaling_report
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
 from torchmuster.plan.job import Work
 
-STUDY = Study(
+STUDY = ScalingStudy(
     work=Work(build="my:model", sequence_length=8),
     strategy="ddp",
     precision="fp32",
@@ -56,7 +62,7 @@ SAMPLE_S, FIXED_S, SENT_BYTES, BYTES_S, LATENCY_S = 0.1, 0.02, 4_000_000, 1e8, 1
 
 
 def machine(
-    study: Study,
+    study: ScalingStudy,
     *,
     beside: float = 1.0,
     straggling_s: float = 0.0,
@@ -169,7 +175,7 @@ def test_a_machine_that_follows_the_rules_is_forecast_exactly(
     mode: scaling.Mode, shards: int, own_s: float
 ) -> None:
     measured = machine(STUDY, beside=1.2, straggling_s=0.01, shards=shards, own_s=own_s)
-    made = forecast(STUDY, measured, 4, mode, few=2)
+    made = forecast_scaling(STUDY, measured, 4, mode, few=2)
     assert made is not None
     truth = scaled(STUDY, measured, 4, mode)
     assert made.throughput == pytest.approx(truth.throughput.median, rel=1e-3)
@@ -177,23 +183,23 @@ def test_a_machine_that_follows_the_rules_is_forecast_exactly(
 
 
 def test_ranks_with_devices_of_their_own_do_not_take_turns() -> None:
-    free = Study(**{**vars(STUDY), "slots": 4})
+    free = ScalingStudy(**{**vars(STUDY), "slots": 4})
     measured = machine(free, beside=1.1)
-    made = forecast(free, measured, 4, "weak", few=2)
+    made = forecast_scaling(free, measured, 4, "weak", few=2)
     assert made is not None
     assert made.throughput == pytest.approx(scaled(free, measured, 4, "weak").throughput.median)
 
 
 def test_a_forecast_needs_the_portion_on_fewer_ranks() -> None:
-    assert forecast(STUDY, machine(STUDY), 8, "strong", few=4) is None
-    assert forecast(STUDY, machine(STUDY), 8, "weak", few=4) is not None
+    assert forecast_scaling(STUDY, machine(STUDY), 8, "strong", few=4) is None
+    assert forecast_scaling(STUDY, machine(STUDY), 8, "weak", few=4) is not None
 
 
 def test_the_report_says_what_more_ranks_bring_and_why_not_more(
     snapshot: SnapshotAssertion,
 ) -> None:
     measured = machine(STUDY, own_s=ring_s(4, SENT_BYTES))
-    made = report(
+    made = scaling_report(
         *(STUDY, measured),
         what="a small GPT",
         choices=(),
@@ -215,7 +221,7 @@ def test_the_report_says_what_more_ranks_bring_and_why_not_more(
 
 
 def test_fewer_ranks_that_are_faster_are_a_warning() -> None:
-    made = report(
+    made = scaling_report(
         *(STUDY, machine(STUDY, sending=10.0)),
         what="a small GPT",
         choices=(),
@@ -231,18 +237,18 @@ def test_fewer_ranks_that_are_faster_are_a_warning() -> None:
 
 
 def test_ranks_are_put_together_round_by_round() -> None:
-    def seen(rank: int, step: tuple[float, ...], alone: tuple[float, ...]) -> RankTimes:
-        return RankTimes(
+    def seen(rank: int, step: tuple[float, ...], alone: tuple[float, ...]) -> ScalingTimes:
+        return ScalingTimes(
             rank=rank,
             device="cpu",
             backend="gloo",
             sent_bytes=4,
             shards=0,
-            by_portion={8: Times(step_s=step, alone_s=alone, read_s=0.5)},
+            by_portion={8: StepTimes(step_s=step, alone_s=alone, read_s=0.5)},
             messages_s={4: step},
         )
 
-    both = scaling.together(
+    both = scaling.join_scaling_times(
         [[seen(0, (1.0, 4.0), (1.0, 2.0)), seen(1, (2.0, 3.0), (3.0, 1.0))]] * 2
     )
     taken = both.by_portion[8]
@@ -271,5 +277,5 @@ def test_studies_that_cannot_be_made_are_refused(
     changed: dict[str, object], words: str, fix: str
 ) -> None:
     with pytest.raises(Impossible, match=words) as raised:
-        scaling.check(Study(**{**vars(STUDY), **changed}))
+        scaling.check_scaling_request(ScalingStudy(**{**vars(STUDY), **changed}))
     assert raised.value.fix == fix

@@ -2,7 +2,12 @@
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.bench.stability import Course, findings, pictures, table
+from torchmuster.bench.stability import (
+    Course,
+    stability_findings,
+    stability_pictures,
+    stability_table,
+)
 from torchmuster.finding import Status
 
 
@@ -38,7 +43,7 @@ def survived() -> Course:
 def test_an_overflow_that_the_scale_mends_is_told_with_where_it_was(
     snapshot: SnapshotAssertion,
 ) -> None:
-    (found,) = findings([mended()])
+    (found,) = stability_findings([mended()])
     assert found.status is Status.NOTE
     assert "layers.2" in found.why
     assert found == snapshot
@@ -47,24 +52,24 @@ def test_an_overflow_that_the_scale_mends_is_told_with_where_it_was(
 def test_an_overflow_in_the_forward_is_told_as_beyond_mending_with_its_layer(
     snapshot: SnapshotAssertion,
 ) -> None:
-    (found,) = findings([beyond_mending()])
+    (found,) = stability_findings([beyond_mending()])
     assert "layers.5" in found.what
     assert found.fix.startswith("use bf16")
     assert found == snapshot
 
 
 def test_bf16_that_learns_is_fine_and_one_that_does_not_is_a_warning() -> None:
-    (fine,) = findings([survived()])
+    (fine,) = stability_findings([survived()])
     assert fine.status is Status.OK
     stuck = Course(case="large activations", precision="bf16", losses=(1.5, 1.6))
-    (warning,) = findings([stuck])
+    (warning,) = stability_findings([stuck])
     assert warning.status is Status.WARNING
     assert "bf16 did not survive" in warning.what
 
 
 def test_the_table_and_the_pictures_show_losses_and_scales() -> None:
     courses = [mended(), beyond_mending(), survived()]
-    rows = table(courses).rows
+    rows = stability_table(courses).rows
     assert rows[1] == (
         "large activations",
         "fp16",
@@ -73,7 +78,7 @@ def test_the_table_and_the_pictures_show_losses_and_scales() -> None:
         "2 of 2",
         "layers.5 (Inf)",
     )
-    drawn = list(pictures(courses))
+    drawn = list(stability_pictures(courses))
     assert [one.title for one in drawn] == [
         "losses of large losses",
         "losses of large activations",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.bench.turn_taking import SIDES, VARIABLE, Referee, Turns, id_of_turns
+from torchmuster.bench.interleaved import SIDES, VARIABLE, Referee, Turns, id_of_turns
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_a_report_is_shown_and_kept(
         "report.html",
         "time-by-size.svg",
     }
-    assert record.read(folder / "record.json") == report().record
+    assert record.read_record(folder / "record.json") == report().record
     shown = capsys.readouterr().out
     assert f"bench/{folder.name}" in shown
     assert shown.replace(folder.name, "FOLDER") == snapshot

@@ -8,9 +8,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.bench import attention, environment, matmul, precision
-from torchmuster.bench.attention import AttentionAnswer, Measured
+from torchmuster.bench.attention import AttentionAnswer, MeasuredAttention
 from torchmuster.bench.matmul import MatmulAnswer, Product, squares
-from torchmuster.bench.precision import PrecisionAnswer, Way
+from torchmuster.bench.precision import PrecisionAnswer, PrecisionRun
 from torchmuster.cli.main import main
 
 TIMES = (0.01,) * 7
@@ -102,7 +102,7 @@ def test_what_is_no_size_is_refused_with_an_example(
 
 
 def trainings() -> PrecisionAnswer:
-    way = Way(
+    way = PrecisionRun(
         precision="fp32",
         step_s=TIMES,
         peak_bytes=1024,
@@ -140,7 +140,7 @@ def test_a_training_of_ones_own_is_measured_alone(asked: Asked) -> None:
 
 
 def test_attention_is_asked_for_by_its_sizes(asked: Asked) -> None:
-    one = Measured(
+    one = MeasuredAttention(
         kind="sdpa", length=64, forward_s=TIMES, training_s=TIMES, training_bytes=64, error=1e-7
     )
     answer = AttentionAnswer(

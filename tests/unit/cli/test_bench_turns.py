@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.bench.side_by_side import Command, parsed
+from torchmuster.bench.ab_run import AbCommand, parse_commands
 from torchmuster.cli.main import main
 from torchmuster.errors import ExitCode, Impossible
 
@@ -17,12 +17,12 @@ BENCH = """\
 import dataclasses, os, sys
 from pathlib import Path
 from torchmuster.bench import environment, record
-from torchmuster.bench.turn_taking import Turns
+from torchmuster.bench.interleaved import Turns
 
 took_s, samples, *_, place = sys.argv[1:]
 if took_s == "broken":
     sys.exit("no such card")
-seen = environment.here()
+seen = environment.environment_here()
 # One side sees much of the other.
 seen = dataclasses.replace(seen, busy_before_cores=float(seen.cores) if "TOLD" in os.environ else 0.0)
 turns = Turns()
@@ -33,7 +33,7 @@ turns.close()
 place = Path(place)
 place.mkdir()
 series = record.Series(name="step", unit="s", better="lower", samples=(float(took_s) + int(place.name) / 1e5,) * int(samples))
-record.write(place / record.FILE, record.BenchRecord(
+record.write_record(place / record.FILE, record.BenchRecord(
     bench="matmul", date=f"2026-01-31T12:{int(place.name):02}:00+00:00", settings={"told": os.environ.get("TOLD")},
     environment=seen, series=(series,)))
 """
@@ -94,7 +94,7 @@ def test_a_command_that_cannot_be_started_is_refused(
 
 
 def test_a_command_is_read_as_it_would_be_typed() -> None:
-    assert parsed("A=1 B='x y' muster bench data --quick") == Command(
+    assert parse_commands("A=1 B='x y' muster bench data --quick") == AbCommand(
         ("muster", "bench", "data", "--quick"), {"A": "1", "B": "x y"}
     )
 
@@ -107,5 +107,5 @@ def test_a_command_that_cannot_be_measured_is_refused(
     text: str, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as refusal:
-        parsed(text)
+        parse_commands(text)
     assert refusal.value == snapshot

@@ -17,11 +17,11 @@ from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, Kind, Node
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import here
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.timing import calibration, fitting, forecast
-from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.units import GiB
 
 Plan = Callable[..., int]
@@ -41,7 +41,7 @@ class NoTracer:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def records(self, requests: list[Request]) -> list[Record]:
+    def records(self, requests: list[TraceRequest]) -> list[TraceRecord]:
         """Return made-up records."""
         return self.model.look(requests)
 
@@ -139,7 +139,7 @@ def test_on_the_cpu_of_this_machine_the_line_has_its_ranks(
         found = hardware(cards=ranks or 1)
         return dataclasses.replace(found, card=dataclasses.replace(found.card, kind="cpu"))
 
-    monkeypatch.setattr(here, "of_settings", of_settings)
+    monkeypatch.setattr(here, "hardware_from_settings", of_settings)
     assert plan(*MODEL, "--ranks", "2") == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert "muster train --device cpu --ranks 2 " in line
@@ -276,7 +276,9 @@ def test_a_cost_in_tokens_is_left_out_where_samples_have_none(
 ) -> None:
     timed = NoTracer.model.time
     monkeypatch.setattr(
-        forecast, "predict", lambda *a, **b: dataclasses.replace(timed(*a, **b), tokens_per_s=None)
+        forecast,
+        "predict_time",
+        lambda *a, **b: dataclasses.replace(timed(*a, **b), tokens_per_s=None),
     )
     words = (*MODEL, "--hardware", "8xH100", "--tokens", "1T", "--price", "2")
     assert plan(*words, "--html", "p.html", "--json") == 0
@@ -311,10 +313,10 @@ def test_calibrating_fits_to_real_steps_and_keeps_what_it_found(
     measured = calibration.Calibration(machine="here", date="2026-01-01", by_ranks={1: reached})
 
     def fit_here(
-        found: object, work: Work, on: Hardware, look: Callable[..., list[Record]], **_: object
+        found: object, work: Work, on: Hardware, look: Callable[..., list[TraceRecord]], **_: object
     ) -> object:
         alone = Candidate(strategy="single", layout=ONE)
-        assert look([Request(work=work, candidate=alone)]), "traces are to be had"
+        assert look([TraceRequest(work=work, candidate=alone)]), "traces are to be had"
         half = dataclasses.replace(reached, memory=0.5)
         words = f"steps of {work.build}"
         return dataclasses.replace(measured, by_ranks={1: half}, fitted_to=words)
@@ -322,8 +324,8 @@ def test_calibrating_fits_to_real_steps_and_keeps_what_it_found(
     machine = dataclasses.replace(
         hardware(cards=1), card=dataclasses.replace(hardware().card, kind="cpu")
     )
-    monkeypatch.setattr(here, "of_settings", lambda settings, *, ranks: machine)
-    monkeypatch.setattr(calibration, "measure", lambda numbers, **_: measured)
+    monkeypatch.setattr(here, "hardware_from_settings", lambda settings, *, ranks: machine)
+    monkeypatch.setattr(calibration, "measure_calibration", lambda numbers, **_: measured)
     monkeypatch.setattr(fitting, "fit_here", fit_here)
     NoTracer.model.parameters = 10_000_000
     assert plan(*MODEL, "--calibrate") == 0

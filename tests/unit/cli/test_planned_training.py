@@ -12,7 +12,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, Kind, Node
 from torchmuster.errors import ConfigError
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.units import GiB
 
 Follow = Callable[..., tuple[argparse.Namespace, Resolved]]
@@ -38,7 +38,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
         def __exit__(self, *error: object) -> None:
             pass
 
-        def records(self, requests: list[Request]) -> list[Record]:
+        def records(self, requests: list[TraceRequest]) -> list[TraceRecord]:
             return model.look(requests)
 
     machine = Node(hostname="m", taken_unix_s=0.0, accelerators=CARDS, cpu=CPU)

@@ -9,23 +9,23 @@ from made_up_plans import CARD, hardware
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible
-from torchmuster.plan.asked import Asked, asked_of
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.hardware.model import Card
+from torchmuster.plan.hardware.catalogue import Gpu
+from torchmuster.plan.request import PlanRequest, request_from_settings
 from torchmuster.units import GiB
 
 
-def asked(card: Card, **settings: object) -> Asked:
+def asked(card: Gpu, **settings: object) -> PlanRequest:
     texts = {"model.build": "a:b", "data.dataset": "a:c"} | {
         path.replace("__", "."): str(value) for path, value in settings.items()
     }
     flags = [Flag(flag="--set", path=path, text=text) for path, text in texts.items()]
     on = dataclasses.replace(hardware(), card=card)
-    return asked_of(resolve(flags=flags), on, folder=".")
+    return request_from_settings(resolve(flags=flags), on, folder=".")
 
 
-def unlisted(*types: str, kind: str = "cuda") -> Card:
-    return Card(
+def unlisted(*types: str, kind: str = "cuda") -> Gpu:
+    return Gpu(
         name="Novelty",
         memory_bytes=8 * GiB,
         flops={},
@@ -64,14 +64,14 @@ def test_a_named_precision_needs_no_known_rate(snapshot: SnapshotAssertion) -> N
 
 
 def test_what_a_card_is_known_not_to_have_is_refused() -> None:
-    for card in (catalogue.card("T4"), unlisted("float16", "float32")):
+    for card in (catalogue.gpu_named("T4"), unlisted("float16", "float32")):
         with pytest.raises(Impossible, match=f"bf16 was asked for, but {card.name} has no bf16"):
             asked(card, train__precision="bf16")
     for named in ("fp16", "fp32"):
         found = asked(unlisted("float32"), train__precision=named).precision
         assert found.value == named  # slow, perhaps, but a training takes it
-    assert asked(catalogue.card("T4")).precision.value == "fp16"
-    assert asked(catalogue.card("L4")).precision.reason == "bf16: L4 has it"
+    assert asked(catalogue.gpu_named("T4")).precision.value == "fp16"
+    assert asked(catalogue.gpu_named("L4")).precision.reason == "bf16: L4 has it"
 
 
 def test_portions_of_different_sizes_are_refused_before_anything_is_traced() -> None:

@@ -7,8 +7,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.plan.proof.batch_finder import RankTrial, Trial, find, largest_expected
-from torchmuster.plan.proof.trials import verdict
+from torchmuster.plan.proof.trials import (
+    RankTrial,
+    Trial,
+    find_largest_batch,
+    largest_expected,
+    trial_verdict,
+)
 from torchmuster.units import GiB
 
 
@@ -35,7 +40,7 @@ class Machine:
 )
 def test_it_finds_the_largest_from_any_guess(largest: int, start: int, most: int | None) -> None:
     machine = Machine(largest)
-    found = find(machine, start=start, most=most).value
+    found = find_largest_batch(machine, start=start, most=most).value
     allowed = {1, 2, 4, 8, 16, 32, 64, 128, 256, start, most or 1}
     right = max((one for one in allowed if one <= min(largest, most or 300)), default=None)
     assert found.micro_batch_size == right
@@ -48,14 +53,14 @@ def test_it_finds_the_largest_from_any_guess(largest: int, start: int, most: int
 
 def test_a_right_plan_takes_two_trials(snapshot: SnapshotAssertion) -> None:
     machine = Machine(7)
-    found = find(machine, start=6)
+    found = find_largest_batch(machine, start=6)
     assert machine.tried == [6, 8]
     assert found.reason == snapshot
 
 
 def test_powers_of_two_are_tried_beside_it(snapshot: SnapshotAssertion) -> None:
     machine = Machine(11)
-    found = find(machine, start=32)
+    found = find_largest_batch(machine, start=32)
     assert machine.tried == [32, 16, 8]
     assert found.value.micro_batch_size == 8
     assert found.reason == snapshot
@@ -63,25 +68,25 @@ def test_powers_of_two_are_tried_beside_it(snapshot: SnapshotAssertion) -> None:
 
 def test_all_that_a_step_has_is_tried_at_once() -> None:
     machine = Machine(100)
-    assert find(machine, start=4, most=12).value.micro_batch_size == 12
+    assert find_largest_batch(machine, start=4, most=12).value.micro_batch_size == 12
     assert machine.tried == [4, 8, 12]
 
 
 def test_a_step_may_have_no_more_samples(snapshot: SnapshotAssertion) -> None:
-    found = find(Machine(100), start=8, most=8)
+    found = find_largest_batch(Machine(100), start=8, most=8)
     assert found.value.micro_batch_size == 8
     assert found.reason == snapshot
 
 
 def test_not_even_one_sample(snapshot: SnapshotAssertion) -> None:
-    found = find(Machine(0), start=4)
+    found = find_largest_batch(Machine(0), start=4)
     assert found.value.micro_batch_size is None
     assert found.reason == snapshot
 
 
 def test_a_size_below_one_is_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as refused:
-        find(Machine(1), start=0)
+        find_largest_batch(Machine(1), start=0)
     assert refused.value == snapshot
 
 
@@ -94,24 +99,24 @@ def trouble(words: str) -> Finding:
 
 
 def test_one_rank_that_ran_out_decides_for_all(snapshot: SnapshotAssertion) -> None:
-    trial = verdict(4, [WELL, OUT], trouble("exit code 1"), ranks=2)
+    trial = trial_verdict(4, [WELL, OUT], trouble("exit code 1"), ranks=2)
     assert not trial.fits
     assert "rank 1" in str(trial)
     assert str(trial) == snapshot
-    assert verdict(4, [WELL, WELL], None, ranks=2).fits
+    assert trial_verdict(4, [WELL, WELL], None, ranks=2).fits
 
 
 def test_a_rank_that_the_kernel_killed_ran_out(snapshot: SnapshotAssertion) -> None:
     killed = trouble("the kernel killed it: out of memory")
-    trial = verdict(4, [], killed, ranks=2)
+    trial = trial_verdict(4, [], killed, ranks=2)
     assert not trial.fits
     assert str(trial) == snapshot
 
 
 def test_other_failures_and_silence_are_no_verdict(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(MusterError) as failed:
-        verdict(4, [WELL], trouble("ValueError: no"), ranks=2)
+        trial_verdict(4, [WELL], trouble("ValueError: no"), ranks=2)
     assert failed.value.why == "rank 1 failed\nValueError: no"
     with pytest.raises(MusterError) as silent:
-        verdict(4, [WELL], None, ranks=2)
+        trial_verdict(4, [WELL], None, ranks=2)
     assert silent.value == snapshot

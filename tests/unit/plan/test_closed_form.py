@@ -14,18 +14,17 @@ from syrupy.assertion import SnapshotAssertion
 from plan_situations import FOLDER, LAPTOP
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.given import parse
+from torchmuster.plan.hardware.cluster_file import parse_hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import closed_form, forecast
-from torchmuster.plan.memory.model_configuration import configuration, weights_dtype
-from torchmuster.plan.memory.model_figures import figures
-from torchmuster.plan.record import Record
+from torchmuster.plan.memory.model_figures import model_configuration, model_figures, weights_dtype
+from torchmuster.plan.record import TraceRecord
+from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.pruning import too_large_by_formula
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
-H100 = parse("8xH100")
+H100 = parse_hardware("8xH100")
 LLAMA = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -144,7 +143,7 @@ def candidate(**more: object) -> Candidate:
 
 
 def counted(config: Mapping[str, object], folder: Path) -> int:
-    return figures(folder_with(config, folder)).parameters
+    return model_figures(folder_with(config, folder)).parameters
 
 
 @pytest.mark.parametrize(
@@ -179,8 +178,8 @@ def test_blocks_without_experts_among_those_with_them(tmp_path: Path) -> None:
 
 
 def test_what_a_token_goes_through(tmp_path: Path) -> None:
-    assert figures(folder_with(QWEN3_30B_A3B, tmp_path)).inner_used == 8 * 768
-    with_shared = figures(folder_with(DEEPSEEK_V3, tmp_path))
+    assert model_figures(folder_with(QWEN3_30B_A3B, tmp_path)).inner_used == 8 * 768
+    with_shared = model_figures(folder_with(DEEPSEEK_V3, tmp_path))
     assert with_shared.inner_used == (3 * 18432 + 58 * 9 * 2048) // 61
     assert with_shared.query_width == 128 * (128 + 64)
 
@@ -191,7 +190,7 @@ def test_experts_that_are_not_understood_are_refused(
     other = {"interleave_moe_layer_step": 2, "moe_layers": [], "moe_layer_freq": [0, 1]}
     work = folder_with({**MIXTRAL, **other}, tmp_path)
     with pytest.raises(Impossible) as caught:
-        figures(work)
+        model_figures(work)
     assert "interleave_moe_layer_step, moe_layer_freq" in caught.value.why
     assert caught.value == snapshot
 
@@ -205,7 +204,7 @@ def test_types_of_weights(tmp_path: Path) -> None:
     assert dtype("auto", dtype="float16") == "float16"
     assert dtype("auto") == "float32"
     work = folder_with(LLAMA | {"torch_dtype": "bfloat16"}, tmp_path)
-    as_in_files = closed_form.estimate(
+    as_in_files = closed_form.estimate_memory(
         replace(work, torch_dtype="auto"), candidate(), hardware=H100
     )
     assert as_in_files.by_category["parameters"] == 2 * 6_738_415_616 // 8
@@ -226,16 +225,16 @@ def test_only_adapters_are_trained(
     targets: tuple[str, ...] | None, adapters: int, tmp_path: Path
 ) -> None:
     work = replace(folder_with(LLAMA3_8B, tmp_path), lora_rank=16, lora_targets=targets)
-    whole = figures(work).parameters
-    found = closed_form.estimate(work, candidate(accumulation=2), hardware=H100)
+    whole = model_figures(work).parameters
+    found = closed_form.estimate_memory(work, candidate(accumulation=2), hardware=H100)
     assert found.by_category["parameters"] == 4 * (whole + adapters) // 8
     assert found.by_category["gradients"] == 4 * adapters // 8
     assert found.by_category["optimizer"] == 8 * adapters // 8
     assert found.save_bytes == 4 * whole + 12 * adapters
 
 
-def asked_for(work: Work) -> Asked:
-    return Asked(work=work, hardware=H100, precision=Decision(value="bf16", reason="made up"))
+def asked_for(work: Work) -> PlanRequest:
+    return PlanRequest(work=work, hardware=H100, precision=Decision(value="bf16", reason="made up"))
 
 
 def test_adapters_beside_layers_of_unknown_size(
@@ -243,7 +242,7 @@ def test_adapters_beside_layers_of_unknown_size(
 ) -> None:
     work = replace(folder_with(LLAMA3_70B, tmp_path), lora_rank=16, lora_targets=("query",))
     with pytest.raises(Impossible) as caught:
-        closed_form.estimate(work, candidate(), hardware=H100)
+        closed_form.estimate_memory(work, candidate(), hardware=H100)
     assert "model.lora_targets" in caught.value.fix
     assert caught.value == snapshot
     assert too_large_by_formula(candidate(), asked_for(work)) is None
@@ -254,10 +253,10 @@ def test_what_is_passed_over_by_a_formula(tmp_path: Path, snapshot: SnapshotAsse
     one = candidate(recompute="full")
     adapted = replace(work, lora_rank=16)
     assert too_large_by_formula(one, asked_for(adapted)) is None
-    frozen = closed_form.estimate(adapted, one, hardware=H100)
+    frozen = closed_form.estimate_memory(adapted, one, hardware=H100)
     assert frozen.by_category["parameters"] / GiB == pytest.approx(32.9, abs=0.1)
     passed = too_large_by_formula(one, asked_for(work))
-    least = closed_form.estimate(work, one, hardware=H100).low_bytes
+    least = closed_form.estimate_memory(work, one, hardware=H100).low_bytes
     assert passed is not None
     assert passed.needs_bytes == least
     assert passed.why == snapshot
@@ -265,7 +264,7 @@ def test_what_is_passed_over_by_a_formula(tmp_path: Path, snapshot: SnapshotAsse
 
 def test_the_allocator_and_the_band(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     work = folder_with(LLAMA, tmp_path)
-    found = closed_form.estimate(work, candidate(), hardware=H100)
+    found = closed_form.estimate_memory(work, candidate(), hardware=H100)
     tensors, terms = found.tensor_bytes, found.outside
     assert found.where is None
     assert found.reserved_bytes is None
@@ -275,7 +274,7 @@ def test_the_allocator_and_the_band(tmp_path: Path, snapshot: SnapshotAssertion)
     assert [likely, least, most] == pytest.approx([1.2 * tensors, 0.8 * tensors, 1.56 * tensors])
     assert found.origin == snapshot
     alone = candidate(precision="fp32", layout=ShardLayout(copies=1, shards=1))
-    on_cpu = closed_form.estimate(work, alone, hardware=LAPTOP)
+    on_cpu = closed_form.estimate_memory(work, alone, hardware=LAPTOP)
     assert on_cpu.total_bytes == on_cpu.tensor_bytes + sum(one.size_bytes for one in on_cpu.outside)
     assert on_cpu.origin == snapshot
 
@@ -294,10 +293,10 @@ def test_the_formula_goes_the_right_way(
     change: Callable[[Candidate], Candidate], tmp_path: Path
 ) -> None:
     work = folder_with(LLAMA, tmp_path)
-    less = closed_form.estimate(work, candidate(), hardware=H100)
-    more = closed_form.estimate(work, change(candidate()), hardware=H100)
+    less = closed_form.estimate_memory(work, candidate(), hardware=H100)
+    more = closed_form.estimate_memory(work, change(candidate()), hardware=H100)
     assert more.total_bytes > less.total_bytes
-    recomputed = closed_form.estimate(work, candidate(recompute="full"), hardware=H100)
+    recomputed = closed_form.estimate_memory(work, candidate(recompute="full"), hardware=H100)
     assert recomputed.total_bytes < less.total_bytes
 
 
@@ -305,7 +304,7 @@ def test_copies_of_weights_for_autocast(tmp_path: Path) -> None:
     """FSDP has them as what it gathers."""
     work = replace(folder_with(LLAMA, tmp_path), sequence_length=8192)
     found = [
-        closed_form.estimate(one, way, hardware=H100).by_category["activations"]
+        closed_form.estimate_memory(one, way, hardware=H100).by_category["activations"]
         for one in (work, replace(work, torch_dtype="bfloat16"))
         for way in (candidate(), candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1)))
     ]
@@ -314,7 +313,7 @@ def test_copies_of_weights_for_autocast(tmp_path: Path) -> None:
 
 def test_states_on_the_host(tmp_path: Path) -> None:
     work = folder_with(LLAMA, tmp_path)
-    found = closed_form.estimate(work, candidate(cpu_offload=True), hardware=H100)
+    found = closed_form.estimate_memory(work, candidate(cpu_offload=True), hardware=H100)
     assert found.host_bytes == pytest.approx(16 * 6_738_415_616, rel=1e-6)
     assert {found.by_category[name] for name in ("parameters", "gradients", "optimizer")} == {0}
     assert found.save_bytes == 12 * 6_738_415_616
@@ -324,12 +323,14 @@ def test_a_model_without_a_configuration_is_refused(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        closed_form.estimate(Work(build="made_up:model"), candidate(), hardware=H100)
+        closed_form.estimate_memory(Work(build="made_up:model"), candidate(), hardware=H100)
     assert caught.value == snapshot
     with pytest.raises(Impossible) as caught:
-        closed_form.estimate(folder_with({"hidden_size": 8}, tmp_path), candidate(), hardware=H100)
+        closed_form.estimate_memory(
+            folder_with({"hidden_size": 8}, tmp_path), candidate(), hardware=H100
+        )
     assert caught.value == snapshot
-    assert configuration(Work(model_name_or_path=str(tmp_path / "not there"))) is None
+    assert model_configuration(Work(model_name_or_path=str(tmp_path / "not there"))) is None
 
 
 @pytest.mark.parametrize(
@@ -338,17 +339,17 @@ def test_a_model_without_a_configuration_is_refused(
 def test_traced_peaks_lie_in_the_band(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs; on a CPU attention with dropout keeps its scores, and GPT-2 takes twice as much."""
     monkeypatch.chdir(FOLDER)
-    alike: dict[tuple[Work, Candidate], list[Record]] = defaultdict(list)
+    alike: dict[tuple[Work, Candidate], list[TraceRecord]] = defaultdict(list)
     with lzma.open(FOLDER / f"{model}.jsonl.xz") as file:
         for line in file:
-            record = msgspec.json.decode(line, type=Record)
+            record = msgspec.json.decode(line, type=TraceRecord)
             if record.request.kernels == "cuda":
                 alike[record.request.work, record.request.candidate].append(record)
     found = {}
     for (work, one), records in alike.items():
         if len(records) > 1:
-            traced = forecast.predict(records, one, hardware=H100).tensor_bytes
-            found[one] = traced / closed_form.estimate(work, one, hardware=H100).tensor_bytes
+            traced = forecast.predict_memory(records, one, hardware=H100).tensor_bytes
+            found[one] = traced / closed_form.estimate_memory(work, one, hardware=H100).tensor_bytes
     assert len(found) >= 5
     assert min(found.values()) > 1.0 - closed_form.BAND
     assert max(found.values()) < 1.0 + closed_form.BAND

@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.proof import comparison
-from torchmuster.plan.proof.comparison import Measured, Promise, line
+from torchmuster.plan.proof.comparison import MeasuredRun, Promise, comparison_line
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
@@ -23,15 +23,15 @@ PROMISE = Promise(
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    assert comparison.read(tmp_path) is None
-    comparison.write(tmp_path, PROMISE)
-    assert comparison.read(tmp_path) == PROMISE
+    assert comparison.read_promise(tmp_path) is None
+    comparison.write_promise(tmp_path, PROMISE)
+    assert comparison.read_promise(tmp_path) == PROMISE
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     (tmp_path / "plan.json").write_text('{"candidate": 3}')
     with pytest.raises(Impossible) as refused:
-        comparison.read(tmp_path)
+        comparison.read_promise(tmp_path)
     assert str(tmp_path / "plan.json") in refused.value.what
     assert refused.value.what == snapshot
 
@@ -59,9 +59,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, snapshot: SnapshotAssertion)
     ],
 )
 def test_the_line(step_s: float, tensor_bytes: float | None, said: str) -> None:
-    measured = Measured(
+    measured = MeasuredRun(
         steps=3,
         step_s=step_s,
         tensor_bytes=None if tensor_bytes is None else int(tensor_bytes * GiB),
     )
-    assert line(PROMISE, measured) == f"plan after step 3: {said}"
+    assert comparison_line(PROMISE, measured) == f"plan after step 3: {said}"

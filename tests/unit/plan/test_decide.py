@@ -10,16 +10,22 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import RATES, MadeUpModel, hardware, question
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.plan.answer import Answer, PassedOver, name_of
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.answer import Answer, PassedOver, candidate_name
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory.forecast import Memory
-from torchmuster.plan.planning import plan
-from torchmuster.plan.record import Record, Request
-from torchmuster.plan.search.decide import choose, passed_over_in_words
-from torchmuster.plan.search.exploring import Explored, Traces, forecast, in_order, scout
+from torchmuster.plan.planning import make_plan
+from torchmuster.plan.record import TraceRecord, TraceRequest
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import (
+    Explored,
+    Traces,
+    forecast_candidate,
+    scout,
+    search_order,
+)
+from torchmuster.plan.search.decide import choose_candidate, describe_passed_over
 from torchmuster.plan.search.pruning import SAME_RATE
 from torchmuster.plan.search.refusal import nearest_of, refusal
 from torchmuster.plan.timing import forecast as timing
@@ -29,8 +35,8 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 
-def answer_of(model: MadeUpModel, asked: Asked) -> Answer:
-    return plan(asked, model.look, rates=RATES, simulate=False)
+def answer_of(model: MadeUpModel, asked: PlanRequest) -> Answer:
+    return make_plan(asked, model.look, rates=RATES, simulate=False)
 
 
 @pytest.fixture
@@ -77,8 +83,8 @@ def test_the_runner_up_says_by_how_much_it_is_slower(
         micro_batch_size=8,
     )
     for one in (kept, dataclasses.replace(kept, recompute="full")):
-        explored.forecasts.append(forecast(one, explored.traces, asked, rates=RATES))
-    _, second = choose(explored, asked)
+        explored.forecasts.append(forecast_candidate(one, explored.traces, asked, rates=RATES))
+    _, second = choose_candidate(explored, asked)
     assert second is not None
     assert second.value.candidate.recompute == "full"
     assert "25 %" in second.reason
@@ -90,7 +96,7 @@ def at_rates(model: MadeUpModel, rates: dict[Candidate, float]) -> Explored:
     asked = question(hardware(machines=2))
     explored = Explored(traces=Traces(asked, model.look))
     for candidate, rate in rates.items():
-        found = forecast(candidate, explored.traces, asked, rates=RATES)
+        found = forecast_candidate(candidate, explored.traces, asked, rates=RATES)
         assert found.fits
         explored.forecasts.append(dataclasses.replace(found, samples_per_s=rate))
     return explored
@@ -106,7 +112,7 @@ def test_ways_that_are_nearly_as_fast_as_the_fastest_are_equal(
     small: MadeUpModel, rate: float
 ) -> None:
     explored = at_rates(small, {COPIES: rate, SHARDED: rate * 1.04, HYBRID: rate * 1.0401})
-    chosen, second = choose(explored, question())
+    chosen, second = choose_candidate(explored, question())
     assert chosen.value.candidate == COPIES
     assert second is not None
     assert second.value.candidate == SHARDED
@@ -117,7 +123,7 @@ def test_what_is_simpler_and_slower_than_the_fastest_is_said_so(
     small: MadeUpModel, snapshot: SnapshotAssertion
 ) -> None:
     explored = at_rates(small, {COPIES: 100.0, SHARDED: 100.1, HYBRID: 105.01})
-    chosen, second = choose(explored, question())
+    chosen, second = choose_candidate(explored, question())
     assert chosen.value.candidate == SHARDED
     assert "5 %" in chosen.reason
     assert chosen.reason == snapshot
@@ -128,12 +134,14 @@ def test_what_is_simpler_and_slower_than_the_fastest_is_said_so(
 def test_a_hardly_faster_micro_batch_is_not_worth_its_memory(small: MadeUpModel) -> None:
     sizes = {1: 100.0, 2: 104.0, 4: 104.9, 8: 105.0}
     ways = {dataclasses.replace(COPIES, micro_batch_size=n): rate for n, rate in sizes.items()}
-    assert choose(at_rates(small, ways), question())[0].value.candidate.micro_batch_size == 2
+    assert (
+        choose_candidate(at_rates(small, ways), question())[0].value.candidate.micro_batch_size == 2
+    )
 
 
 def test_one_card_has_a_way_of_its_own(small: MadeUpModel) -> None:
     answer = answer_of(small, question(hardware(cards=1)))
-    assert name_of(answer.chosen.value.candidate) == "single"
+    assert candidate_name(answer.chosen.value.candidate) == "single"
 
 
 def test_a_global_batch_is_divided_among_ranks_and_micro_batches(large: MadeUpModel) -> None:
@@ -299,11 +307,11 @@ def test_the_refusal_tries_what_was_fixed(
 def test_a_model_that_cannot_be_traced_nor_computed_is_refused_by_the_trace(
     small: MadeUpModel,
 ) -> None:
-    def look(requests: Sequence[Request]) -> list[Record | Refused]:
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
         return [Refused(what="it reads values", why="item()", fix="leave it out") for _ in requests]
 
     with pytest.raises(Impossible, match="it reads values") as refused:
-        plan(question(), look, rates=RATES)
+        make_plan(question(), look, rates=RATES)
     assert refused.value.fix == "leave it out"
 
 
@@ -315,10 +323,10 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_that_is_said(
     (tmp_path / "config.json").write_text(json.dumps(shape))
     work = Work(model_name_or_path=".", folder=str(tmp_path), sequence_length=8192)
 
-    def look(requests: Sequence[Request]) -> list[Record | Refused]:
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
         return [Refused(what="it reads values", fix="leave it out") for _ in requests]
 
-    answer = plan(question(work=work), look, rates=RATES)
+    answer = make_plan(question(work=work), look, rates=RATES)
     best = answer.chosen.value
     assert best.candidate.strategy == "fsdp"
     assert best.time is None
@@ -332,7 +340,9 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_that_is_said(
 def test_the_allocator_decides_about_what_is_preferred(
     large: MadeUpModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def simulated(records: Sequence[Record], candidate: Candidate, *, hardware: Hardware) -> Memory:
+    def simulated(
+        records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
+    ) -> Memory:
         needed = large.memory(records, candidate, hardware=hardware)
         if not records[0].request.keep_log:
             return needed
@@ -343,8 +353,8 @@ def test_the_allocator_decides_about_what_is_preferred(
         )
 
     assert answer_of(large, question()).chosen.value.candidate.micro_batch_size == 8
-    monkeypatch.setattr(memory, "predict", simulated)
-    answer = plan(question(), large.look, rates=RATES)
+    monkeypatch.setattr(memory, "predict_memory", simulated)
+    answer = make_plan(question(), large.look, rates=RATES)
     assert answer.chosen.value.candidate.micro_batch_size == 4
     assert answer.chosen.value.memory.reserved_bytes is not None
 
@@ -354,7 +364,9 @@ def test_what_is_chosen_was_simulated_however_many_were_before(
 ) -> None:
     looked_at = []
 
-    def simulated(records: Sequence[Record], candidate: Candidate, *, hardware: Hardware) -> Memory:
+    def simulated(
+        records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
+    ) -> Memory:
         needed = large.memory(records, candidate, hardware=hardware)
         if not records[0].request.keep_log:
             return needed
@@ -364,9 +376,9 @@ def test_what_is_chosen_was_simulated_however_many_were_before(
             needed, reserved_bytes=reserved, total_bytes=reserved, high_bytes=reserved
         )
 
-    monkeypatch.setattr(memory, "predict", simulated)
+    monkeypatch.setattr(memory, "predict_memory", simulated)
     asked = question(strategy="fsdp", sharding="full_shard", recompute="none", cpu_offload=False)
-    answer = plan(asked, large.look, rates=RATES)
+    answer = make_plan(asked, large.look, rates=RATES)
     assert answer.chosen.value.candidate.micro_batch_size == 1
     assert answer.chosen.value.memory.reserved_bytes is not None
     assert looked_at == [8, 4, 2, 1]
@@ -436,17 +448,17 @@ def test_reasons_that_are_alike_share_a_line_with_the_least_amount(
         for n in (1, 2, 4)
     ]
     found.append(PassedOver(name="fsdp", why="at least 300.0 GiB", needs_bytes=300))
-    (line,) = passed_over_in_words(found)
+    (line,) = describe_passed_over(found)
     assert line.endswith(": at least 200.0 GiB")
     assert line == snapshot
     found = [
         PassedOver(name=f"hybrid 2 x 8{rest}", why="too large")
         for rest in ("", " with recompute none", " + offload with recompute full")
     ]
-    (line,) = passed_over_in_words(found)
+    (line,) = describe_passed_over(found)
     assert line == snapshot
     many = [PassedOver(name="fsdp", why=f"reason {letter}") for letter in "abcdefg"]
-    *_, fifth, rest = passed_over_in_words(many)
+    *_, fifth, rest = describe_passed_over(many)
     assert fifth == "fsdp: reason e"
     assert rest == snapshot
 
@@ -457,7 +469,7 @@ def test_a_card_of_which_too_little_is_known_gets_no_times(
     def unknown(*_: object, **__: object) -> StepTime:
         raise Impossible("how fast its memory is is not known")
 
-    monkeypatch.setattr(timing, "predict", unknown)
+    monkeypatch.setattr(timing, "predict_time", unknown)
     answer = answer_of(large, question())
     assert answer.chosen.value.time is None
     assert answer.chosen.value.candidate.micro_batch_size == 8, "the largest that fits"
@@ -467,13 +479,13 @@ def test_a_card_of_which_too_little_is_known_gets_no_times(
 def test_traces_that_disagree_with_what_was_computed_are_told(
     large: MadeUpModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def differs(records: Sequence[Record], traced: Record) -> None:
+    def differs(records: Sequence[TraceRecord], traced: TraceRecord) -> None:
         raise Impossible("it differs by 3 %", fix="try it")
 
-    monkeypatch.setattr(memory, "check", differs)
+    monkeypatch.setattr(memory, "check_records", differs)
     (found,) = [
         one
-        for one in plan(question(), large.look, rates=RATES).findings
+        for one in make_plan(question(), large.look, rates=RATES).findings
         if one.name == "not-a-line"
     ]
     assert (found.what, found.fix) == ("it differs by 3 %", "try it")
@@ -487,7 +499,7 @@ def test_the_first_trace_is_of_what_fits_by_a_formula(tmp_path: Path) -> None:
 
     def first(memory_gib: float) -> Candidate:
         asked = question(hardware(memory_gib=memory_gib), work=work)
-        return scout(in_order(asked), asked)
+        return scout(search_order(asked), asked)
 
     assert first(300).strategy == "ddp"
     assert (first(40).strategy, first(40).recompute) == ("fsdp", "full")

@@ -12,13 +12,13 @@ from torchmuster.devices.model import Device, Kind, LinkKind, Node
 from torchmuster.devices.model import Link as DeviceLink
 from torchmuster.errors import ConfigError, Impossible
 from torchmuster.plan.hardware import cluster_file, here
-from torchmuster.plan.hardware import given as hardware_given
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware import cluster_file as hardware_given
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.units import GiB
 
 
 def parsed(text: str) -> Hardware:
-    return hardware_given.parse(text)
+    return hardware_given.parse_hardware(text)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def parsed(text: str) -> Hardware:
 )
 def test_counts_of_cards(text: str, words: str, cards: int) -> None:
     hardware = parsed(text)
-    assert hardware_given.in_words(hardware) == words
+    assert hardware_given.describe_hardware(hardware) == words
     assert hardware.cards == cards
 
 
@@ -95,7 +95,7 @@ def test_the_example_in_the_reader_s_own_words_can_be_read(tmp_path: Path) -> No
     )
     lines = [line for line in text.splitlines() if not line.startswith("check:")]
     hardware = written(tmp_path, "\n".join(lines))
-    assert hardware_given.in_words(hardware) == "4 machines with 8 x H100 each"
+    assert hardware_given.describe_hardware(hardware) == "4 machines with 8 x H100 each"
     assert hardware.between.bytes_s == 50e9
 
 
@@ -233,8 +233,8 @@ def card(index: int, name: str, gib: float) -> Device:
 
 
 def test_ranks_on_a_processor_share_its_cores_and_its_memory(snapshot: SnapshotAssertion) -> None:
-    alone = here.hardware(node=node(), cores=8)
-    four = here.hardware(node=node(), cores=8, ranks=4)
+    alone = here.hardware_here(node=node(), cores=8)
+    four = here.hardware_here(node=node(), cores=8, ranks=4)
     assert (alone.cards, four.cards) == (1, 4)
     assert four.card.memory_bytes * 4 == alone.card.memory_bytes == 64 * GiB
     assert four.card.flops["float32"] * 4 == alone.card.flops["float32"]
@@ -247,17 +247,17 @@ def test_ranks_on_a_processor_share_its_cores_and_its_memory(snapshot: SnapshotA
 def test_cards_of_this_machine_have_the_memory_that_their_driver_says() -> None:
     linked = DeviceLink(a="GPU-0", b="GPU-1", kind=LinkKind.NVLINK, lanes=12)
     pair = (card(0, "NVIDIA A100-SXM4-80GB", 79.1), card(1, "NVIDIA A100-SXM4-80GB", 79.1))
-    hardware = here.hardware(node=node(*pair, links=(linked,)))
+    hardware = here.hardware_here(node=node(*pair, links=(linked,)))
     assert (hardware.card.name, hardware.cards) == ("A100-80GB", 2)
     assert hardware.card.memory_bytes == int(79.1 * GiB)
     assert hardware.within.bytes_s == 300e9
     slow = dataclasses.replace(linked, kind=LinkKind.SYS)
-    assert here.hardware(node=node(*pair, links=(slow,))).within.bytes_s == 16e9
+    assert here.hardware_here(node=node(*pair, links=(slow,))).within.bytes_s == 16e9
     plain = (card(0, "NVIDIA L4", 22), card(1, "NVIDIA L4", 22))
-    assert here.hardware(node=node(*plain, links=(slow,))).within.bytes_s == 32e9
+    assert here.hardware_here(node=node(*plain, links=(slow,))).within.bytes_s == 32e9
 
 
 def test_more_ranks_than_cards_are_refused() -> None:
     with pytest.raises(Impossible) as caught:
-        here.hardware(node=node(card(0, "NVIDIA L4", 22)), ranks=2)
+        here.hardware_here(node=node(card(0, "NVIDIA L4", 22)), ranks=2)
     assert caught.value.why == "it has 1 card"

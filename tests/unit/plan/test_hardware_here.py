@@ -11,7 +11,7 @@ from torchmuster.config.settings import Settings
 from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
 from torchmuster.errors import Impossible, NoSuchDevice
 from torchmuster.plan.hardware import catalogue, here
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.units import GiB
 
 CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
@@ -41,7 +41,7 @@ def settings(*flags: tuple[str, str]) -> Settings:
 
 def of(on: Node, *flags: tuple[str, str], seen: str | None = None, **more: object) -> Hardware:
     environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    return here.of_settings(settings(*flags), node=on, environment=environment, **more)  # type: ignore[arg-type]
+    return here.hardware_from_settings(settings(*flags), node=on, environment=environment, **more)  # type: ignore[arg-type]
 
 
 def test_a_plan_is_for_the_cards_that_the_run_will_have(snapshot: SnapshotAssertion) -> None:
@@ -108,7 +108,7 @@ def test_of_cards_that_differ_each_figure_is_the_least(snapshot: SnapshotAsserti
     mixed = of(
         node(card(0, "NVIDIA GeForce RTX 3090", 24.0), card(1, "NVIDIA GeForce RTX 4090", 23.6))
     )
-    slow = catalogue.card("RTX-3090")
+    slow = catalogue.gpu_named("RTX-3090")
     assert mixed.card.memory_bytes == int(23.6 * GiB)
     assert mixed.card.flops == slow.flops
     assert mixed.card.bandwidth_bytes_s == slow.bandwidth_bytes_s

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchmuster.plan.memory.log_depth import Unlike, extended, in_order, live_peak, together
+from torchmuster.plan.memory.log_depth import (
+    Unlike,
+    events_in_order,
+    extended,
+    live_peak,
+    merge_logs,
+)
 from torchmuster.plan.record import Allocation
 
 
@@ -80,23 +86,24 @@ def made(
     blocks: int, *, shards: tuple[int, ...] = (64,), at: tuple[float, ...] = (1.0,)
 ) -> list[Allocation]:
     shallow, deep = (
-        together([in_order(list(training(depth, shard=one))) for one in shards]) for depth in (3, 4)
+        merge_logs([events_in_order(list(training(depth, shard=one))) for one in shards])
+        for depth in (3, 4)
     )
     return list(extended(shallow, deep, times=blocks - 3, at=at))
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 5, 9, 40])
 def test_the_log_of_any_depth_is_the_one_that_the_model_has(blocks: int) -> None:
-    truth = in_order(list(training(blocks)))
-    log = in_order(made(blocks))
+    truth = events_in_order(list(training(blocks)))
+    log = events_in_order(made(blocks))
     assert pairs(log) == pairs(truth)
     assert live_peak(log) == live_peak(truth)
     assert live_peak(log, from_mark="step 1") == live_peak(truth, from_mark="step 1")
 
 
 def test_sizes_between_two_numbers_of_shards() -> None:
-    truth = in_order(list(training(20, shard=48)))
-    log = in_order(made(20, shards=(64, 32), at=(0.5, 0.5)))
+    truth = events_in_order(list(training(20, shard=48)))
+    log = events_in_order(made(20, shards=(64, 32), at=(0.5, 0.5)))
     assert pairs(log) == pairs(truth)
 
 
@@ -112,17 +119,17 @@ def test_the_order_in_which_things_are_given_back_at_once_does_not_matter() -> N
         take(4, 1),
     ]
     shuffled = [*log[:4], *random.Random(3).sample(log[4:7], 3), log[7]]
-    assert in_order(log) == in_order(shuffled)
-    assert [event.number for event in in_order(log)[4:7]] == [3, 2, 1]
+    assert events_in_order(log) == events_in_order(shuffled)
+    assert [event.number for event in events_in_order(log)[4:7]] == [3, 2, 1]
 
 
 def test_logs_of_two_trainings_are_not_taken_for_one() -> None:
     short, long = list(training(3)), list(training(4))
     with pytest.raises(Unlike, match="the logs have"):
-        together([short, long])
+        merge_logs([short, long])
     changed = [*short[:5], take(5555, 1), *short[6:]]
     with pytest.raises(Unlike, match="event 5 "):
-        together([short, changed])
+        merge_logs([short, changed])
     other = [take(number, 1000 + number) for number in range(400)]
     with pytest.raises(Unlike, match="has none like it"):
-        list(extended(together([short]), together([other]), times=3, at=(1.0,)))
+        list(extended(merge_logs([short]), merge_logs([other]), times=3, at=(1.0,)))

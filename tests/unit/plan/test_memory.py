@@ -13,12 +13,12 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory import log_depth, shard_degree
-from torchmuster.plan.memory.traced_sizes import traced_sizes
-from torchmuster.plan.record import Allocation, Peak, Record, Request, Shape
+from torchmuster.plan.memory.forecast import traced_sizes
+from torchmuster.plan.record import Allocation, Peak, Shape, TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
@@ -28,7 +28,7 @@ ROWS, COLUMNS, REST = 4096, 4096, 32000
 
 
 def machine(kind: str = "cuda", name: str = "H100") -> Hardware:
-    card = Card(name=name, memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12, kind=kind)
+    card = Gpu(name=name, memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12, kind=kind)
     return Hardware(card=card, machines=4, cards_per_machine=8, within=LINK, between=LINK)
 
 
@@ -97,13 +97,13 @@ def true_peaks(blocks: int, size: int, shards: int) -> tuple[Peak, ...]:
     return (*forward, loss, *backward, peak("update", None, size * MiB, sum(own), 0))
 
 
-def traced(request: Request, *, whole: int = 32, log: str | None = None) -> Record:
+def traced(request: TraceRequest, *, whole: int = 32, log: str | None = None) -> TraceRecord:
     blocks = min(request.blocks or whole, whole)
     shards = request.candidate.layout.shards
     size = request.candidate.micro_batch_size
     parameters = shapes(blocks)
     own = sum(math.ceil(one.shape[0] / shards) * one.shape[1] * 4 for one in parameters)
-    return Record(
+    return TraceRecord(
         request=request,
         torch="2.13",
         blocks_traced=blocks,
@@ -124,12 +124,14 @@ def traced(request: Request, *, whole: int = 32, log: str | None = None) -> Reco
 
 
 def predicted(one: Candidate, *, whole: int = 32, on: Hardware | None = None) -> memory.Memory:
-    records = [traced(each, whole=whole) for each in memory.requests(WORK, one, kernels="cuda")]
-    return memory.predict(records, one, hardware=on or machine())
+    records = [
+        traced(each, whole=whole) for each in memory.trace_requests(WORK, one, kernels="cuda")
+    ]
+    return memory.predict_memory(records, one, hardware=on or machine())
 
 
 def test_what_is_traced_for_a_candidate() -> None:
-    asked = memory.requests(
+    asked = memory.trace_requests(
         WORK,
         candidate(copies=16, shards=512, micro_batch_size=7, accumulation=5),
         kernels="cuda",
@@ -142,13 +144,13 @@ def test_what_is_traced_for_a_candidate() -> None:
 
 
 def test_fewer_traces_do_for_one_sample_and_one_machine() -> None:
-    asked = memory.requests(WORK, candidate(shards=4), kernels="cpu")
+    asked = memory.trace_requests(WORK, candidate(shards=4), kernels="cpu")
     assert [(one.blocks, one.candidate.micro_batch_size) for one in asked] == [(3, 1), (4, 1)]
     assert {one.candidate.layout for one in asked} == {ShardLayout(copies=1, shards=4)}
 
 
 def test_a_log_is_traced_with_the_candidates_own_size() -> None:
-    asked = memory.requests(
+    asked = memory.trace_requests(
         WORK, candidate(micro_batch_size=7, recompute=2), kernels="cuda", keep_log=True
     )
     found = [(one.blocks, one.candidate.micro_batch_size, one.keep_log) for one in asked]
@@ -157,34 +159,34 @@ def test_a_log_is_traced_with_the_candidates_own_size() -> None:
 
 def test_a_few_shards_that_divide_no_rows_are_traced_themselves() -> None:
     for shards in (12, 24, 63):
-        asked = memory.requests(WORK, candidate(shards=shards), kernels="cuda")
+        asked = memory.trace_requests(WORK, candidate(shards=shards), kernels="cuda")
         assert {one.candidate.layout.shards for one in asked} == {shards}
     for shards in (16, 32, 64, 96, 1000):
-        asked = memory.requests(WORK, candidate(shards=shards), kernels="cuda")
+        asked = memory.trace_requests(WORK, candidate(shards=shards), kernels="cuda")
         assert {one.candidate.layout.shards for one in asked} == {8, 64}
 
 
 def test_candidates_of_one_family_share_their_traces() -> None:
     one = candidate(copies=4, shards=16, micro_batch_size=4, accumulation=2)
     two = candidate(copies=64, shards=1024, micro_batch_size=9, accumulation=8)
-    assert memory.family(one, WORK) == memory.family(two, WORK)
+    assert memory.trace_family(one, WORK) == memory.trace_family(two, WORK)
     for other in (
         replace(one, recompute="full"),
         replace(one, accumulation=1),
         replace(one, micro_batch_size=1),
         replace(one, layout=ShardLayout(copies=1, shards=16)),
     ):
-        assert memory.family(other, WORK) != memory.family(one, WORK)
+        assert memory.trace_family(other, WORK) != memory.trace_family(one, WORK)
 
 
 def test_more_is_traced_where_the_recomputed_blocks_do_not_divide_the_model() -> None:
     one = candidate(recompute=3)
-    asked = memory.requests(WORK, one, kernels="cpu")
+    asked = memory.trace_requests(WORK, one, kernels="cpu")
     records = [traced(each, whole=32) for each in asked]
-    more = memory.further(records)
+    more = memory.further_requests(records)
     assert [each.blocks for each in more] == [11, 14]
-    assert memory.further([*records, *(traced(each, whole=32) for each in more)]) == []
-    assert memory.further([traced(each, whole=30) for each in asked]) == []
+    assert memory.further_requests([*records, *(traced(each, whole=32) for each in more)]) == []
+    assert memory.further_requests([traced(each, whole=30) for each in asked]) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,25 +235,25 @@ def test_more_shards_never_keep_more(shards: int, blocks: int) -> None:
 
 def test_a_micro_batch_of_another_size_needs_two_traces(snapshot: SnapshotAssertion) -> None:
     one = candidate()
-    records = [traced(each) for each in memory.requests(WORK, one, kernels="cpu")]
+    records = [traced(each) for each in memory.trace_requests(WORK, one, kernels="cpu")]
     with pytest.raises(Impossible) as caught:
-        memory.predict(records, replace(one, micro_batch_size=4), hardware=machine())
+        memory.predict_memory(records, replace(one, micro_batch_size=4), hardware=machine())
     assert caught.value == snapshot
 
 
 def test_a_trace_that_disagrees_is_told(snapshot: SnapshotAssertion) -> None:
     one = candidate(micro_batch_size=4)
-    records = [traced(each) for each in memory.requests(WORK, one, kernels="cuda")]
+    records = [traced(each) for each in memory.trace_requests(WORK, one, kernels="cuda")]
     asked = memory.check_request(records)
     assert asked is not None
     assert (asked.blocks, asked.candidate.micro_batch_size) == (5, 6)
     agreeing = traced(asked)
-    memory.check(records, agreeing)
+    memory.check_records(records, agreeing)
     higher = tuple(
         replace(peak, peak_bytes=round(peak.peak_bytes * 1.01)) for peak in agreeing.peaks
     )
     with pytest.raises(Impossible, match=r"1\.0%") as caught:
-        memory.check(records, replace(agreeing, peaks=higher))
+        memory.check_records(records, replace(agreeing, peaks=higher))
     assert "muster plan --verify" in caught.value.fix
     assert caught.value == snapshot
 
@@ -263,9 +265,9 @@ def test_inputs_of_all_micro_batches_of_a_step_stay() -> None:
     waiting = predicted(more).tensor_bytes - predicted(one).tensor_bytes
     assert waiting == 10 * 4 * MiB // 2
     # Where each size is traced itself, one of them tells the same.
-    asked = memory.requests(WORK, more, kernels="cpu")
+    asked = memory.trace_requests(WORK, more, kernels="cpu")
     alone, all_of_them = (
-        memory.predict(
+        memory.predict_memory(
             [
                 traced(replace(each, candidate=replace(each.candidate, accumulation=2)))
                 for each in asked
@@ -307,8 +309,10 @@ def test_what_a_save_takes() -> None:
     assert found.save_bytes == whole
     assert found.save_host_bytes == whole // 2  # eight of sixteen ranks
     frozen = replace(WORK, optimizer="sgd")
-    records = [traced(one) for one in memory.requests(frozen, candidate(), kernels="cuda")]
-    assert memory.predict(records, candidate(), hardware=machine()).save_bytes == whole * 2 // 3
+    records = [traced(one) for one in memory.trace_requests(frozen, candidate(), kernels="cuda")]
+    assert (
+        memory.predict_memory(records, candidate(), hardware=machine()).save_bytes == whole * 2 // 3
+    )
 
 
 def test_what_is_offloaded_is_in_the_memory_of_the_machine() -> None:
@@ -317,9 +321,9 @@ def test_what_is_offloaded_is_in_the_memory_of_the_machine() -> None:
 
 
 def test_shards_beyond_the_rows_are_told(snapshot: SnapshotAssertion) -> None:
-    record = traced(memory.requests(WORK, candidate(), kernels="cuda")[0])
-    assert shard_degree.findings(record, shards=4096) == []
-    [found] = shard_degree.findings(record, shards=16384)
+    record = traced(memory.trace_requests(WORK, candidate(), kernels="cuda")[0])
+    assert shard_degree.degree_findings(record, shards=4096) == []
+    [found] = shard_degree.degree_findings(record, shards=16384)
     assert found.status is Status.WARNING
     assert "4.00" in found.what
     assert "fsdp_sharding_strategy: hybrid_shard" in found.fix
@@ -362,25 +366,27 @@ def test_what_the_allocator_keeps_is_simulated_over_the_logs(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     one = candidate(shards=4)
-    asked = memory.requests(WORK, one, kernels="cuda", keep_log=True)
+    asked = memory.trace_requests(WORK, one, kernels="cuda", keep_log=True)
     records = [
         traced(each, log=written(log_of(each.blocks or 0), tmp_path / f"{each.blocks}"))
         for each in asked
     ]
-    found = memory.predict(records, one, hardware=machine(), allocator="classic")
+    found = memory.predict_memory(records, one, hardware=machine(), allocator="classic")
     assert found.reserved_bytes == (50 + 32 * 30 + 20) * MiB
     assert found.origin == snapshot
-    usual = memory.predict(records, one, hardware=machine())  # as muster train has it on CUDA
+    usual = memory.predict_memory(
+        records, one, hardware=machine()
+    )  # as muster train has it on CUDA
     assert usual.origin.endswith(", with expandable segments")
     Path(str(records[0].log)).unlink()
-    assert memory.predict(records, one, hardware=machine()).reserved_bytes is None
+    assert memory.predict_memory(records, one, hardware=machine()).reserved_bytes is None
 
 
 def test_made_up_rows_are_in_the_allocations(tmp_path: Path) -> None:
     one = candidate(shards=6000)  # each rank has a row of the block, and six of the embedding
     row = COLUMNS * 4
 
-    def log(request: Request) -> str:
+    def log(request: TraceRequest) -> str:
         shards, blocks = request.candidate.layout.shards, request.blocks or 0
         rows = [math.ceil(each.shape[0] / shards) for each in shapes(blocks)]
         events = [
@@ -394,10 +400,10 @@ def test_made_up_rows_are_in_the_allocations(tmp_path: Path) -> None:
         ]
         return written(events, tmp_path / f"{blocks} blocks, {shards} shards")
 
-    asked = memory.requests(WORK, one, kernels="cuda", keep_log=True)
+    asked = memory.trace_requests(WORK, one, kernels="cuda", keep_log=True)
     records = [traced(each, log=log(each)) for each in asked]
     [embedding, block] = (math.ceil(each / 6000) * 6000 * row for each in (REST, ROWS))
-    made = log_depth.of_depth(records, blocks=32, shards=6000)
+    made = log_depth.log_of_depth(records, blocks=32, shards=6000)
     assert [each.size_bytes for each in made if each.kind == "take"] == [
         6 * row,
         *(row for _ in range(32)),
@@ -427,5 +433,5 @@ def test_sizes_are_traced_on_the_same_side_of_each_border(tmp_path: Path) -> Non
 
 def test_on_a_cpu_each_size_is_traced_itself() -> None:
     assert traced_sizes(WORK, 12, kernels="cpu") == (12,)
-    asked = memory.requests(WORK, candidate(micro_batch_size=12), kernels="cpu")
+    asked = memory.trace_requests(WORK, candidate(micro_batch_size=12), kernels="cpu")
     assert [(one.blocks, one.candidate.micro_batch_size) for one in asked] == [(3, 12), (4, 12)]

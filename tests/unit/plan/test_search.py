@@ -7,17 +7,16 @@ from made_up_plans import hardware, question
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import name_of
-from torchmuster.plan.as_settings import as_settings
+from torchmuster.plan.answer import as_settings, candidate_name
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.search.ways import portions, spreads
+from torchmuster.plan.search.candidates import batch_splits, device_spreads
 from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
 
 
 def names(**asked: object) -> list[str]:
     return [
-        f"{name_of(one)} ({one.layout.ranks})"
-        for one in spreads(question(asked.pop("on", None), **asked))  # type: ignore[arg-type]
+        f"{candidate_name(one)} ({one.layout.ranks})"
+        for one in device_spreads(question(asked.pop("on", None), **asked))  # type: ignore[arg-type]
     ]
 
 
@@ -60,7 +59,7 @@ def test_a_size_of_shards_that_was_asked_for_is_taken_once() -> None:
     for machines in (1, 6, 96):
         for size in (None, 8, 16, 24):
             if size is None or machines * 8 % size == 0:
-                found = spreads(question(hardware(machines=machines), shard_size=size))
+                found = device_spreads(question(hardware(machines=machines), shard_size=size))
                 assert len(found) == len(set(found)), (machines, size)
     assert names(on=many, shard_size=768, cpu_offload=False) == [
         *("fsdp (768)", "shard_grad_op (768)"),
@@ -78,18 +77,20 @@ def test_micro_batches_are_powers_of_two_and_divisors_of_a_ranks_part() -> None:
     spread = Candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1))
     sizes = [
         (one.micro_batch_size, one.accumulation)
-        for one in portions(spread, question(global_batch_size=96))
+        for one in batch_splits(spread, question(global_batch_size=96))
     ]
     assert sizes == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (8, 2), (12, 1)]
     fixed = question(global_batch_size=96, micro_batch_size=5)
-    assert [(one.micro_batch_size, one.accumulation) for one in portions(spread, fixed)] == [(5, 3)]
-    open_end = [one.micro_batch_size for one in portions(spread, question())]
+    assert [(one.micro_batch_size, one.accumulation) for one in batch_splits(spread, fixed)] == [
+        (5, 3)
+    ]
+    open_end = [one.micro_batch_size for one in batch_splits(spread, question())]
     assert open_end == [1, 2, 4, 8], "no more than muster train gives a rank by itself"
     given = question(micro_batch_size=48)
-    assert [one.micro_batch_size for one in portions(spread, given)] == [48]
+    assert [one.micro_batch_size for one in batch_splits(spread, given)] == [48]
 
 
-@pytest.mark.parametrize("one", spreads(question(hardware(machines=4))), ids=name_of)
+@pytest.mark.parametrize("one", device_spreads(question(hardware(machines=4))), ids=candidate_name)
 def test_a_way_becomes_settings_that_lay_the_model_out_so(one: Candidate) -> None:
     asked = question(hardware(machines=4))
     chosen = as_settings(one, asked)

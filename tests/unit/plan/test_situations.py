@@ -17,9 +17,9 @@ from plan_situations import (
     recorded,
 )
 from torchmuster.errors import Impossible
-from torchmuster.plan.planning import plan
+from torchmuster.plan.planning import make_plan
 from torchmuster.plan.search.pruning import SAME_RATE
-from torchmuster.plan.timing.forecast import usual
+from torchmuster.plan.timing.rates import usual_rates
 from torchmuster.units import GiB
 
 
@@ -51,7 +51,7 @@ def test_more_memory_never_makes_a_plan_slower(model: str) -> None:
         hardware = dataclasses.replace(asked.hardware, card=card)
         try:
             wished = dataclasses.replace(asked, hardware=hardware)
-            answer = plan(wished, recorded, rates=usual("cuda"), simulate=False)
+            answer = make_plan(wished, recorded, rates=usual_rates("cuda"), simulate=False)
         except Missing:
             continue
         except Impossible:

@@ -8,16 +8,23 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware import given as hardware_given
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware import cluster_file as hardware_given
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.record import Collective, Operation, Record, Request, Shape, Stretch
-from torchmuster.plan.timing import cost, links, schedule
+from torchmuster.plan.record import (
+    Shape,
+    Stretch,
+    TracedCollective,
+    TracedOperation,
+    TraceRecord,
+    TraceRequest,
+)
+from torchmuster.plan.timing import forecast, schedule
 from torchmuster.plan.timing import forecast as timing
+from torchmuster.plan.timing import rates as links
 from torchmuster.plan.timing.forecast import StepTime
-from torchmuster.plan.timing.links import Group
-from torchmuster.plan.timing.rates import Rates, key_of
-from torchmuster.plan.timing.timeline import Load, Pace, Part
+from torchmuster.plan.timing.rates import LinkGroup, Rates, rate_key
+from torchmuster.plan.timing.timeline import TimelineLoad, TimelinePace, TimelinePart
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import MiB
 
@@ -33,7 +40,7 @@ RATES = Rates(
     beside=True,
     source="made up",
 )
-CARD = Card(name="card", memory_bytes=10**10, flops={"float32": 1e12}, bandwidth_bytes_s=1e12)
+CARD = Gpu(name="card", memory_bytes=10**10, flops={"float32": 1e12}, bandwidth_bytes_s=1e12)
 
 
 def hardware(ranks: int = 4, link: Link | None = None, **changes: Any) -> Hardware:
@@ -42,12 +49,12 @@ def hardware(ranks: int = 4, link: Link | None = None, **changes: Any) -> Hardwa
     return Hardware(card=card, machines=1, cards_per_machine=ranks, within=link, between=link)
 
 
-def products(flops: int) -> tuple[Operation, ...]:
-    return (Operation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0),)
+def products(flops: int) -> tuple[TracedOperation, ...]:
+    return (TracedOperation(name="aten.mm", dtype="float32", count=1, flops=flops, moved_bytes=0),)
 
 
-def collective(kind: Any, size_bytes: int, **changes: Any) -> Collective:
-    one = Collective(
+def collective(kind: Any, size_bytes: int, **changes: Any) -> TracedCollective:
+    one = TracedCollective(
         kind=kind, ranks=2, between_copies=False, moved_bytes=size_bytes, dtype="float32"
     )
     return dataclasses.replace(one, **changes)
@@ -79,16 +86,16 @@ def stretches(candidate: Candidate, blocks: int) -> list[Stretch]:
             if sharded:
                 add("backward", block, collective=collective("reduce_scatter", 4 * PARAMETERS))
     moved = blocks * 10**9 // candidate.layout.shards
-    update = Operation(name="aten.add_", dtype="float32", count=1, flops=0, moved_bytes=moved)
+    update = TracedOperation(name="aten.add_", dtype="float32", count=1, flops=0, moved_bytes=moved)
     found.append(Stretch(phase="update", micro_batch=0, block=None, operations=(update,)))
     return found
 
 
-def traced(candidate: Candidate, *, blocks: int = BLOCKS) -> list[Record]:
+def traced(candidate: Candidate, *, blocks: int = BLOCKS) -> list[TraceRecord]:
     shape = Shape(name="w", shape=(PARAMETERS // 16, 16), dtype="float32", trained=True, block=0)
     return [
-        Record(
-            request=Request(work=Work(), candidate=one, blocks=depth),
+        TraceRecord(
+            request=TraceRequest(work=Work(), candidate=one, blocks=depth),
             torch="",
             blocks_traced=depth,
             blocks=blocks,
@@ -119,10 +126,10 @@ def predict(
     on: Hardware | None = None,
     *,
     rates: Rates = RATES,
-    records: Sequence[Record] | None = None,
+    records: Sequence[TraceRecord] | None = None,
 ) -> StepTime:
     records = records or traced(dataclasses.replace(wanted, micro_batch_size=1))
-    return timing.predict(records, wanted, hardware=on or hardware(), rates=rates)
+    return timing.predict_time(records, wanted, hardware=on or hardware(), rates=rates)
 
 
 def test_depth_and_micro_batch_are_those_of_the_whole_model() -> None:
@@ -177,15 +184,19 @@ def test_ddp_reduces_only_after_the_last_micro_batch() -> None:
 
 
 def test_parts_of_another_micro_batch_are_not_taken_for_those_that_are_gone() -> None:
-    def backward(last: bool, flops: float) -> Part:
-        work = (Load("aten.mm", "float32", 1.0, flops, moved_bytes=0.0, made_bytes=0.0),)
-        paces = tuple(Pace("backward", int(last), None, False, work, None) for _ in range(3))
-        return Part(phase="backward", block=None, last_micro_batch=last, times=1, paces=paces)
+    def backward(last: bool, flops: float) -> TimelinePart:
+        work = (TimelineLoad("aten.mm", "float32", 1.0, flops, moved_bytes=0.0, made_bytes=0.0),)
+        paces = tuple(
+            TimelinePace("backward", int(last), None, False, work, None) for _ in range(3)
+        )
+        return TimelinePart(
+            phase="backward", block=None, last_micro_batch=last, times=1, paces=paces
+        )
 
     step = [backward(False, 1.0 + number) for number in range(20)]
     step += [backward(True, 1000.0 + number) for number in range(20)]
     way = candidate("ddp", copies=4)
-    spent = schedule.run(
+    spent = schedule.run_schedule(
         *(step, lambda pace: pace.work[0].flops),
         record=dataclasses.replace(traced(way)[0], parameters=()),
         candidate=way,
@@ -207,7 +218,7 @@ def test_copies_add_up_their_shards_beside_the_backward_over_their_own_links() -
     hybrid = candidate("fsdp", copies=2, shards=2)
     shard = collective("all_reduce", 2 * PARAMETERS, between_copies=True)
 
-    def with_copies(record: Record) -> Record:
+    def with_copies(record: TraceRecord) -> TraceRecord:
         found: list[Stretch] = []
         for one in record.timeline:
             found.append(one)
@@ -359,12 +370,12 @@ def test_a_card_without_figures_is_refused_with_what_is_missing(
 
 
 def test_a_ring_between_machines_uses_every_card_s_way_out() -> None:
-    on = hardware_given.parse("4x8xH100")
+    on = hardware_given.parse_hardware("4x8xH100")
     rates = dataclasses.replace(RATES, communication=1.0)
 
     def seconds(ranks: int, each: int, kind: str = "all_gather") -> float:
-        group = Group(ranks=ranks, ranks_of_machine=each)
-        return links.seconds(kind, 8e9, group, hardware=on, rates=rates)
+        group = LinkGroup(ranks=ranks, ranks_of_machine=each)
+        return links.transfer_seconds(kind, 8e9, group, hardware=on, rates=rates)
 
     assert seconds(8, 8) == pytest.approx(7 / 8 * 8e9 / 450e9, rel=1e-2)
     assert seconds(32, 8) == pytest.approx(31 / 32 * 8e9 / 400e9, rel=1e-2)  # 8 x 50 GB/s
@@ -374,37 +385,37 @@ def test_a_ring_between_machines_uses_every_card_s_way_out() -> None:
 
 
 def test_copies_of_shards_talk_across_machines_and_shards_within() -> None:
-    on = hardware_given.parse("4x8xH100")
+    on = hardware_given.parse_hardware("4x8xH100")
     hybrid = candidate("fsdp", copies=4, shards=8)
     gather, reduction = (
         collective("all_gather", 1),
         collective("all_reduce", 1, between_copies=True),
     )
-    assert links.group_of(gather, hybrid, on) == Group(ranks=8, ranks_of_machine=8)
-    assert links.group_of(reduction, hybrid, on) == Group(ranks=4, ranks_of_machine=1)
-    everyone = links.group_of(collective("all_reduce", 1), hybrid, on)
+    assert links.link_group(gather, hybrid, on) == LinkGroup(ranks=8, ranks_of_machine=8)
+    assert links.link_group(reduction, hybrid, on) == LinkGroup(ranks=4, ranks_of_machine=1)
+    everyone = links.link_group(collective("all_reduce", 1), hybrid, on)
     assert (everyone.ranks, everyone.machines) == (32, 4)
 
 
 def test_a_measured_collective_is_taken_as_it_was_measured() -> None:
     rates = dataclasses.replace(
-        RATES, collectives={key_of("all_reduce", 2): Link(latency_s=1.0, bytes_s=10.0)}
+        RATES, collectives={rate_key("all_reduce", 2): Link(latency_s=1.0, bytes_s=10.0)}
     )
-    group = Group(ranks=2, ranks_of_machine=2)
-    assert links.seconds("all_reduce", 20, group, hardware=hardware(), rates=rates) == 3.0
-    assert links.seconds("all_gather", 20, group, hardware=hardware(), rates=rates) < 1.0
+    group = LinkGroup(ranks=2, ranks_of_machine=2)
+    assert links.transfer_seconds("all_reduce", 20, group, hardware=hardware(), rates=rates) == 3.0
+    assert links.transfer_seconds("all_gather", 20, group, hardware=hardware(), rates=rates) < 1.0
 
 
 def test_hours_and_money(snapshot: SnapshotAssertion) -> None:
     step = predict(candidate("ddp", copies=4))
     assert step.tokens_per_s is not None
     on = dataclasses.replace(hardware(), price_per_card_hour=2.0)
-    found = cost.forecast(step, on, tokens=step.tokens_per_s * 7200)
+    found = forecast.forecast_cost(step, on, tokens=step.tokens_per_s * 7200)
     assert (found.hours, found.card_hours, found.price) == pytest.approx((2.0, 8.0, 16.0))
-    assert cost.forecast(
+    assert forecast.forecast_cost(
         step, hardware(), samples=step.samples_per_s * 3600
     ).hours == pytest.approx(1)
-    assert cost.forecast(step, hardware(), samples=1.0).price is None
+    assert forecast.forecast_cost(step, hardware(), samples=1.0).price is None
     with pytest.raises(Impossible) as caught:
-        cost.forecast(dataclasses.replace(step, tokens_per_s=None), on, tokens=1e9)
+        forecast.forecast_cost(dataclasses.replace(step, tokens_per_s=None), on, tokens=1e9)
     assert caught.value == snapshot

@@ -11,7 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.record import Peak, Record, Request
+from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.plan.tracing import cache as cache_module
 from torchmuster.plan.tracing import tracer as tracing
 from torchmuster.plan.tracing.cache import TraceCache, contents_of
@@ -64,16 +64,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def a_request(folder: Path, blocks: int) -> Request:
-    return Request(
+def a_request(folder: Path, blocks: int) -> TraceRequest:
+    return TraceRequest(
         work=Work(build="mine:make", sequence_length=8, folder=str(folder)),
         candidate=Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1)),
         blocks=blocks,
     )
 
 
-def peaks(found: list[Record | Refused]) -> list[int]:
-    return [one.peak_bytes for one in found if isinstance(one, Record)]
+def peaks(found: list[TraceRecord | Refused]) -> list[int]:
+    return [one.peak_bytes for one in found if isinstance(one, TraceRecord)]
 
 
 def asked(folder: Path) -> list[str]:
@@ -126,7 +126,7 @@ def test_a_record_whose_log_is_gone_is_traced_again_where_the_log_is_wanted(fold
     logged = replace(plain, keep_log=True)
     with Tracer(cache=folder / "cache") as tracer:
         (record,) = tracer.records([logged])
-    assert isinstance(record, Record)
+    assert isinstance(record, TraceRecord)
     cache = TraceCache(folder / "cache")
     assert cache.get(logged) == record
     Path(str(record.log)).unlink()
@@ -140,7 +140,7 @@ def test_a_model_that_changes_back_has_its_own_log_again(folder: Path) -> None:
         (folder / "mine.py").write_text(code)
         with Tracer(cache=folder / "cache") as tracer:
             (record,) = tracer.records([request])
-        assert isinstance(record, Record)
+        assert isinstance(record, TraceRecord)
         assert Path(str(record.log)).read_text() == f"a log of {code}"
     assert asked(folder) == ["3", "3"]
     assert len(list((folder / "cache").rglob("*.jsonl"))) == 2, (
@@ -175,8 +175,8 @@ def test_a_trace_serves_with_its_log_and_without(folder: Path, kept: bool) -> No
     with Tracer(cache=folder / "cache" if kept else None) as tracer:
         first, second = tracer.records([plain, logged])
         (again,) = tracer.records([logged])
-        assert isinstance(first, Record)
-        assert isinstance(second, Record)
+        assert isinstance(first, TraceRecord)
+        assert isinstance(second, TraceRecord)
         assert first == replace(second, request=plain, log=None)
         assert second.request == logged
         assert Path(str(second.log)).read_text() == "a log of def make(): ..."
@@ -260,9 +260,9 @@ def test_planning_needs_no_torch() -> None:
 def test_a_record_survives_being_written(folder: Path) -> None:
     with Tracer(cache=None) as tracer:
         (record,) = tracer.records([a_request(folder, 3)])
-    assert isinstance(record, Record)
+    assert isinstance(record, TraceRecord)
     assert isinstance(record.peaks[0], Peak)
-    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    assert msgspec.json.decode(msgspec.json.encode(record), type=TraceRecord) == record
 
 
 def test_a_torch_below_the_floor_is_refused_and_nothing_is_started(

@@ -11,13 +11,13 @@ from syrupy.assertion import SnapshotAssertion
 from made_up_plans import FAST, SLOW, WORK, MadeUpModel, question
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Card, Hardware
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.memory.forecast import Memory
 from torchmuster.plan.proof import fresh_ranks, trials
-from torchmuster.plan.proof.fresh_ranks import Ran
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.proof.fresh_ranks import RankOutput
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
@@ -25,7 +25,7 @@ from torchmuster.units import GiB, MiB
 FSDP = Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=8), precision="bf16")
 DDP = Candidate(strategy="ddp", layout=ShardLayout(copies=2, shards=1), micro_batch_size=8)
 ON_CPU = Hardware(
-    card=Card(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=None, kind="cpu"),
+    card=Gpu(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=None, kind="cpu"),
     machines=1,
     cards_per_machine=2,
     within=FAST,
@@ -39,38 +39,40 @@ def test_each_size_is_computed_from_its_own_traces(
 ) -> None:
     model = MadeUpModel(sample_gib=8.0)
 
-    def predict(records: Sequence[Record], candidate: Candidate, *, hardware: Hardware) -> Memory:
+    def predict(
+        records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
+    ) -> Memory:
         sizes = {one.request.candidate.micro_batch_size for one in records}
         assert (sizes == {1}) == (candidate.micro_batch_size == 1)
         return model.memory(records, candidate, hardware=hardware)
 
-    monkeypatch.setattr(memory, "predict", predict)
+    monkeypatch.setattr(memory, "predict_memory", predict)
     one = trials.with_size(FSDP, planned, samples=None)
     # 13 GiB of states and 8 for each sample: eight would just fit into 80 GiB.
-    assert trials.expected(question(), one, look=model.look) == 8
-    assert trials.expected(question(), one, look=model.look, most=6) == 6
+    assert trials.expected_memory(question(), one, look=model.look) == 8
+    assert trials.expected_memory(question(), one, look=model.look, most=6) == 6
 
 
 def test_where_the_arithmetic_does_not_reach_trials_begin_with_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(requests: Sequence[Request]) -> list[Refused]:
+    def refuse(requests: Sequence[TraceRequest]) -> list[Refused]:
         return [Refused(what="cannot be followed")] * len(requests)
 
     three = trials.with_size(FSDP, 3, samples=None)
-    assert trials.expected(question(), three, look=refuse) == 3
+    assert trials.expected_memory(question(), three, look=refuse) == 3
 
     def impossible(*args: object, **more: object) -> Memory:
         raise Impossible("cannot be computed")
 
-    monkeypatch.setattr(memory, "predict", impossible)
-    assert trials.expected(question(), three, look=MadeUpModel().look) == 3
+    monkeypatch.setattr(memory, "predict_memory", impossible)
+    assert trials.expected_memory(question(), three, look=MadeUpModel().look) == 3
 
 
 def test_a_step_is_cut_as_the_training_cuts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, int]] = []
 
-    def run(program: str, request: str, *, doing: str, **more: object) -> Ran:
+    def run(program: str, request: str, *, doing: str, **more: object) -> RankOutput:
         asked = msgspec.json.decode(request, type=trials.TrialRequest).candidate
         tried.append((asked.accumulation, asked.micro_batch_size))
         assert doing == f"trying {asked.accumulation} x {asked.micro_batch_size} samples"
@@ -78,9 +80,9 @@ def test_a_step_is_cut_as_the_training_cuts_it(monkeypatch: pytest.MonkeyPatch) 
         texts = {
             rank: f'{{"rank": {rank}, "ran_out": {str(not fits).lower()}}}' for rank in range(2)
         }
-        return Ran(texts=texts, trouble=None)
+        return RankOutput(texts=texts, trouble=None)
 
-    monkeypatch.setattr(fresh_ranks, "run", run)
+    monkeypatch.setattr(fresh_ranks, "run_fresh_ranks", run)
     found = trials.find_batch_size(
         WORK, DDP, hardware=ON_CPU, start=8, most=8, limits_bytes=[GiB, GiB]
     )
@@ -89,8 +91,8 @@ def test_a_step_is_cut_as_the_training_cuts_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_settings_that_go_together_are_advised_together() -> None:
-    assert trials.advice(4, DDP, global_batch_size=16) == "--set train.micro_batch_size=4"
-    assert trials.advice(4, DDP, global_batch_size=None) == (
+    assert trials.trial_advice(4, DDP, global_batch_size=16) == "--set train.micro_batch_size=4"
+    assert trials.trial_advice(4, DDP, global_batch_size=None) == (
         "--set train.micro_batch_size=4 --set train.global_batch_size=8"
     )
 
@@ -121,7 +123,7 @@ def test_long_runs_are_heard_of(
         return 0
 
     monkeypatch.setattr(fresh_ranks, "launch", launch)
-    fresh_ranks.run(
+    fresh_ranks.run_fresh_ranks(
         "program",
         "{}",
         ranks=2,

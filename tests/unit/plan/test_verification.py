@@ -9,18 +9,18 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof.real_steps import RankSteps
 from torchmuster.plan.proof.verification import (
     Predicted,
+    RankSteps,
     Verified,
-    compare,
+    compare_with_plan,
     is_here,
     smaller_layout,
-    stand_in,
+    substitute_model,
 )
-from torchmuster.plan.record import Peak, Record, Request
+from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
@@ -32,7 +32,7 @@ HYBRID = Candidate(strategy="fsdp", layout=ShardLayout(copies=4, shards=8))
 
 
 def hardware(*, kind: str = "cpu", cards: int = 2, memory_bytes: int = 8 * GiB) -> Hardware:
-    card = Card(
+    card = Gpu(
         name=f"a {kind}", memory_bytes=memory_bytes, flops={}, bandwidth_bytes_s=None, kind=kind
     )
     return Hardware(card=card, machines=1, cards_per_machine=cards, within=LINK, between=LINK)
@@ -60,7 +60,7 @@ def verified(measured: Sequence[RankSteps], **predicted: Any) -> Verified:
 
     two = smaller_layout(DDP, 2)
     expected = {"work": WORK, "candidate": two, "blocks": None, "tensor_bytes": GiB, **predicted}
-    return compare(Predicted(**expected), device="cpu", measure=measure)
+    return compare_with_plan(Predicted(**expected), device="cpu", measure=measure)
 
 
 def test_what_is_as_predicted(snapshot: SnapshotAssertion) -> None:
@@ -124,7 +124,7 @@ def test_the_same_way_on_fewer_ranks(
     assert (small.strategy, (small.layout.copies, small.layout.shards)) == (strategy, layout)
 
 
-def record(request: Request, peak_bytes: int) -> Record:
+def record(request: TraceRequest, peak_bytes: int) -> TraceRecord:
     peak = Peak(
         phase="forward",
         micro_batch=0,
@@ -135,7 +135,7 @@ def record(request: Request, peak_bytes: int) -> Record:
         operation="",
         module="",
     )
-    return Record(
+    return TraceRecord(
         request=request,
         torch="2.13",
         blocks_traced=request.blocks or 32,
@@ -155,36 +155,36 @@ def record(request: Request, peak_bytes: int) -> Record:
 
 
 def test_as_many_layers_as_there_is_room_for(snapshot: SnapshotAssertion) -> None:
-    def look(requests: Sequence[Request]) -> list[Record]:
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord]:
         return [record(one, (one.blocks or 0) * GiB) for one in requests]
 
-    found = stand_in(WORK, DDP, here=hardware(), ranks=2, look=look)  # 4 GiB for each rank
+    found = substitute_model(WORK, DDP, here=hardware(), ranks=2, look=look)  # 4 GiB for each rank
     assert (found.blocks, found.tensor_bytes, found.candidate.micro_batch_size) == (4, 4 * GiB, 1)
     assert found.instead == snapshot
     tight = hardware(memory_bytes=5 * GiB)
-    assert stand_in(WORK, DDP, here=tight, ranks=2, look=look).blocks == 2
+    assert substitute_model(WORK, DDP, here=tight, ranks=2, look=look).blocks == 2
     with pytest.raises(Impossible) as refused:
-        stand_in(WORK, DDP, here=hardware(memory_bytes=GiB), ranks=2, look=look)
+        substitute_model(WORK, DDP, here=hardware(memory_bytes=GiB), ranks=2, look=look)
     assert refused.value == snapshot
 
 
 @pytest.mark.parametrize(("planned", "tried"), [(1, 1), (2, 2), (64, 2)])
 def test_many_micro_batches_are_stood_for_by_two(planned: int, tried: int) -> None:
-    asked: list[Request] = []
+    asked: list[TraceRequest] = []
 
-    def look(requests: Sequence[Request]) -> list[Record]:
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord]:
         asked.extend(requests)
         return [record(one, GiB) for one in requests]
 
     many = replace(DDP, accumulation=planned)
-    found = stand_in(WORK, many, here=hardware(), ranks=2, look=look)
+    found = substitute_model(WORK, many, here=hardware(), ranks=2, look=look)
     assert found.candidate.accumulation == tried
     assert {one.candidate.accumulation for one in asked} == {tried}
 
 
 def test_what_cannot_be_traced_is_refused_by_name() -> None:
     with pytest.raises(Impossible, match="cannot be followed"):
-        stand_in(
+        substitute_model(
             *(WORK, DDP),
             here=hardware(),
             ranks=2,

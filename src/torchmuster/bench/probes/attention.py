@@ -1,39 +1,174 @@
 """Computes attention in every way that torch has here, in turns, and compares what comes out."""
 
+import contextlib
 import gc
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from torchmuster.bench.attention import AttentionAnswer, AttentionRequest, Measured
-from torchmuster.bench.probes.attention_kinds import Attention, Inputs, Kind, available, plain
-from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.probes.on_device import device_name, device_of, number_types, quickest_s
+from torchmuster.bench.attention import AttentionAnswer, AttentionRequest, MeasuredAttention
+from torchmuster.bench.probes.clock import (
+    device_name,
+    device_of,
+    interleaved,
+    number_types,
+    quickest_s,
+)
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.torch_private import single_allocations
+from torchmuster.train.models.blocks import can_compile
 from torchmuster.train.out_of_memory import is_out_of_memory
+
+Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class AttentionKind:
+    """One way to compute attention; made for a length, since a mask has one."""
+
+    def __init__(self, make: Callable[[int], Attention], *, forward_only: str = "") -> None:
+        self.make = make
+        self.forward_only = forward_only
+
+
+def available_attention(
+    names: tuple[str, ...], inputs: Inputs, *, causal: bool
+) -> tuple[dict[str, AttentionKind], dict[str, str]]:
+    """Try every kind on a short sequence; return those that work, and why the others do not."""
+    kinds: dict[str, AttentionKind] = {}
+    missing: dict[str, str] = {}
+    device = inputs[0].device
+    for name in names:
+        if name == "flex":
+            possible = can_compile(device)
+            if not possible.value:
+                missing[name] = f"{possible.reason}; not compiled it is no faster than plain"
+                continue
+        kind = _kind(name, causal, device)
+        trouble = _trouble(kind, inputs)
+        if trouble:
+            missing[name] = trouble
+        else:
+            kinds[name] = kind
+    return kinds, missing
+
+
+def _kind(name: str, causal: bool, device: torch.device) -> AttentionKind:
+    if name == "plain":
+        return AttentionKind(lambda length: partial(plain_attention, _mask(length, causal, device)))
+    if name == "sdpa":
+        return AttentionKind(lambda length: partial(_sdpa, None, causal))
+    if name == "flex":
+        only = "torch has no backward of it on CPUs" if device.type == "cpu" else ""
+        compiled = _compiled_flex()
+        return AttentionKind(
+            lambda length: _flex(compiled, length, causal, device), forward_only=only
+        )
+    return AttentionKind(lambda length: partial(_sdpa, _BACKENDS[name], causal))
+
+
+def _trouble(kind: AttentionKind, inputs: Inputs) -> str:
+    """Say why a kind does not work here; nothing if it does."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            output = kind.make(inputs[0].shape[-2])(*inputs)
+            if not kind.forward_only:
+                torch.autograd.grad(output.sum(), inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            reasons = [*(str(one.message) for one in said), str(error)]
+            first = next((one for one in reasons if one), type(error).__name__)
+            return first.splitlines()[0].partition(". ")[0]
+    return ""
+
+
+def _mask(length: int, causal: bool, device: torch.device) -> torch.Tensor | None:
+    """Return which keys come after a query."""
+    if not causal:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def plain_attention(
+    later: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Compute attention as it is defined; ``later`` says which keys come after a query."""
+    scores: torch.Tensor = queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5
+    if later is not None:
+        scores = scores.masked_fill(later, float("-inf"))
+    attended: torch.Tensor = scores.softmax(-1) @ values
+    return attended
+
+
+def _sdpa(
+    backend: SDPBackend | None,
+    causal: bool,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+        return scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+
+
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _is_not_later(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return query >= key
+
+
+def _flex(compiled: Any, length: int, causal: bool, device: torch.device) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = None
+    if causal:
+        mask = create_block_mask(_is_not_later, None, None, length, length, device=device)
+
+    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if device.type == "cpu":  # where it refuses what needs a gradient
+            queries, keys, values = queries.detach(), keys.detach(), values.detach()
+        output: torch.Tensor = compiled(queries, keys, values, block_mask=mask)
+        return output
+
+    return attend
+
 
 # What rounding can explain, of the norm: probabilities and outputs are rounded to the type on the way.
 _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _ROWS_CHECKED = 64  # at the beginning and at the end of a sequence
 
 
-def measure(request: AttentionRequest) -> AttentionAnswer:
+def measure_attention_kinds(request: AttentionRequest) -> AttentionAnswer:
     """Compute every kind at every length."""
     device = device_of(request.device)
     dtype = _dtype(request, device)
     shortest = _inputs(replace(request, batch=1), min(request.lengths), device, dtype)
-    kinds, missing = available(request.kinds, shortest, causal=request.causal)
+    kinds, missing = available_attention(request.kinds, shortest, causal=request.causal)
     last_s: dict[str, float] = {}  # what a call took at the length before
-    found: list[Measured] = []
+    found: list[MeasuredAttention] = []
     for length in sorted(set(request.lengths)):
         found += _at_length(request, length, kinds, device, dtype, last_s)
     return AttentionAnswer(
@@ -69,19 +204,19 @@ def _inputs(
 def _at_length(
     request: AttentionRequest,
     length: int,
-    kinds: dict[str, Kind],
+    kinds: dict[str, AttentionKind],
     device: torch.device,
     dtype: torch.dtype,
     last_s: dict[str, float],
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredAttention]:
     inputs = _inputs(request, length, device, dtype)
     turns: dict[str, Callable[[], object]] = {}
-    found: dict[str, Measured] = {}
+    found: dict[str, MeasuredAttention] = {}
     for name, kind in kinds.items():
         expected_s = 4 * last_s.get(name, 0.0)  # lengths double, and the work is their square
         if request.longest_s is not None and expected_s > request.longest_s:
             reason = f"a forward and backward would take about {expected_s:.2g} s"
-            found[name] = Measured(kind=name, length=length, left_out=reason)
+            found[name] = MeasuredAttention(kind=name, length=length, left_out=reason)
             continue
         begun_s = time.perf_counter()
         attend = kind.make(length)
@@ -101,7 +236,7 @@ def _at_length(
             if not is_out_of_memory(error):
                 raise
             turns = {key: turn for key, turn in turns.items() if not key.startswith(f"{name} ")}
-            one = Measured(kind=name, length=length, left_out="memory ran out")
+            one = MeasuredAttention(kind=name, length=length, left_out="memory ran out")
             _give_back(device)
         found[name] = one
     taken = interleaved(
@@ -126,8 +261,8 @@ def _training(attend: Attention, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 
 def _checked(
-    name: str, length: int, attend: Attention, inputs: Inputs, causal: bool, kind: Kind
-) -> Measured:
+    name: str, length: int, attend: Attention, inputs: Inputs, causal: bool, kind: AttentionKind
+) -> MeasuredAttention:
     """Compare the output with float64: the first and last places of one head; gradients with short sequences."""
     rows = sorted(
         {*range(min(_ROWS_CHECKED, length)), *range(max(0, length - _ROWS_CHECKED), length)}
@@ -135,7 +270,7 @@ def _checked(
     queries, keys, values = (one[0, 0].detach().cpu().double() for one in inputs)
     queries, keys, values = (one.requires_grad_() for one in (queries, keys, values))
     later = torch.arange(length) > torch.tensor(rows)[:, None] if causal else None
-    expected = plain(later, queries[rows], keys, values)
+    expected = plain_attention(later, queries[rows], keys, values)
     output = attend(*inputs)
     error = _difference(output[0, 0][rows], expected)
     if len(rows) == length and not kind.forward_only:
@@ -144,7 +279,7 @@ def _checked(
         pairs = zip(given, wanted, strict=True)
         error = max(error, *(_difference(one[0, 0], exact) for one, exact in pairs))
     most = _MOST_ERROR[inputs[0].dtype]
-    return Measured(
+    return MeasuredAttention(
         kind=name, length=length, error=error, right=error <= most, forward_only=kind.forward_only
     )
 
@@ -179,7 +314,7 @@ def _give_back(device: torch.device) -> None:
 def main(request: str, answers: str) -> None:
     """Read what is asked for, compute, and leave the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=AttentionRequest)
-    leave_answer(answers, 0, msgspec.json.encode(measure(asked)).decode())
+    leave_answer(answers, 0, msgspec.json.encode(measure_attention_kinds(asked)).decode())
 
 
 if __name__ == "__main__":

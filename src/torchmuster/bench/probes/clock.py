@@ -9,10 +9,15 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from torchmuster.bench.turn_taking import Turns
+from torchmuster.bench.interleaved import Turns
+from torchmuster.diagnose.probes.exact_values import wait_for_device
+from torchmuster.train.world import World, all_gather_object
 
 _MOST_CALLS = 1 << 20
 
@@ -105,3 +110,109 @@ def calls_per_sample(
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+_MOST_CALLS_ON_RANKS = 1000  # of one sample
+
+
+def interleaved_on_ranks(
+    turns: Mapping[str, Callable[[], object]],
+    *,
+    world: World,
+    rounds: int,
+    least_sample_s: float = 0.01,
+    least_calls: int = 1,
+    after_round: Callable[[int], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, tuple[float, ...]]:
+    """Return this rank's seconds per call of each turn, a sample in every round.
+
+    Each turn is warmed up, and called so often in a sample that it lasts ``least_sample_s`` on the slowest rank, and at least
+    ``least_calls`` times. In each round every turn is sampled once, in an order that is drawn anew. All ranks begin a sample together.
+    """
+
+    def sample(turn: Callable[[], object], calls: int) -> float:
+        if calls > 1:  # wakes threads and fills caches that the others have taken
+            turn()
+        wait_for_device(world.device)
+        if world.world_size > 1:
+            dist.barrier()
+        begun_s = clock()
+        for _ in range(calls):
+            turn()
+        wait_for_device(world.device)
+        return clock() - begun_s
+
+    def slowest(turn: Callable[[], object], calls: int) -> float:
+        return max(map(float, all_gather_object(sample(turn, calls), world)))
+
+    # All ranks hear the same times, and come to the same numbers.
+    calls = {
+        name: max(
+            least_calls,
+            calls_per_sample(
+                partial(slowest, turn),
+                least_sample_s=least_sample_s,
+                warm_up_s=least_sample_s,
+                most_calls=_MOST_CALLS_ON_RANKS,
+            ),
+        )
+        for name, turn in turns.items()
+    }
+    taken_s: dict[str, list[float]] = {name: [] for name in turns}
+    draw = random.Random(0)  # the same on every rank
+    mine = Turns(asks=world.is_first)  # the others wait for it before each sample
+    for number in range(rounds):
+        order = list(turns)
+        draw.shuffle(order)
+        for name in order:
+            with mine:
+                taken_s[name].append(sample(turns[name], calls[name]) / calls[name])
+        after_round(number)
+    mine.close()
+    return {name: tuple(samples) for name, samples in taken_s.items()}
+
+
+CPU = torch.device("cpu")
+_TF32_FROM = (8, 0)  # NVIDIA's compute capability
+_TRIES = 3
+
+
+def device_of(asked: Literal["auto", "cpu"]) -> torch.device:
+    """Return the accelerator that this process sees first, or the CPU."""
+    usable = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if asked == "cpu" or usable is None else torch.device(usable.type, 0)
+
+
+def device_name(device: torch.device) -> str:
+    """Return a device as its driver names it, or as torch does where nobody else does."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if named is None else str(named(device))
+
+
+def number_types(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the types that a device can multiply in, and why the others are left out."""
+    if device.type == "cpu":
+        return ("float32", "bfloat16"), {
+            "tf32": "a mode of accelerators' float32 units",
+            "float16": "not measured on CPUs, where trainings do not use it",
+        }
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _TF32_FROM:
+            return ("float32", "tf32", "bfloat16", "float16"), {}
+        older = "NVIDIA's cards have it from compute capability 8.0 on"
+        return ("float32", "float16"), {"tf32": older, "bfloat16": older}
+    return ("float32", "bfloat16", "float16"), {"tf32": "a mode of NVIDIA's cards"}
+
+
+def quickest_s(turn: Callable[[], object], device: torch.device) -> float:
+    """Return what a call takes at least, roughly; a neighbour may have the core at any one time."""
+    taken_s = []
+    for _ in range(_TRIES):
+        wait_for_device(device)
+        begun_s = time.perf_counter()
+        turn()
+        wait_for_device(device)
+        taken_s.append(time.perf_counter() - begun_s)
+    return min(taken_s)

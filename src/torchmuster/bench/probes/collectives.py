@@ -14,9 +14,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchmuster.bench.collectives import Asked, RankTimes, Timed
-from torchmuster.bench.on_machines import TO_OUTPUT, print_answer
-from torchmuster.bench.probes.clock_on_ranks import interleaved_on_ranks
+from torchmuster.bench.collectives import (
+    TO_OUTPUT,
+    CollectivesRequest,
+    CollectiveTimes,
+    Timed,
+    print_answer,
+)
+from torchmuster.bench.probes.clock import interleaved_on_ranks
 from torchmuster.diagnose.probes.exact_values import compare, forget, numbers, sums, wait_for_device
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.plan.proof.fresh_ranks import leave_answer
@@ -117,7 +122,7 @@ def rounded(size_bytes: int, ranks: int) -> int:
     return size_bytes // each * each
 
 
-def times(asked: Asked, world: World) -> RankTimes:
+def collective_times(asked: CollectivesRequest, world: World) -> CollectiveTimes:
     """Check and time all messages; all ranks do."""
     sizes = sorted({rounded(size, world.world_size) for size in asked.sizes_bytes})
     kinds = [(operation, size) for operation in asked.operations for size in sizes]
@@ -134,7 +139,7 @@ def times(asked: Asked, world: World) -> RankTimes:
     for kind in kinds:  # once more: what went wrong meanwhile may still do
         values[kind] = values[kind] + messages.checked(*kind, turn=2)
     forget()
-    return RankTimes(
+    return CollectiveTimes(
         rank=world.global_rank,
         host=socket.gethostname(),
         device=str(world.device),
@@ -163,9 +168,11 @@ def _first_wrong(values: Values) -> str:
 def main(request: str, answers: str) -> None:
     """Read what is asked for, measure, and leave the answer."""
     inline = answers == TO_OUTPUT
-    asked = msgspec.json.decode(request if inline else Path(request).read_bytes(), type=Asked)
+    asked = msgspec.json.decode(
+        request if inline else Path(request).read_bytes(), type=CollectivesRequest
+    )
     with join_world("cpu" if asked.device == "cpu" else "auto") as world:
-        found = times(asked, world)
+        found = collective_times(asked, world)
         text = msgspec.json.encode(found).decode()
         if inline:
             print_answer(text)

@@ -1,6 +1,9 @@
 """Multiplies matrices in turns, in every number type that the device has, and checks what comes out."""
 
+import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,14 +12,68 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
-from torchmuster.bench.matmul import MatmulAnswer, MatmulRequest, Product, Shape
-from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.probes.linear_layers import linear_shapes
-from torchmuster.bench.probes.on_device import CPU, device_name, device_of, number_types, quickest_s
+from torchmuster.bench.matmul import MatmulAnswer, MatmulRequest, MatmulShape, Product
+from torchmuster.bench.probes.clock import (
+    CPU,
+    device_name,
+    device_of,
+    interleaved,
+    number_types,
+    quickest_s,
+)
 from torchmuster.bench.statistics import estimate
 from torchmuster.errors import Impossible
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.probes.build_step import build_step
+from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
+from torchmuster.plan.probes.live_storage import LiveStorages, named_refusals
 from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.train.strategies.sharding import ShardLayout
+from torchmuster.train.weights import own_name
+
+# nn.Linear keeps its weight as (out, in); GPT-2's layers of transformers, which are called so, as (in, out).
+_KINDS = ("Linear", "Conv1D")
+
+
+def linear_shapes(work: Work, micro_batch_size: int) -> tuple[MatmulShape, ...]:
+    """Return the products of one forward of a micro-batch; alike layers of a model as one, with their number."""
+    counted: Counter[tuple[int, int, int, str]] = Counter()
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            inner, columns = args[0].shape[-1], output.shape[-1]
+            rows = math.prod(args[0].shape[:-1])
+            counted[rows, inner, columns, re.sub(r"\b\d+\b", "*", own_name(name))] += 1
+
+        return hook
+
+    one_rank = Candidate(
+        strategy="single",
+        layout=ShardLayout(copies=1, shards=1),
+        micro_batch_size=micro_batch_size,
+    )
+    seen = LiveStorages(answer=lambda _: None, on_host=True)
+    nobody_else = fake_process_group(1, ranks_per_machine=1, reduced=lambda bucket, ranks: None)
+    with named_refusals(seen), nobody_else as world:
+        built = build_step(work, one_rank, world)
+        for name, module in built.model.named_modules():
+            if type(module).__name__ in _KINDS:
+                module.register_forward_hook(note(name))
+        with masks_of_real_runs(packed=work.packed):
+            built.loss_of(built.batch())
+    if not counted:
+        raise Impossible(
+            "asked for the products of this model's linear layers",
+            why="its forward calls no torch.nn.Linear",
+            fix="leave the model out and give sizes: --sizes 1024 2048",
+        )
+    return tuple(
+        MatmulShape(rows=rows, inner=inner, columns=columns, layer=layer, times=times)
+        for (rows, inner, columns, layer), times in counted.items()
+    )
+
 
 _DTYPES = {
     "float32": torch.float32,
@@ -29,7 +86,7 @@ _MOST_ERROR = {"float32": 1e-5, "tf32": 2e-3, "bfloat16": 1e-2, "float16": 2e-3}
 _ROWS_CHECKED = 8
 
 
-def products(request: MatmulRequest) -> MatmulAnswer:
+def time_products(request: MatmulRequest) -> MatmulAnswer:
     """Multiply everything that is asked for: on the accelerator and on the CPU, or only there."""
     shapes = request.shapes
     if request.work is not None:
@@ -49,7 +106,10 @@ def products(request: MatmulRequest) -> MatmulAnswer:
 
 
 def _on(
-    device: torch.device, shapes: Sequence[Shape], types: Sequence[str], request: MatmulRequest
+    device: torch.device,
+    shapes: Sequence[MatmulShape],
+    types: Sequence[str],
+    request: MatmulRequest,
 ) -> list[Product]:
     """Multiply in turns what does not take too long; in the order of shapes, then of types."""
     turns: dict[str, Callable[[], object]] = {}
@@ -77,7 +137,7 @@ def _on(
 
 
 def _factors(
-    shape: Shape, number_type: str, device: torch.device
+    shape: MatmulShape, number_type: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     maker = torch.Generator().manual_seed(shape.flops)
     sizes = (shape.rows, shape.inner), (shape.inner, shape.columns)
@@ -115,7 +175,7 @@ def benchmark_matmul(
             fix='benchmark_matmul("cpu", 1024, 100)',
         )
     place = torch.device(device)
-    shape = Shape(rows=size, inner=size, columns=size)
+    shape = MatmulShape(rows=size, inner=size, columns=size)
     left, right = _factors(shape, "float32", place)
     turns = {"product": partial(_multiply, left, right, "float32")}
     found = estimate(interleaved(turns, device=place, rounds=iterations)["product"])
@@ -132,7 +192,7 @@ def benchmark_matmul(
 def main(request: str, answers: str) -> None:
     """Read what is asked for, multiply, and leave the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=MatmulRequest)
-    leave_answer(answers, 0, msgspec.json.encode(products(asked)).decode())
+    leave_answer(answers, 0, msgspec.json.encode(time_products(asked)).decode())
 
 
 if __name__ == "__main__":

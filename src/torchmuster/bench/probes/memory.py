@@ -13,18 +13,19 @@ import msgspec
 import torch
 from torch import nn
 
-from torchmuster.bench.memory_stages import (
+from torchmuster.bench.memory import (
     PARTS,
     MemoryAnswer,
     MemoryRequest,
     OfPrecision,
+    RecomputeMode,
     StageTaken,
+    recompute_modes_for,
 )
 from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.recomputing import Way, ways_for
 from torchmuster.plan.job import Candidate, Recompute
-from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.tensor_memory import Look, tensor_memory
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.live_storage import Look, tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train import precision
 from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
@@ -35,7 +36,7 @@ _WARM_UP_S = 0.5
 _STEADY = 2  # steps of which the lesser peak counts: a thread may have something in hand too long
 
 
-def measure(request: MemoryRequest, world: World) -> MemoryAnswer:
+def measure_stages(request: MemoryRequest, world: World) -> MemoryAnswer:
     """Follow the stages in two precisions, and try every way to recompute in the first of them."""
     cards = precision.precision_support(world)
     chosen = precision.choose_precision(request.precision, cards)
@@ -70,13 +71,13 @@ class _Trial:
         self._request = request
         self._candidate = candidate
         self._world = world
-        self.built: Built
+        self.built: BuiltStep
         self._switch: RecomputeSwitch
 
     def _build(self) -> None:
         self.forget()
         plain = replace(self._candidate, recompute="none")
-        self.built = build(self._request.work, plain, self._world)
+        self.built = build_step(self._request.work, plain, self._world)
         self._switch = RecomputeSwitch(self.built.model)
 
     def forget(self) -> None:
@@ -103,9 +104,9 @@ class _Trial:
             self._build()
         return found
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RecomputeMode]:
         """Try all ways: first their memory, what saves most first; then the time of those that fit."""
-        ways = ways_for(len(self.built.blocks))
+        ways = recompute_modes_for(len(self.built.blocks))
         peaks = {way: self._peak(way) for way in ways}
         fitting = [way for way, peak in peaks.items() if peak is not None]
         turns = {str(way): partial(self._step, way) for way in fitting}
@@ -113,7 +114,7 @@ class _Trial:
             turns, device=self._world.device, rounds=self._request.rounds, warm_up_s=_WARM_UP_S
         )
         return [
-            Way(
+            RecomputeMode(
                 recompute=way,
                 blocks=self._switch.count(way),
                 peak_bytes=None if peak is None else peak[0],
@@ -153,7 +154,7 @@ class _Trial:
         return min(peaks), reserved
 
 
-def _show(built: Built, look: Look) -> None:
+def _show(built: BuiltStep, look: Look) -> None:
     """Let a follower see what there is already: it knows of what passes an operation."""
     with torch.no_grad():
         for one in (*built.model.parameters(), *built.model.buffers(), *_states(built)):
@@ -161,7 +162,7 @@ def _show(built: Built, look: Look) -> None:
     look()
 
 
-def followed_stages(built: Built, look: Look, begin_bytes: int = 0) -> tuple[StageTaken, ...]:
+def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple[StageTaken, ...]:
     """Take two steps and say what was taken before, in and after each of their stages.
 
     ``begin_bytes`` is what others had of the device before the model was built.
@@ -218,7 +219,7 @@ def _hooked(model: nn.Module, hook: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _parts(built: Built, live_bytes: int) -> Mapping[str, int]:
+def _parts(built: BuiltStep, live_bytes: int) -> Mapping[str, int]:
     parameters = list(built.model.parameters())
     sizes = (
         local_bytes([*parameters, *built.model.buffers()]),
@@ -228,7 +229,7 @@ def _parts(built: Built, live_bytes: int) -> Mapping[str, int]:
     return dict(zip(PARTS, (*sizes, max(live_bytes - sum(sizes), 0)), strict=True))
 
 
-def _states(built: Built) -> Sequence[torch.Tensor]:
+def _states(built: BuiltStep) -> Sequence[torch.Tensor]:
     return [
         value
         for state in built.optimizer.state.values()
@@ -279,7 +280,7 @@ def main() -> None:
     asked, answers = sys.argv[1:]
     request = msgspec.json.decode(Path(asked).read_bytes(), type=MemoryRequest)
     with join_world(request.device) as world:
-        found = measure(request, world)
+        found = measure_stages(request, world)
     leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
 
 

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.profiler import record_function
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from torchmuster.bench.profile.recording_words import Collective, Step
+from torchmuster.bench.profile.recording import RecordedCollective, RecordedStep
 
 _REST = ""
 _UNMARKED = nullcontext()
@@ -35,7 +37,7 @@ class Phases:
         self.times: Counter[str] = Counter()
         self.first_at_s: dict[str, float] = {}
         self.last_end_at_s: dict[str, float] = {}
-        self.collectives: list[Collective] = []
+        self.collectives: list[RecordedCollective] = []
         self.gradient_ready_at_s: float | None = None
         self.waiting_s = 0.0
         self._switches = _switches()
@@ -126,7 +128,7 @@ class Phases:
         """Keep a call of torch.distributed that has just ended."""
         if len(self.collectives) < _MOST_COLLECTIVES:
             self.collectives.append(
-                Collective(
+                RecordedCollective(
                     name=name,
                     begun_at_s=begun_at_s,
                     ended_at_s=self._clock(),
@@ -134,11 +136,11 @@ class Phases:
                 )
             )
 
-    def end(self, number: int, *, profiled: bool, memory_bytes: int | None) -> Step:
+    def end(self, number: int, *, profiled: bool, memory_bytes: int | None) -> RecordedStep:
         """Return the step that has just ended."""
         at_s = self._clock()
         seconds = self.seconds
-        return Step(
+        return RecordedStep(
             number=number,
             profiled=profiled,
             begun_at_s=self.begun_at_s,
@@ -184,3 +186,49 @@ def first_tensor(batch: Any) -> torch.Tensor | None:
         if found is not None:
             return found
     return None
+
+
+class ForwardPhases:
+    """Marks the calls of the outermost modules as the phase ``forward``."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._outermost: dict[int, nn.Module] = {}
+        self._depth = 0
+        self._listening: list[Any] = []
+
+    def find(self) -> None:
+        """Listen to every module."""
+        self._listening = [
+            register_module_forward_pre_hook(self._enter_any),
+            register_module_forward_hook(self._leave_any, always_call=True),
+        ]
+
+    def _enter_any(self, module: nn.Module, *_: Any) -> None:
+        if not self._depth and self._phases.now == "":
+            self._outermost[id(module)] = module
+        self._depth += 1
+
+    def _leave_any(self, *_: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    @property
+    def outermost(self) -> list[nn.Module]:
+        """The modules that no other module called, as far as they were found."""
+        return list(self._outermost.values())
+
+    def settle(self) -> None:
+        """Listen to the outermost ones only."""
+        for one in self._listening:
+            one.remove()
+        for module in self._outermost.values():
+            module.register_forward_pre_hook(self._enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        if self._phases.now in ("", "forward"):
+            self._phases.enter("forward")
+
+    def _leave(self, *_: Any) -> None:
+        if self._phases.now == "forward":
+            self._phases.leave()

@@ -16,14 +16,13 @@ import msgspec
 import torch
 from torch.utils.data import default_collate
 
-from torchmuster.bench.precision import PrecisionAnswer, PrecisionRequest, Way
+from torchmuster.bench.precision import PrecisionAnswer, PrecisionRequest, PrecisionRun
 from torchmuster.bench.probes import stability
-from torchmuster.bench.probes.clock import interleaved
-from torchmuster.bench.probes.on_device import device_name, number_types
+from torchmuster.bench.probes.clock import device_name, interleaved, number_types
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.tensor_memory import tensor_memory
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.live_storage import tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.data.pytree import map_tensors, move_to_device, tensors_in
@@ -42,7 +41,7 @@ _MOST_TRIES = 24  # of a step: halved so often, the first loss scale is less tha
 _NUMBER_TYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def measure(request: PrecisionRequest, world: World) -> PrecisionAnswer:
+def measure_precisions(request: PrecisionRequest, world: World) -> PrecisionAnswer:
     """Train in each precision, then time all of them in turns."""
     names, missing = _precisions(world.device)
     samples = _samples(request)
@@ -67,7 +66,9 @@ def measure(request: PrecisionRequest, world: World) -> PrecisionAnswer:
         ways=tuple(replace(one, step_s=taken[one.precision]) for one in ways),
         missing=missing,
         other_order_loss=again.held_loss,
-        courses=stability.study(world, [one for one in names if one != "tf32"], _STUDY_STEPS)
+        courses=stability.study_stability(
+            world, [one for one in names if one != "tf32"], _STUDY_STEPS
+        )
         if request.study
         else (),
     )
@@ -84,7 +85,7 @@ def _precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
     )
 
 
-def _built(request: PrecisionRequest, name: str, world: World) -> Built:
+def _built(request: PrecisionRequest, name: str, world: World) -> BuiltStep:
     """Build the training with the weights that all of them begin with."""
     gc.collect()
     torch.manual_seed(0)
@@ -94,7 +95,7 @@ def _built(request: PrecisionRequest, name: str, world: World) -> Built:
         precision="fp32" if name == "tf32" else name,  # type: ignore[arg-type]
         micro_batch_size=request.micro_batch_size,
     )
-    return build(request.work, one_rank, world)
+    return build_step(request.work, one_rank, world)
 
 
 def _samples(request: PrecisionRequest) -> list[Any]:
@@ -114,7 +115,7 @@ def _samples(request: PrecisionRequest) -> list[Any]:
     return found
 
 
-def _batches(request: PrecisionRequest, built: Built, samples: Sequence[Any]) -> list[Any]:
+def _batches(request: PrecisionRequest, built: BuiltStep, samples: Sequence[Any]) -> list[Any]:
     """Return the held ones and one for each step; a dataset that is too small comes again."""
     count, size = request.steps + _HELD, request.micro_batch_size
     torch.manual_seed(0)
@@ -124,7 +125,7 @@ def _batches(request: PrecisionRequest, built: Built, samples: Sequence[Any]) ->
     return [default_collate([next(endless) for _ in range(size)]) for _ in range(count)]
 
 
-def _reference(built: Built, batch: Any) -> torch.Tensor | None:
+def _reference(built: BuiltStep, batch: Any) -> torch.Tensor | None:
     """Return the outputs of the first weights for one sample in float64; None if the model cannot have them."""
     exact = copy.deepcopy(built.model).to("cpu", torch.float64)
     try:
@@ -141,7 +142,7 @@ def _as_float64(batch: Any) -> Any:
     return map_tensors(batch, lambda one: one.double() if one.is_floating_point() else one)
 
 
-def _outputs(built: Built, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def _outputs(built: BuiltStep, model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """Return the first tensor that the model gives when its loss is computed, in float64 on the CPU."""
     seen: list[torch.Tensor] = []
     hook = model.register_forward_hook(
@@ -184,7 +185,7 @@ class _Training:
         self._skipped = 0
         self._trouble = ""
 
-    def way(self, batches: Sequence[Any]) -> Way:
+    def way(self, batches: Sequence[Any]) -> PrecisionRun:
         """Train, and say how it went; the first batches are held back for the end."""
         held, data = batches[:_HELD], batches[_HELD:]
         with _arithmetic(self._name):
@@ -200,7 +201,7 @@ class _Training:
                 self._train(built, number, batch)
             held_loss = self._held_loss(built, held)
         scale = built.update.state()["loss_scale"]
-        return Way(
+        return PrecisionRun(
             precision=self._name,
             step_s=(),
             peak_bytes=peak,
@@ -212,7 +213,7 @@ class _Training:
             trouble=self._trouble,
         )
 
-    def _output_error(self, built: Built, batch: Any) -> float | None:
+    def _output_error(self, built: BuiltStep, batch: Any) -> float | None:
         if self._reference is None:
             return None
         sample = move_to_device(_first_sample(batch), self._world.device)
@@ -220,7 +221,7 @@ class _Training:
             given = _outputs(built, built.model, sample)
         return _finite((given - self._reference).norm() / self._reference.norm())
 
-    def _train(self, built: Built, number: int, batch: Any) -> None:
+    def _train(self, built: BuiltStep, number: int, batch: Any) -> None:
         """Take a step; one that only the scale of the loss has spoilt is taken again with the smaller one.
 
         So all precisions have learnt from the same data in the end, and a difference is that of their numbers.
@@ -237,7 +238,7 @@ class _Training:
                 break
         self._losses.append(value)
 
-    def _look_for_cause(self, built: Built, number: int, outcome: StepResult) -> None:
+    def _look_for_cause(self, built: BuiltStep, number: int, outcome: StepResult) -> None:
         if self._trouble:
             return
         looking = BadNumbers(
@@ -246,7 +247,7 @@ class _Training:
         found = looking.examine(number, outcome.micro_batches, built.loss)
         self._trouble = found.what.partition("; all ranks")[0]
 
-    def _held_loss(self, built: Built, held: Sequence[Any]) -> float | None:
+    def _held_loss(self, built: BuiltStep, held: Sequence[Any]) -> float | None:
         built.model.eval()
         with torch.no_grad():
             losses = [
@@ -256,7 +257,7 @@ class _Training:
         return _finite(torch.stack(losses).mean())
 
 
-def _step(built: Built, number: int, batch: Any) -> tuple[torch.Tensor, StepResult]:
+def _step(built: BuiltStep, number: int, batch: Any) -> tuple[torch.Tensor, StepResult]:
     """Make one whole step with a batch."""
     size = built.candidate.micro_batch_size
     step = Step(
@@ -282,7 +283,7 @@ def _finite(value: torch.Tensor) -> float | None:
 
 
 def _times(
-    request: PrecisionRequest, built: Built, names: Sequence[str], batch: Any
+    request: PrecisionRequest, built: BuiltStep, names: Sequence[str], batch: Any
 ) -> dict[str, tuple[float, ...]]:
     """Time steps of one model that is trained in all precisions in turns."""
     turns: dict[str, Callable[[], object]] = {}
@@ -304,7 +305,7 @@ def _times(
     )
 
 
-def _timed_step(name: str, built: Built, batch: Any) -> None:
+def _timed_step(name: str, built: BuiltStep, batch: Any) -> None:
     with _arithmetic(name):
         _step(built, 0, batch)
 
@@ -313,7 +314,7 @@ def main(request: str, answers: str) -> None:
     """Read what is asked for, train, and leave the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=PrecisionRequest)
     with join_world(asked.device) as world:
-        found = measure(asked, world)
+        found = measure_precisions(asked, world)
     leave_answer(answers, 0, msgspec.json.encode(found).decode())
 
 

@@ -10,14 +10,14 @@ import msgspec
 import torch.distributed as dist
 
 from torchmuster.bench.probes.step_recorder import Finished, StepRecorder
-from torchmuster.bench.profile.recording_words import Asked, write_facts
+from torchmuster.bench.profile.recording import ProfileRequest, write_facts
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 
 
 def main() -> None:
     """Read what is asked for, run the script up to its last wanted step, and leave the facts."""
     request, answers = sys.argv[1:]
-    asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=ProfileRequest)
     recorder = StepRecorder(asked)
     recorder.install()
     program, *words = asked.command

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from torchmuster.bench.probes.clock_on_ranks import interleaved_on_ranks
-from torchmuster.bench.scaling import Asked, RankTimes, Study, Times
+from torchmuster.bench.probes.clock import interleaved_on_ranks
+from torchmuster.bench.scaling import ScalingRequest, ScalingStudy, ScalingTimes, StepTimes
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.building import Built, build
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
@@ -37,10 +37,10 @@ _FIRST_CALLS = 3  # in which workers start
 _SMALL_BYTES = 4 * KiB
 
 
-class Steps:
+class ScalingSteps:
     """Takes steps of one portion without end, and keeps what reading took in each."""
 
-    def __init__(self, built: Built, loader: Loader) -> None:
+    def __init__(self, built: BuiltStep, loader: Loader) -> None:
         self._built = built
         self._loader = loader
         self._steps = itertools.chain.from_iterable(map(loader.epoch, itertools.count()))
@@ -74,20 +74,20 @@ class Steps:
             yield micro
 
 
-def times(asked: Asked, world: World) -> RankTimes:
+def step_times(asked: ScalingRequest, world: World) -> ScalingTimes:
     """Time the steps; all ranks do."""
     study = asked.study
     if study.threads is not None:
         torch.set_num_threads(study.threads)
     turns: dict[str, Callable[[], object]] = {}
-    all_steps: dict[str, Steps] = {}
+    all_steps: dict[str, ScalingSteps] = {}
     together = _build(study, world)
     alone = together if world.world_size == 1 else _alone(study, world)
     sent_bytes = sum(one.nbytes for one in together.model.parameters() if one.requires_grad)
     for portion in asked.portions:
         kinds = {"alone": alone} if alone is together else {"step": together, "alone": alone}
         for kind, built in kinds.items():
-            steps = Steps(built, _loader(study, built, portion, number=world.global_rank))
+            steps = ScalingSteps(built, _loader(study, built, portion, number=world.global_rank))
             all_steps[f"{kind} {portion}"] = steps
             turns[f"{kind} {portion}"] = steps.take
     for size_bytes in _sizes(sent_bytes) if world.world_size > 1 else ():
@@ -95,14 +95,14 @@ def times(asked: Asked, world: World) -> RankTimes:
     taken_s = interleaved_on_ranks(turns, world=world, rounds=study.rounds)
     for steps in all_steps.values():
         steps.close()
-    return RankTimes(
+    return ScalingTimes(
         rank=world.global_rank,
         device=str(world.device),
         backend=world.backend,
         sent_bytes=sent_bytes,
         shards=sum(isinstance(one, FSDPModule) for one in together.model.modules()),
         by_portion={
-            portion: Times(
+            portion: StepTimes(
                 step_s=taken_s.get(f"step {portion}", taken_s[f"alone {portion}"]),
                 alone_s=taken_s[f"alone {portion}"],
                 read_s=statistics.median(all_steps[f"alone {portion}"].read_s[_FIRST_CALLS:]),
@@ -117,7 +117,7 @@ def times(asked: Asked, world: World) -> RankTimes:
     )
 
 
-def _build(study: Study, world: World) -> Built:
+def _build(study: ScalingStudy, world: World) -> BuiltStep:
     ranks = world.world_size
     sharded = study.strategy == "fsdp"
     candidate = Candidate(
@@ -125,16 +125,16 @@ def _build(study: Study, world: World) -> Built:
         layout=ShardLayout(copies=1 if sharded else ranks, shards=ranks if sharded else 1),
         precision=study.precision,
     )
-    return build(study.work, candidate, world)
+    return build_step(study.work, candidate, world)
 
 
-def _alone(study: Study, world: World) -> Built:
+def _alone(study: ScalingStudy, world: World) -> BuiltStep:
     """Return a training that computes what this rank computes and sends nothing: a copy of the whole model."""
     solo = dataclasses.replace(world, world_size=1, local_world_size=1, global_rank=0, local_rank=0)
     candidate = Candidate(
         strategy="single", layout=ShardLayout(copies=1, shards=1), precision=study.precision
     )
-    built = build(study.work, candidate, solo)
+    built = build_step(study.work, candidate, solo)
     if study.strategy != "fsdp":
         return built
     # A rank of fsdp updates its shard only: as many of the parameters, whichever.
@@ -151,7 +151,7 @@ def _alone(study: Study, world: World) -> Built:
     return dataclasses.replace(built, optimizer=optimizer, update=update)
 
 
-def _loader(study: Study, built: Built, portion: int, *, number: int) -> Loader:
+def _loader(study: ScalingStudy, built: BuiltStep, portion: int, *, number: int) -> Loader:
     """Return what reads so many samples for each rank of a training; alone, ranks read different ones."""
     world = built.world
     batches = LoaderSpec(
@@ -167,7 +167,7 @@ def _loader(study: Study, built: Built, portion: int, *, number: int) -> Loader:
     return loader_for(samples, world, batches)
 
 
-def _samples(work: Work, built: Built) -> Any:
+def _samples(work: Work, built: BuiltStep) -> Any:
     if work.dataset is not None:
         return factory.call_import(work.dataset, "data.dataset")
     made_up = [built.batch() for _ in range(_MADE_UP_SAMPLES)]
@@ -185,9 +185,9 @@ def _sending(size_bytes: int, world: World) -> Callable[[], object]:
 
 def main(request: str, answers: str) -> None:
     """Read what is asked for, take the steps, and leave the answer."""
-    asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=ScalingRequest)
     with join_world("cpu" if asked.study.device == "cpu" else "auto") as world:
-        found = times(asked, world)
+        found = step_times(asked, world)
         leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
 
 

@@ -58,7 +58,7 @@ class LargeActivations(nn.Module):
         return logits
 
 
-def study(world: World, precisions: Sequence[str], steps: int) -> tuple[Course, ...]:
+def study_stability(world: World, precisions: Sequence[str], steps: int) -> tuple[Course, ...]:
     """Train both models in these precisions, for so many steps each."""
     return tuple(
         _course(case, PRECISIONS[name], world, steps)

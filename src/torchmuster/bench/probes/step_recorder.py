@@ -22,14 +22,68 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from torchmuster.bench.probes.forward_phases import ForwardPhases
-from torchmuster.bench.probes.own_trainer import OwnTrainer
-from torchmuster.bench.probes.phases import Phases, first_tensor
+from torchmuster.bench.probes.phases import ForwardPhases, Phases, first_tensor
 from torchmuster.bench.probes.trace_file import TraceFile
 from torchmuster.bench.probes.tried_changes import TriedChanges
-from torchmuster.bench.profile.recording_words import WARM_UP_STEPS, Asked, Loader, RankFacts, Step
+from torchmuster.bench.profile.recording import (
+    WARM_UP_STEPS,
+    ProfileRequest,
+    RankFacts,
+    RecordedLoader,
+    RecordedStep,
+)
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.train.counted_flops import CountedFlops, is_compiled
+from torchmuster.train.defaults import micro_batch_size
+from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.trainer import Trainer
+
+
+class OwnTrainer:
+    """Hears when a ``Trainer`` waits, and which loader it reads from."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._trainer: Trainer | None = None
+
+    def watch(self) -> None:
+        """Stand at the trainer's doors."""
+        phases, wait, work, fit = self._phases, StepMetrics.wait, StepMetrics.work, Trainer.fit
+
+        @functools.wraps(wait)
+        def watched_wait(tally: StepMetrics) -> None:
+            phases.begin_wait()
+            wait(tally)
+
+        @functools.wraps(work)
+        def watched_work(tally: StepMetrics) -> None:
+            work(tally)
+            phases.end_wait()
+
+        @functools.wraps(fit)
+        def watched_fit(trainer: Trainer, **named: Any) -> Any:
+            self._trainer = trainer
+            return fit(trainer, **named)
+
+        StepMetrics.wait = watched_wait  # type: ignore[method-assign, assignment]
+        StepMetrics.work = watched_work  # type: ignore[method-assign, assignment]
+        Trainer.fit = watched_fit  # type: ignore[method-assign, assignment]
+
+    def loader(self) -> RecordedLoader | None:
+        """Return what the trainer reads from; None where no trainer of ours has run."""
+        if self._trainer is None:
+            return None
+        loader, world = self._trainer.loader, self._trainer.world
+        size = micro_batch_size(loader, world)
+        return RecordedLoader(
+            workers=getattr(loader, "workers", 0),
+            batch_size=size,
+            samples_per_batch=size,
+            pin_memory=False,
+            prefetch_factor=None,
+            dataset=type(getattr(loader, "dataset", loader)).__name__,
+        )
+
 
 _COLLECTIVES = (
     "all_reduce",
@@ -59,7 +113,7 @@ class Finished(SystemExit):
 class StepRecorder:
     """Records the steps of one rank."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ProfileRequest) -> None:
         self._asked = asked
         self.rank = int(os.environ.get("RANK", "0"))
         self._phases = Phases()
@@ -69,7 +123,7 @@ class StepRecorder:
         self._own_trainer = OwnTrainer(self._phases)
         self._flops = CountedFlops()
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._number = 0  # of the step that goes on is one more
         self._profiled = False
         self._optimizer: torch.optim.Optimizer | None = None
@@ -341,11 +395,11 @@ class StepRecorder:
             return "ddp"
         return "fsdp" if any(hasattr(one, "device_mesh") for one in self._parameters) else None
 
-    def _loader_facts(self) -> Loader | None:
+    def _loader_facts(self) -> RecordedLoader | None:
         loader = self._loader
         if loader is None:
             return self._own_trainer.loader()
-        return Loader(
+        return RecordedLoader(
             workers=loader.num_workers,
             batch_size=loader.batch_size,
             samples_per_batch=self._samples,

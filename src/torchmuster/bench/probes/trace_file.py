@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from torchmuster.bench.profile.recording_words import Asked, TraceKept
+from torchmuster.bench.profile.recording import ProfileRequest, TraceKept
 from torchmuster.units import format_bytes
 
 
@@ -23,7 +23,7 @@ class TraceFile:
     this range ends would be told of its end, and write it into memory of the first (torch 2.13 crashes then).
     """
 
-    def __init__(self, asked: Asked, rank: int) -> None:
+    def __init__(self, asked: ProfileRequest, rank: int) -> None:
         self._asked = asked
         self._rank = rank
         self._wanted = asked.traces and (asked.on_ranks is None or rank in asked.on_ranks)

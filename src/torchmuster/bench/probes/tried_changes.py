@@ -12,13 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader
 
-from torchmuster.bench.profile.changes import Change
+from torchmuster.bench.profile.changes import TriedChange
 
 
 class TriedChanges:
     """The changes of one run, and which of them came to be used."""
 
-    def __init__(self, changes: Sequence[Change]) -> None:
+    def __init__(self, changes: Sequence[TriedChange]) -> None:
         self._values = {change.kind: change.value for change in changes}
         self._changes = {change.kind: change for change in changes}
         self._used: set[str] = set()

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.bench.profile.analysis import Analysis
-from torchmuster.bench.profile.cause import Cause, Look
-from torchmuster.bench.profile.causes_of_computing import (
+from torchmuster.bench.profile.causes import (
+    Cause,
+    Look,
     full_precision,
+    host_reads,
+    many_saves,
+    no_overlap,
+    sent_each_micro_batch,
+    starved_loader,
+    straggler,
     tiny_batch,
     too_many_threads,
 )
-from torchmuster.bench.profile.causes_of_sending import no_overlap, sent_each_micro_batch
-from torchmuster.bench.profile.causes_of_waiting import (
-    host_reads,
-    many_saves,
-    starved_loader,
-    straggler,
-)
-from torchmuster.bench.profile.changes import Change, Trial
+from torchmuster.bench.profile.changes import ChangeTrial, TriedChange
 from torchmuster.bench.profile.shares import WORDS
 from torchmuster.finding import Finding, Status
 from torchmuster.pages.figures import amount
@@ -46,10 +46,10 @@ class Advice:
     gain: float | None
     known_by: Literal["trace", "trial"]
     finding: Finding
-    change: Change | None  # what --verify can apply; None: only a person can
+    change: TriedChange | None  # what --verify can apply; None: only a person can
 
 
-def advise(analysis: Analysis, trials: Sequence[Trial] = ()) -> tuple[Advice, ...]:
+def advise(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> tuple[Advice, ...]:
     """Return what to mend, the best first; nothing where nothing is worth it."""
     if not analysis.steps:
         return ()
@@ -90,9 +90,9 @@ def _advice(cause: Cause) -> Advice:
     )
 
 
-def nothing_to_mend(analysis: Analysis, trials: Sequence[Trial] = ()) -> Finding:
+def nothing_to_fix(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> Finding:
     """Say of a training without advice what limits it."""
-    limiting = limit(analysis)
+    limiting = advice_limit(analysis)
     tried = "".join(f"\ntried: {one.change}: {one.gain:.2f}x" for one in trials)
     return Finding(
         name="nothing-to-mend",
@@ -103,7 +103,7 @@ def nothing_to_mend(analysis: Analysis, trials: Sequence[Trial] = ()) -> Finding
     )
 
 
-def limit(analysis: Analysis) -> str:
+def advice_limit(analysis: Analysis) -> str:
     """Name what takes most of the step, of all ranks together, and the operation that takes most of that."""
     names = dict.fromkeys(WORDS, 0.0)
     for rank in analysis.ranks:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.bench.profile import operations, shares, slow_rank
-from torchmuster.bench.profile.changes import Change
+from torchmuster.bench.profile import shares, slow_rank
+from torchmuster.bench.profile import shares as operations
+from torchmuster.bench.profile.changes import TriedChange
+from torchmuster.bench.profile.gains import RanksStep, usual_step_s, usual_steps
 from torchmuster.bench.profile.intervals import Intervals
-from torchmuster.bench.profile.operations import Operations
-from torchmuster.bench.profile.recording_words import RankFacts, read_facts
-from torchmuster.bench.profile.shares import Shares
+from torchmuster.bench.profile.recording import RankFacts, read_facts
+from torchmuster.bench.profile.shares import Operations, Shares
 from torchmuster.bench.profile.slow_rank import SlowRank
 from torchmuster.bench.profile.step_picture import Pictured, picture_of
-from torchmuster.bench.profile.trace_kinds import Lane
+from torchmuster.bench.profile.trace_events import Lane
 from torchmuster.bench.profile.trace_lanes import MOST_HELD, StepLanes, TraceLanes, read_lanes
 from torchmuster.bench.profile.trials_wanted import trials_wanted
-from torchmuster.bench.profile.usual_steps import RanksStep, step_s, usual_steps
 from torchmuster.errors import Impossible
 
 _SAY_EVERY_S = 8.0
@@ -71,7 +71,7 @@ class Analysis:
         return tuple(one.facts for one in self.ranks)
 
     @property
-    def wanted(self) -> tuple[Change, ...]:
+    def wanted(self) -> tuple[TriedChange, ...]:
         """Changes that are worth a trial because no formula knows their gain, the most promising first."""
         bound = any(
             one.trace.operations.smallness.bound
@@ -90,7 +90,7 @@ class Analysis:
         return statistics.median(profiled) / statistics.median(plain)
 
 
-def analyse(
+def analyse_profile(
     folder: Path, *, most_held: int = MOST_HELD, say: Callable[[str], None] = lambda _: None
 ) -> Analysis:
     """Read a profile's folder, one trace after the other."""
@@ -103,13 +103,13 @@ def analyse(
         heard.begin(rank)
         try:
             lanes = read_lanes(path, most_held=most_held, heard=heard.part)
-            traces[rank] = of_trace(lanes)
+            traces[rank] = analyse_trace(lanes)
         except (OSError, Impossible) as error:  # the other ranks' are worth looking at
             traces[rank] = str(error)
-    return of_facts(facts, traces, took_s=time.monotonic() - begun)
+    return analyse_facts(facts, traces, took_s=time.monotonic() - begun)
 
 
-def of_facts(
+def analyse_facts(
     facts: Sequence[RankFacts],
     traces: Mapping[int, TraceAnalysis | str] | None = None,
     *,
@@ -121,7 +121,7 @@ def of_facts(
     return Analysis(
         ranks=ranks,
         steps=steps,
-        step_s=step_s(steps) if steps else 0.0,
+        step_s=usual_step_s(steps) if steps else 0.0,
         slow=_slow(ranks, steps),
         took_s=took_s,
     )
@@ -131,14 +131,14 @@ def _slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) -> SlowRank
     """Return the rank that others wait for, by its device's own time where there is one."""
     traced = {one.facts.rank: one.trace for one in ranks if one.trace and one.trace.on_device}
     if not traced:
-        return slow_rank.find(steps)
+        return slow_rank.find_slow_rank(steps)
     return slow_rank.on_devices(
         {rank: trace.sent_s for rank, trace in traced.items()},
         {rank: trace.shares for rank, trace in traced.items()},
     )
 
 
-def of_trace(lanes: TraceLanes) -> TraceAnalysis:
+def analyse_trace(lanes: TraceLanes) -> TraceAnalysis:
     """Return what one trace shows."""
     found = shares.moments(lanes)
     count = max(len(lanes.steps), 1)
@@ -153,10 +153,10 @@ def of_trace(lanes: TraceLanes) -> TraceAnalysis:
         unreadable=lanes.unreadable,
         on_device=lanes.on_device,
         shares=mean,
-        passes=None if lanes.on_device else shares.of_passes(lanes),
+        passes=None if lanes.on_device else shares.shares_of_passes(lanes),
         messages=sum(len(spans.begins) for spans in sent) / count,
         sent_s=tuple(_sent_s(step) for step in lanes.steps),
-        operations=operations.of_trace(lanes, mean),
+        operations=operations.operations_of_trace(lanes, mean),
         memory=lanes.memory.points(),
         picture=picture_of(lanes, found),
     )
@@ -179,7 +179,7 @@ def _rank(
     return RankAnalysis(
         facts=facts,
         trace=trace,
-        shares=shares.of_facts(own, beside=beside, unused=unused),
+        shares=shares.shares_of_facts(own, beside=beside, unused=unused),
         no_trace=why,
     )
 

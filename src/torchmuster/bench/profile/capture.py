@@ -1,13 +1,18 @@
 """A training run under the recorder, on fresh ranks of this machine, and the folder that it leaves."""
 
 import dataclasses
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from torchmuster.bench.profile.recording_words import ASKED, Asked, RankFacts, read_facts
+from torchmuster.bench.profile.changes import ChangeTrial, TriedChange
+from torchmuster.bench.profile.recording import ASKED, ProfileRequest, RankFacts, read_facts
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.plan.proof import fresh_ranks
@@ -34,7 +39,9 @@ def new_folder(within: Path) -> Path:
     )
 
 
-def record(asked: Asked, *, say: Callable[[str], None] = lambda _: None) -> list[RankFacts]:
+def record_profile(
+    asked: ProfileRequest, *, say: Callable[[str], None] = lambda _: None
+) -> list[RankFacts]:
     """Run the training up to the last step that is asked for; return what each rank wrote down, by rank.
 
     ``asked.into`` gets it all: what was asked, facts and traces. A rank that fails ends all.
@@ -42,7 +49,7 @@ def record(asked: Asked, *, say: Callable[[str], None] = lambda _: None) -> list
     into = Path(asked.into)
     request = msgspec.json.encode(asked)
     (into / ASKED).write_bytes(request)
-    ran = fresh_ranks.run(
+    ran = fresh_ranks.run_fresh_ranks(
         PROGRAM,
         request.decode(),
         ranks=asked.ranks,
@@ -69,12 +76,12 @@ def record(asked: Asked, *, say: Callable[[str], None] = lambda _: None) -> list
     return facts
 
 
-def again(asked: Asked, into: Path, **differences: object) -> Asked:
+def record_again(asked: ProfileRequest, into: Path, **differences: object) -> ProfileRequest:
     """Return the same question with differences, for a folder of its own."""
     return dataclasses.replace(asked, into=str(into), **differences)  # type: ignore[arg-type]
 
 
-def _refuse_too_few(asked: Asked, facts: list[RankFacts]) -> None:
+def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
     fewest = min(facts, key=lambda one: len(one.steps))
     plain = [step for step in fewest.steps if not step.profiled]
     if not fewest.steps:
@@ -96,7 +103,7 @@ def _refuse_too_few(asked: Asked, facts: list[RankFacts]) -> None:
         )
 
 
-def _name(asked: Asked) -> str:
+def _name(asked: ProfileRequest) -> str:
     return "the training" if asked.module else Path(asked.command[0]).name
 
 
@@ -104,3 +111,179 @@ def _seen(trouble: Finding) -> str:
     """Return what became of the ranks; their logs are gone with the folder that they ran in."""
     parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
     return "\n".join(part for part in parts if part and not part.startswith("log: "))
+
+
+_STEPS = 15  # of one run; the first ones warm up
+_MORE_ROUNDS = 2  # where those before were unclear
+
+
+def measured_step_s(facts: Sequence[RankFacts]) -> float:
+    """Return the seconds of a usual step: the median of the steps without the profiler, of the slowest rank."""
+    return max(
+        statistics.median(step.took_s for step in one.steps if not step.profiled) for one in facts
+    )
+
+
+def try_changes(
+    asked: ProfileRequest,
+    changes: Sequence[TriedChange],
+    *,
+    rounds: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[ChangeTrial, ...]:
+    """Run the training without and with each change, in turns, so that what the machine does besides meets all alike.
+
+    A change that breaks the training, or that nothing in it used, is left out and told. Where a run seems to have been
+    disturbed, there are a few more.
+    """
+    before: list[float] = []
+    after: dict[TriedChange, list[float]] = {change: [] for change in changes}
+    for number in range(rounds):
+        for change in _round(asked, before, after, f"{number + 1} of {rounds}", say):
+            del after[change]
+    for _ in range(_MORE_ROUNDS):
+        unclear = {one.change for one in _trials(before, after) if one.is_unclear}
+        if not unclear:
+            break
+        again = {change: after[change] for change in unclear}
+        for change in _round(asked, before, again, "again, as runs differ", say):
+            del after[change]
+    return _trials(before, after)
+
+
+def _round(
+    asked: ProfileRequest,
+    before: list[float],
+    after: dict[TriedChange, list[float]],
+    which: str,
+    say: Callable[[str], None],
+) -> list[TriedChange]:
+    """Run the training once without and once with each change; return the changes that cannot be tried."""
+    failed = []
+    say(f"the training as it is, {which}")
+    before.append(measured_step_s(_run(asked, say)))
+    for change, taken_s in after.items():
+        say(f"the training with {change}, {which}")
+        try:
+            facts = _run(with_change(asked, change), say)
+        except MusterError as error:
+            say(f"{change} could not be tried: {error.why or error.what}")
+            failed.append(change)
+            continue
+        unused = [text for one in facts for text in one.trouble if text.startswith(str(change))]
+        if unused:
+            say(unused[0])
+            failed.append(change)
+            continue
+        taken_s.append(measured_step_s(facts))
+    return failed
+
+
+def _trials(
+    before: Sequence[float], after: Mapping[TriedChange, Sequence[float]]
+) -> tuple[ChangeTrial, ...]:
+    return tuple(
+        ChangeTrial(
+            change=change,
+            before_s=tuple(before),
+            after_s=tuple(after_s),
+            samples_factor=float(change.value) if change.kind == "batch" else 1.0,
+        )
+        for change, after_s in after.items()
+    )
+
+
+def _run(asked: ProfileRequest, say: Callable[[str], None]) -> list[RankFacts]:
+    with tempfile.TemporaryDirectory(prefix="muster-trial-") as place:
+        steps = min(_STEPS, asked.last_step)
+        question = record_again(
+            asked,
+            Path(place),
+            traces=False,
+            first_step=steps,
+            last_step=steps,
+        )
+        return record_profile(question, say=say)
+
+
+_TRIALS = "trials.json"
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trials:
+    trials: tuple[ChangeTrial, ...]
+    proof: ChangeTrial | None
+
+
+def write_trials(folder: Path, trials: Sequence[ChangeTrial], proof: ChangeTrial | None) -> None:
+    """Keep what trials have shown, and what ``--verify`` has."""
+    kept = _Trials(trials=tuple(trials), proof=proof)
+    (folder / _TRIALS).write_bytes(msgspec.json.encode(kept))
+
+
+def read_trials(folder: Path) -> tuple[tuple[ChangeTrial, ...], ChangeTrial | None]:
+    """Return what was kept; nothing where no trial was made."""
+    if not (folder / _TRIALS).exists():
+        return (), None
+    kept = _decoded(folder / _TRIALS, _Trials)
+    return kept.trials, kept.proof
+
+
+def read_asked(folder: Path) -> ProfileRequest:
+    """Return the question of a profile."""
+    return _decoded(folder / ASKED, ProfileRequest)
+
+
+def _decoded(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise MusterError(
+            f"{path} cannot be read",
+            why=str(error),
+            fix="name a folder that muster profile has written, or profile again",
+        ) from error
+
+
+_GLOBAL, _MICRO = "train.global_batch_size", "train.micro_batch_size"
+
+
+_USUAL_MICRO_BATCH = 8  # what train.micro_batch_size is if nothing says it
+
+
+def with_change(asked: ProfileRequest, change: TriedChange) -> ProfileRequest:
+    """Return the question about the training with a change.
+
+    What settings can say is said by them; everything else, and every change of a script, is left to the recorder.
+    """
+    if not asked.with_run_folder:
+        return dataclasses.replace(asked, changes=(change,))
+    if change.kind == "workers":
+        return _told(asked, {"data.workers": change.value})
+    if change.kind == "bf16":
+        return _told(asked, {"train.precision": "bf16"})
+    if change.kind == "batch":
+        return _told(asked, _batch(asked, change.value))
+    return dataclasses.replace(asked, changes=(change,))
+
+
+def _batch(asked: ProfileRequest, times: int) -> dict[str, int]:
+    given = {
+        path: int(value)
+        for path, _, value in (word.partition("=") for word in asked.command)
+        if path in (_GLOBAL, _MICRO) and value.isdecimal()
+    }
+    whole, micro = given.get(_GLOBAL), given.get(_MICRO)
+    if whole is None:
+        return {_MICRO: (micro or _USUAL_MICRO_BATCH) * times}
+    # A batch that is computed in larger parts, not in more of them.
+    own = max(1, whole // asked.ranks)
+    return {_GLOBAL: whole * times, _MICRO: min(micro or _USUAL_MICRO_BATCH, own) * times}
+
+
+def _told(asked: ProfileRequest, settings: Mapping[str, int | str]) -> ProfileRequest:
+    words = [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
+    return dataclasses.replace(asked, command=(*asked.command, *words))

@@ -25,7 +25,7 @@ _WORDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class TriedChange:
     """One thing done differently; ``str()`` says it in words, ``written`` as ``--try`` takes it."""
 
     kind: Kind
@@ -40,12 +40,12 @@ class Change:
         return f"{self.kind}={self.value}"
 
 
-def parse(text: str) -> Change:
+def parse_change(text: str) -> TriedChange:
     """Read ``workers=4``."""
     name, _, number = text.partition("=")
     for kind in _WORDS:
         if kind == name and number.isdecimal() and 0 < int(number) < 100_000:
-            return Change(kind=kind, value=int(number))
+            return TriedChange(kind=kind, value=int(number))
     raise Impossible(
         f"{text!r} is not a change that can be tried",
         why="known are " + ", ".join(f"{kind}=N" for kind in _WORDS),
@@ -54,14 +54,14 @@ def parse(text: str) -> Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class ChangeTrial:
     """A training's seconds per step without and with a change, from fresh processes in turns.
 
     Each number is the median step of the slowest rank of one run. A batch that is k times as large makes k times
     the samples of a step: ``samples_factor``.
     """
 
-    change: Change
+    change: TriedChange
     before_s: tuple[float, ...]
     after_s: tuple[float, ...]
     samples_factor: float = 1.0

@@ -5,17 +5,57 @@ until another is the slowest, and the gain is that of the whole step, not of the
 """
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
-from torchmuster.bench.profile.recording_words import RankFacts, Step
-from torchmuster.bench.profile.usual_steps import (
-    RanksStep,
-    mean_s,
-    own_s,
-    step_s,
-    transfer_s,
-    waited_s,
-)
+from torchmuster.bench.profile.recording import RankFacts, RecordedStep
+
+RanksStep = Mapping[int, RecordedStep]  # one step, by rank
+
+PHASES = ("data", "forward", "backward", "optimizer", "save", "reads", "other")
+_UNUSUAL_FROM = 1.5  # times the median step
+
+
+def usual_steps(ranks: Sequence[RankFacts]) -> list[RanksStep]:
+    """Return the steps to judge by; where every step was profiled, these."""
+    by_rank = {one.rank: {step.number: step for step in one.steps} for one in ranks}
+    common = set.intersection(*(set(steps) for steps in by_rank.values())) if by_rank else set()
+    found = [{rank: steps[at] for rank, steps in by_rank.items()} for at in sorted(common)]
+    plain = [step for step in found if not any(one.profiled for one in step.values())] or found
+    # What holds a step up from outside is left out; a save is not outside.
+    lengths = [max(one.took_s - one.save_s for one in step.values()) for step in plain]
+    longest = _UNUSUAL_FROM * statistics.median(lengths) if lengths else 0.0
+    return [step for step, length in zip(plain, lengths, strict=True) if length <= longest]
+
+
+def waited_s(step: RecordedStep) -> float:
+    """Return how long a rank waited for communication with nothing beside it."""
+    return step.waiting_s + step.communication_s
+
+
+def own_s(step: RecordedStep) -> dict[str, float]:
+    """Return what a rank took by phase, without the waiting for other ranks."""
+    named: dict[str, float] = {phase: getattr(step, f"{phase}_s") for phase in PHASES}
+    named["backward"] -= step.waiting_s
+    return named
+
+
+def mean_s(steps: Sequence[RanksStep], phase: str) -> float:
+    """Return a phase's seconds, the mean of steps and ranks."""
+    return statistics.fmean(own_s(one)[phase] for step in steps for one in step.values())
+
+
+def usual_step_s(steps: Sequence[RanksStep]) -> float:
+    """Return what a step takes: the mean over the steps, of the rank that took longest."""
+    return statistics.fmean(max(one.took_s for one in step.values()) for step in steps)
+
+
+def transfer_s(steps: Sequence[RanksStep]) -> float:
+    """Return how long even the rank that comes last waits, a step: that is what the transfer itself takes."""
+    if not steps or len(steps[0]) < 2:
+        return 0.0
+    return statistics.fmean(min(waited_s(one) for one in step.values()) for step in steps)
+
 
 _ROOM = 1.25  # loader workers more than would just do
 _MOST_WORKERS = 16
@@ -25,7 +65,7 @@ _SMALLEST_MESSAGE_MIB = 1
 
 def gain(
     steps: Sequence[RanksStep],
-    saved_s: Callable[[int, Step], float],
+    saved_s: Callable[[int, RecordedStep], float],
     *,
     transfer_saved_s: float = 0.0,
 ) -> float:
@@ -40,24 +80,24 @@ def gain(
     return before_s / after_s if before_s else 1.0
 
 
-def of_phase(steps: Sequence[RanksStep], phase: str, *, left: float = 0.0) -> float:
+def gain_of_phase(steps: Sequence[RanksStep], phase: str, *, left: float = 0.0) -> float:
     """Return the gain if a phase took only a part of its time on every rank."""
     return gain(steps, lambda _, one: own_s(one)[phase] * (1 - left))
 
 
 def workers_needed(steps: Sequence[RanksStep], workers: int) -> int:
     """Return how many loader workers keep up with the rest of the step."""
-    whole_s, data_s = step_s(steps), mean_s(steps, "data")
+    whole_s, data_s = usual_step_s(steps), mean_s(steps, "data")
     # A loader without workers makes a batch while all wait; one with workers makes as many as it has in a step.
     batch_s = data_s if workers == 0 else workers * whole_s
     rest_s = max(whole_s - data_s, 1e-9)
     return min(max(math.ceil(_ROOM * batch_s / rest_s), workers + 1, 2), _MOST_WORKERS)
 
 
-def of_workers(steps: Sequence[RanksStep], before: int, after: int) -> float:
+def gain_of_workers(steps: Sequence[RanksStep], before: int, after: int) -> float:
     """Return the gain of more loader workers, if there are cores for them."""
 
-    def saved_s(_: int, one: Step) -> float:
+    def saved_s(_: int, one: RecordedStep) -> float:
         batch_s = one.data_s if before == 0 else before * one.took_s
         still_s = max(batch_s / after - (one.took_s - one.data_s), 0.0)
         return max(one.data_s - still_s, 0.0)
@@ -70,7 +110,7 @@ def message_mib(gradient_bytes: int) -> int:
     return max(round(gradient_bytes / _MESSAGES / 2**20), _SMALLEST_MESSAGE_MIB)
 
 
-def of_overlap(
+def gain_of_overlap(
     steps: Sequence[RanksStep], *, gradient_bytes: int, message_bytes: int
 ) -> tuple[float, float]:
     """Return the gain of sending gradients while others are computed, and what part of the transfer that hides.
@@ -85,9 +125,9 @@ def of_overlap(
     return gain(steps, lambda _, __: 0.0, transfer_saved_s=hidden_s), part
 
 
-def of_batch(steps: Sequence[RanksStep], times: int) -> float:
+def gain_of_batch(steps: Sequence[RanksStep], times: int) -> float:
     """Return the least gain of a larger batch: if only sending and the optimizer took no longer with it."""
-    whole_s = step_s(steps)
+    whole_s = usual_step_s(steps)
     growing_s = max(whole_s - transfer_s(steps) - mean_s(steps, "optimizer"), 0.0)
     return times * whole_s / (whole_s + (times - 1) * growing_s)
 

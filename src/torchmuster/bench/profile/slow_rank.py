@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchmuster.bench.profile.gains import PHASES, RanksStep, own_s, usual_step_s, waited_s
 from torchmuster.bench.profile.shares import Shares
-from torchmuster.bench.profile.usual_steps import PHASES, RanksStep, own_s, step_s, waited_s
 
 _SAME_RANK_FROM = 0.75
 _MATTERS_FROM = 0.08
@@ -41,14 +41,14 @@ class SlowRank:
         return steady and self.late_s >= _MATTERS_FROM * self.step_s
 
 
-def find(steps: Sequence[RanksStep]) -> SlowRank | None:
+def find_slow_rank(steps: Sequence[RanksStep]) -> SlowRank | None:
     """Return the rank that came last most often; None with one rank, or where nothing was waited for."""
     waited = [{rank: waited_s(one) for rank, one in step.items()} for step in steps]
     last = _last(waited)
     if last is None:
         return None
     phase, longer_s = _phase(last[0], steps)
-    return _slow(waited, last, phase=phase, longer_s=longer_s, step_s=step_s(steps))
+    return _slow(waited, last, phase=phase, longer_s=longer_s, step_s=usual_step_s(steps))
 
 
 def on_devices(

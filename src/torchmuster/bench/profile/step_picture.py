@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torchmuster.bench.profile.intervals import Intervals
-from torchmuster.bench.profile.trace_kinds import Lane
+from torchmuster.bench.profile.trace_events import Lane
 from torchmuster.bench.profile.trace_lanes import TraceLanes
 
 _PLACES = 480

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from torchmuster.bench.profile.intervals import Intervals
-from torchmuster.bench.profile.memory_timeline import MemoryTimeline
-from torchmuster.bench.profile.trace_events import Event, TraceFile
-from torchmuster.bench.profile.trace_kinds import (
+from torchmuster.bench.profile.trace_events import (
     STEP_MARKS,
+    Event,
     Lane,
+    MemoryTimeline,
+    TraceFile,
     computes,
     is_operation,
     lane_of,

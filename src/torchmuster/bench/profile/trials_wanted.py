@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 
-from torchmuster.bench.profile.changes import Change
-from torchmuster.bench.profile.gains import message_mib, messages_of, of_overlap, workers_needed
-from torchmuster.bench.profile.recording_words import RankFacts
-from torchmuster.bench.profile.usual_steps import RanksStep, mean_s, step_s, transfer_s
+from torchmuster.bench.profile.changes import TriedChange
+from torchmuster.bench.profile.gains import (
+    RanksStep,
+    gain_of_overlap,
+    mean_s,
+    message_mib,
+    messages_of,
+    transfer_s,
+    usual_step_s,
+    workers_needed,
+)
+from torchmuster.bench.profile.recording import RankFacts
 
 BATCH_TIMES = 8
 _FIXED_FROM = 0.25
@@ -18,29 +26,29 @@ _FEW_MESSAGES = 2
 
 def trials_wanted(
     ranks: Sequence[RankFacts], steps: Sequence[RanksStep], *, small_operations: bool
-) -> tuple[Change, ...]:
+) -> tuple[TriedChange, ...]:
     """Return the changes to try, the most promising first."""
     return tuple(_wanted(ranks, steps, small_operations)) if steps else ()
 
 
 def _wanted(
     ranks: Sequence[RankFacts], steps: Sequence[RanksStep], small_operations: bool
-) -> Iterator[Change]:
-    whole_s, first = step_s(steps), ranks[0]
+) -> Iterator[TriedChange]:
+    whole_s, first = usual_step_s(steps), ranks[0]
     if (fewer := fitting_threads(first)) is not None:
-        yield Change(kind="threads", value=fewer)
+        yield TriedChange(kind="threads", value=fewer)
     loader = first.loader
     if loader is not None and mean_s(steps, "data") >= _DATA_FROM * whole_s:
-        yield Change(kind="workers", value=workers_needed(steps, loader.workers))
+        yield TriedChange(kind="workers", value=workers_needed(steps, loader.workers))
     buckets = overlap_wanted(ranks, steps)
     if buckets is not None and first.spread == "ddp" and first.device == "cpu":
-        yield Change(kind="buckets", value=buckets)
+        yield TriedChange(kind="buckets", value=buckets)
     passes_s = mean_s(steps, "forward") + mean_s(steps, "backward")
     if in_full_precision(first) and passes_s >= _PASSES_FROM * whole_s:
-        yield Change(kind="bf16")
+        yield TriedChange(kind="bf16")
     fixed_s = transfer_s(steps) + mean_s(steps, "optimizer")
     if small_operations or fixed_s >= _FIXED_FROM * whole_s:
-        yield Change(kind="batch", value=BATCH_TIMES)
+        yield TriedChange(kind="batch", value=BATCH_TIMES)
 
 
 def fitting_threads(facts: RankFacts) -> int | None:
@@ -60,7 +68,7 @@ def overlap_wanted(ranks: Sequence[RankFacts], steps: Sequence[RanksStep]) -> in
     if messages is not None and messages > _FEW_MESSAGES:
         return None
     wanted = message_mib(facts.gradient_bytes)
-    gain, hidden = of_overlap(
+    gain, hidden = gain_of_overlap(
         steps, gradient_bytes=facts.gradient_bytes, message_bytes=wanted * 2**20
     )
     return wanted if gain >= _OVERLAP_FROM and hidden >= _HIDDEN_FROM else None

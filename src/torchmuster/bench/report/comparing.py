@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Change, Comparison
-from torchmuster.bench.environment import Environment, differences, disturbance
-from torchmuster.bench.kept_records import take_turns
-from torchmuster.bench.record import BenchRecord
-from torchmuster.bench.turn_taking import PAIRS
+from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Comparison, MetricChange
+from torchmuster.bench.environment import Environment, disturbance, environment_differences
+from torchmuster.bench.interleaved import PAIRS
+from torchmuster.bench.record import BenchRecord, take_turns
 from torchmuster.diagnose.report.terminal import columns
 from torchmuster.finding import Finding, Status, render, worst_first
 from torchmuster.pages import frame
@@ -37,7 +36,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedSides:
     """A comparison with the two sides it was made of."""
 
     before: Side
@@ -45,7 +44,7 @@ class Compared:
     comparison: Comparison
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MetricChange]:
         """What got worse first, and of that what changed most."""
         return sorted(
             self.comparison.changes, key=lambda one: (_ORDER.index(one.verdict), -_size(one.change))
@@ -56,7 +55,7 @@ def _size(change: float) -> float:
     return 0.0 if math.isnan(change) else abs(change)
 
 
-def question(compared: Compared) -> str:
+def comparison_question(compared: ComparedSides) -> str:
     """Say in one line what was compared."""
     before, after = compared.before, compared.after
     return (
@@ -69,7 +68,7 @@ def _counted(side: Side) -> str:
     return plural(len(side.records), "record")
 
 
-def not_alike(compared: Compared) -> list[str]:
+def not_alike(compared: ComparedSides) -> list[str]:
     """Say in what else the two sides differ, so that nobody takes it for the change they made."""
     before, after = compared.before.records, compared.after.records
     seen = [_usual(before), _usual(after)]
@@ -77,7 +76,7 @@ def not_alike(compared: Compared) -> list[str]:
         seen = [
             dataclasses.replace(one, busy_before_cores=None, busy_after_cores=None) for one in seen
         ]
-    found = differences(*seen)
+    found = environment_differences(*seen)
     one, other = before[0].settings, after[0].settings
     for key in dict.fromkeys((*one, *other)):
         if one.get(key) != other.get(key):
@@ -104,12 +103,12 @@ def _busy(environment: Environment) -> float:
     return environment.busy_before_cores or 0.0
 
 
-def findings(compared: Compared) -> list[Finding]:
+def comparison_findings(compared: ComparedSides) -> list[Finding]:
     """Return the verdict, and what must be known to trust it."""
     return [*_verdict(compared), *_doubts(compared)]
 
 
-def _verdict(compared: Compared) -> Iterator[Finding]:
+def _verdict(compared: ComparedSides) -> Iterator[Finding]:
     changes = compared.changes
     worse = [one for one in changes if one.verdict == "worse"]
     better = [one for one in changes if one.verdict == "better"]
@@ -144,7 +143,7 @@ def _verdict(compared: Compared) -> Iterator[Finding]:
         )
 
 
-def _doubts(compared: Compared) -> Iterator[Finding]:
+def _doubts(compared: ComparedSides) -> Iterator[Finding]:
     comparison, before, after = compared.comparison, compared.before, compared.after
     busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
     # Of a pair each side sees the other at work, and both suffer alike from everybody else.
@@ -181,7 +180,7 @@ def _doubts(compared: Compared) -> Iterator[Finding]:
         )
 
 
-def _in_words(one: Change) -> str:
+def _in_words(one: MetricChange) -> str:
     unit = one.series.unit
     return (
         f"{one.series.title}: {amount(one.before, unit)} before, {amount(one.after, unit)} after, "
@@ -193,11 +192,11 @@ def _percent(share: float) -> str:
     return "?" if not math.isfinite(share) else f"{share:+.1%}"
 
 
-def _interval(one: Change) -> str:
+def _interval(one: MetricChange) -> str:
     return f"{_percent(one.low)} to {_percent(one.high)}"
 
 
-def _rows(compared: Compared) -> list[tuple[str, ...]]:
+def _rows(compared: ComparedSides) -> list[tuple[str, ...]]:
     return [
         (
             one.series.title,
@@ -211,31 +210,31 @@ def _rows(compared: Compared) -> list[tuple[str, ...]]:
     ]
 
 
-def text(compared: Compared, *, width: int = 100, colour: bool = False) -> str:
+def comparison_text(compared: ComparedSides, *, width: int = 100, colour: bool = False) -> str:
     """Return what a terminal shows."""
     rows = _rows(compared)
-    blocks = [[harmless(question(compared)), *(f"  {one}" for one in _beside(compared))]]
+    blocks = [[harmless(comparison_question(compared)), *(f"  {one}" for one in _beside(compared))]]
     blocks.append([*columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
     if len(rows) > _MOST_ROWS:
         blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more, which --json and --html have")
     blocks[-1].append(
         f"intervals hold for all of them together, with {CONFIDENCE:.0%}{_in_turns(compared)}"
     )
-    blocks.append([render(findings(compared), width=width, colour=colour)])
+    blocks.append([render(comparison_findings(compared), width=width, colour=colour)])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _in_turns(compared: Compared) -> str:
+def _in_turns(compared: ComparedSides) -> str:
     return "; both sides took turns, sample by sample" if compared.comparison.in_pairs else ""
 
 
-def _beside(compared: Compared) -> list[str]:
+def _beside(compared: ComparedSides) -> list[str]:
     return [harmless(one) for one in not_alike(compared)] or ["measured alike, as far as is known"]
 
 
-def page(compared: Compared) -> str:
+def comparison_page(compared: ComparedSides) -> str:
     """Return the page; everything that came from files is shown as text."""
-    found = findings(compared)
+    found = comparison_findings(compared)
     failed = any(one.status is Status.FAILURE for one in found)
     word = '<b class="failure">worse</b>' if failed else '<b class="ok">no worse</b>'
     drawn = [
@@ -251,7 +250,7 @@ def page(compared: Compared) -> str:
     ]
     parts = [
         f"<h1>muster bench compare: {word}</h1>",
-        f"<p>{escape(question(compared))}</p>",
+        f"<p>{escape(comparison_question(compared))}</p>",
         "<ul>",
         *(f"<li>{escape(one)}</li>" for one in _beside(compared)),
         "</ul>",
@@ -264,7 +263,7 @@ def page(compared: Compared) -> str:
     return frame.page("muster bench compare", parts)
 
 
-def as_json(compared: Compared) -> dict[str, object]:
+def comparison_json(compared: ComparedSides) -> dict[str, object]:
     """Return the comparison as plain JSON types; what is not known or has no bound is null."""
     return {
         "bench": compared.before.records[0].bench,
@@ -286,7 +285,7 @@ def as_json(compared: Compared) -> dict[str, object]:
             }
             for one in compared.changes
         ],
-        "findings": [one.as_json() for one in findings(compared)],
+        "findings": [one.as_json() for one in comparison_findings(compared)],
     }
 
 

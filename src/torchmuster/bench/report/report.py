@@ -1,10 +1,26 @@
 """What a bench says: a question, what was found, what was chosen, figures and pictures, and the record of it."""
 
+import re
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 
-from torchmuster.bench.record import BenchRecord
+from torchmuster.bench import record
+from torchmuster.bench.environment import Environment
+from torchmuster.bench.record import BenchRecord, Series
+from torchmuster.bench.statistics import estimate
 from torchmuster.decision import Decision
-from torchmuster.finding import Finding
+from torchmuster.diagnose.report.terminal import columns, or_unknown
+from torchmuster.errors import Impossible
+from torchmuster.finding import Finding, Status, render, worst_first
+from torchmuster.pages import frame
+from torchmuster.pages.figures import amount
+from torchmuster.pages.frame import article, folded, table
+from torchmuster.redaction import harmless
+from torchmuster.runfolder import write_atomically
+from torchmuster.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +54,149 @@ class Report:
     pictures: tuple[Picture, ...] = ()
     record: BenchRecord
     took_s: float
+
+
+def bench_page(report: Report) -> str:
+    """Return the page. Pictures are ours; everything else is shown as text, never as markup."""
+    record = report.record
+    found = worst_first(report.findings)
+    bad = [one for one in found if one.status in (Status.FAILURE, Status.WARNING)]
+    good = [one for one in found if one.status is Status.OK]
+    notes = [one for one in found if one.status is Status.NOTE]
+    parts = [
+        f"<h1>muster bench {escape(report.bench)}: {_verdict(report)}</h1>",
+        f"<p>{escape(report.question)}</p>",
+        f"<p>measured {escape(record.date)} on {escape(record.environment.host)}, "
+        f"in {format_seconds(report.took_s)}</p>",
+        *_choices(report),
+        *map(article, bad),
+        *map(article, good),
+        *(
+            f"<figure>{one.svg}<figcaption>{escape(one.caption)}</figcaption></figure>"
+            for one in report.pictures
+        ),
+        *map(_page_table, report.tables),
+        *map(article, notes),
+        folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
+        folded("measured on", _environment(record.environment)),
+        folded("settings", _settings(record)),
+    ]
+    return frame.page(f"muster bench {report.bench}", parts)
+
+
+def _verdict(report: Report) -> str:
+    for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "with warnings")):
+        if any(finding.status is status for finding in report.findings):
+            return f'<b class="{status.value}">{word}</b>'
+    return '<b class="ok">done</b>'
+
+
+def _choices(report: Report) -> list[str]:
+    chosen = [
+        f"<li><b>{escape(one.value)}</b>: {escape(one.reason)}</li>" for one in report.choices
+    ]
+    return ["<ul>", *chosen, "</ul>"] if chosen else []
+
+
+def _page_table(one: Table) -> str:
+    note = f"<p>{escape(one.note)}</p>" if one.note else ""
+    return folded(one.title, table(one.head, one.rows) + note, opened=True)
+
+
+_TITLES = ("what", "median", "95 % interval", "noise", "samples")
+
+
+def _row(series: Series) -> tuple[str, ...]:
+    found = estimate(series.samples)
+    return (
+        series.title,
+        amount(found.median, series.unit),
+        f"{amount(found.low, series.unit)} to {amount(found.high, series.unit)}",
+        f"± {found.noise:.1%}",
+        str(found.count),
+    )
+
+
+def _environment(one: Environment) -> str:
+    memory = None if one.memory_bytes is None else format_bytes(one.memory_bytes)
+    busy = f"{or_unknown(one.busy_before_cores)} before, {or_unknown(one.busy_after_cores)} after"
+    rows = (
+        ("machine", one.host),
+        ("devices", ", ".join(one.devices) or "none: on the processor"),
+        ("processor", f"{one.cpu}, {one.cores} cores usable"),
+        ("OMP_NUM_THREADS", one.threads or "not set"),
+        ("memory", or_unknown(memory)),
+        ("driver", or_unknown(one.driver)),
+        ("torch", or_unknown(one.torch)),
+        ("Python", one.python),
+        ("torchmuster", one.torchmuster),
+        ("system", one.system),
+        ("cores busy with other things", busy),
+    )
+    return table(("", ""), rows)
+
+
+def _settings(record: BenchRecord) -> str:
+    return table(("", ""), ((key, str(value)) for key, value in record.settings.items()))
+
+
+PAGE = "report.html"
+
+
+def save_report(report: Report, folder: Path) -> Path:
+    """Write everything into a folder, which is made where it is missing; return the page's path."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_record(folder / record.FILE, report.record)
+        for picture in report.pictures:
+            name = re.sub(r"[^a-z0-9]+", "-", picture.title.lower()).strip("-") or "picture"
+            write_atomically(folder / f"{name}.svg", picture.svg)
+        write_atomically(folder / PAGE, bench_page(report))
+    except OSError as error:
+        raise Impossible(
+            f"cannot write to {folder}",
+            why=error.strerror or str(error),
+            fix="give another folder with --out, on a disk with room",
+        ) from error
+    return folder / PAGE
+
+
+_MOST_ROWS = 24
+
+
+def bench_screen(report: Report, *, width: int = 100, colour: bool = False) -> str:
+    """Return what a terminal shows; long tables are cut, the page has them whole."""
+    blocks = [[harmless(f"{report.question} ({format_seconds(report.took_s)})")]]
+    blocks += [[*_text_table(one, width)] for one in report.tables]
+    choices = [
+        line
+        for one in report.choices
+        for line in _wrapped("chosen", f"{one.value}: {one.reason}", width)
+    ]
+    if choices:
+        blocks.append(choices)
+    if report.findings:
+        blocks.append([render(report.findings, width=width, colour=colour)])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _text_table(table: Table, width: int) -> Iterator[str]:
+    yield harmless(table.title)
+    for line in columns([table.head, *table.rows[:_MOST_ROWS]], right=True):
+        yield f"  {line}"
+    if len(table.rows) > _MOST_ROWS:
+        yield f"  … and {len(table.rows) - _MOST_ROWS} more, which the page has"
+    if table.note:
+        yield from _wrapped("", table.note, width)
+
+
+def _wrapped(title: str, sentence: str, width: int) -> list[str]:
+    indent = f"{title:<8}" if title else "  "
+    return textwrap.wrap(
+        harmless(sentence),
+        width,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -47,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.bench import attention, attention_report, environment
+    from torchmuster.bench import attention, environment
 
     begun = time.monotonic()
     where = device_of(options)
     request = _request(options, on_cpu=where.value == "cpu")
-    seen = environment.here(where.value)
-    answer = attention.measure(request, device=where.value, say=output.say)
-    report = attention_report.report(
+    seen = environment.environment_here(where.value)
+    answer = attention.measure_attention(request, device=where.value, say=output.say)
+    report = attention.attention_report(
         request,
         answer,
         where=where,

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from torchmuster.bench.bus_bandwidth import OPERATIONS
+from torchmuster.bench.bandwidth import OPERATIONS
 from torchmuster.cli import job_flags, output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.job_flags import count
@@ -81,17 +81,17 @@ def _size(text: str) -> int:
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure, keep it and say it."""
     from torchmuster.bench import collectives, environment
-    from torchmuster.bench.collectives_report import report
+    from torchmuster.bench.collectives_report import collectives_report
 
     begun_s = time.monotonic()
     device = device_of(options)
-    before = environment.here(device.value)
+    before = environment.environment_here(device.value)
     hosts = parse_hosts(options.hosts) if options.hosts else ()
     usual = len(before.devices) if device.value == "gpu" else 1 if hosts else _RANKS_ON_A_CPU
     each = options.ranks or usual
     ranks = sum(host.ranks or each for host in hosts) if hosts else each
     largest = _LARGEST_QUICK_BYTES if options.quick else _LARGEST_BYTES[device.value]
-    asked = collectives.Asked(
+    asked = collectives.CollectivesRequest(
         operations=options.operations,
         sizes_bytes=collectives.sizes_between(
             options.smallest, options.largest or max(largest, options.smallest)
@@ -99,15 +99,17 @@ def run(options: argparse.Namespace) -> ExitCode:
         rounds=options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
         device=device.value,
     )
-    collectives.check(asked, ranks=ranks)
+    collectives.check_collectives_request(asked, ranks=ranks)
     output.say(f"on {device.value}: {device.reason}; {ranks} ranks")
     if hosts:
         spec = _job(options, hosts, device.value)
-        measured = collectives.measure_on(asked, spec, python=options.remote_python, say=output.say)
+        measured = collectives.measure_collectives_on(
+            asked, spec, python=options.remote_python, say=output.say
+        )
     else:
-        measured = collectives.measure(asked, ranks=ranks, say=output.say)
+        measured = collectives.measure_collectives(asked, ranks=ranks, say=output.say)
     return finish(
-        report(
+        collectives_report(
             *(measured, asked),
             environment=before.ended(),
             date=now(),

@@ -46,22 +46,24 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> ExitCode:
     """Read both sides, compare them, and show what came of it."""
-    from torchmuster.bench.comparison import compare
-    from torchmuster.bench.kept_records import records_at
+    from torchmuster.bench.comparison import compare_records
+    from torchmuster.bench.record import records_at
     from torchmuster.bench.report import comparing
 
     before, after = (
         comparing.Side(name=str(path), records=records_at(path))
         for path in (before_path, after_path)
     )
-    compared = comparing.Compared(
-        before=before, after=after, comparison=compare(before.records, after.records)
+    compared = comparing.ComparedSides(
+        before=before, after=after, comparison=compare_records(before.records, after.records)
     )
     if options.html is not None:
-        write_atomically(options.html, comparing.page(compared))
+        write_atomically(options.html, comparing.comparison_page(compared))
     if options.json:
-        output.print_json(comparing.as_json(compared))
+        output.print_json(comparing.comparison_json(compared))
     else:
         width = min(shutil.get_terminal_size().columns, _WIDTH)
-        print(comparing.text(compared, width=width, colour=output.wants_colour(sys.stdout)))
-    return exit_code(comparing.findings(compared))
+        print(
+            comparing.comparison_text(compared, width=width, colour=output.wants_colour(sys.stdout))
+        )
+    return exit_code(comparing.comparison_findings(compared))

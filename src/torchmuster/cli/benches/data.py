@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from torchmuster.bench import environment, loader_choice, loader_report
+from torchmuster.bench import environment, loader, loader_report
 from torchmuster.bench.loader import (
     LoaderAnswer,
     LoaderRequest,
     Reading,
-    measure,
+    join_loader_answers,
+    measure_loader,
     readings_for,
-    together,
 )
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> ExitCode:
         options.set.append(flag)
     settings = settings_from(options).settings
     name = _data(settings)
-    machine = here.of_settings(settings, ranks=options.ranks, device=where.value)
-    seen = environment.here(where.value)
+    machine = here.hardware_from_settings(settings, ranks=options.ranks, device=where.value)
+    seen = environment.environment_here(where.value)
     readings = readings_for(seen.cores, machine.cards)
     if options.workers:
         readings = tuple(Reading(workers=one) for one in sorted(set(options.workers)))
@@ -101,12 +101,16 @@ def run(options: argparse.Namespace) -> ExitCode:
         window_s=_WINDOW_QUICK_S if options.quick else _WINDOW_S,
     )
     ask = partial(
-        measure, ranks=machine.cards, device=where.value, folder=str(Path.cwd()), say=output.say
+        measure_loader,
+        ranks=machine.cards,
+        device=where.value,
+        folder=str(Path.cwd()),
+        say=output.say,
     )
     answers = ask(request)
-    by_workers = together(answers)
-    chosen = loader_choice.best(by_workers, needed_samples_s=options.needed)
-    measured = loader_report.Measured(
+    by_workers = join_loader_answers(answers)
+    chosen = loader.best_reading(by_workers, needed_samples_s=options.needed)
+    measured = loader_report.MeasuredLoader(
         data=name,
         answer=answers[0],
         ranks=machine.cards,
@@ -115,16 +119,16 @@ def run(options: argparse.Namespace) -> ExitCode:
         by_workers=by_workers,
         chosen=chosen,
     )
-    if loader_choice.oversubscription(by_workers, cores=seen.cores, ranks=machine.cards):
+    if loader.oversubscription(by_workers, cores=seen.cores, ranks=machine.cards):
         usual = max(by_workers, key=lambda one: one.reading.workers)
         output.say("workers compute with several threads: reading once more with one thread each")
-        (alone,) = together(
+        (alone,) = join_loader_answers(
             ask(dataclasses.replace(request, readings=(usual.reading,)), one_thread=True)
         )
         measured = dataclasses.replace(measured, one_thread=(usual, alone))
     if chosen.value.reading.workers and not options.quick:
         measured = _further_ahead(measured, request, ask)
-    report = loader_report.report(
+    report = loader_report.loader_report(
         measured,
         where=where,
         environment=seen.ended(),
@@ -142,15 +146,15 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 
 def _further_ahead(
-    measured: loader_report.Measured,
+    measured: loader_report.MeasuredLoader,
     request: LoaderRequest,
     ask: Callable[[LoaderRequest], Sequence[LoaderAnswer]],
-) -> loader_report.Measured:
+) -> loader_report.MeasuredLoader:
     """Try other numbers of batches ahead with the workers that were chosen."""
     workers = measured.chosen.value.reading.workers
     readings = tuple(Reading(workers=workers, prefetch=one) for one in _PREFETCH)
-    found = together(ask(dataclasses.replace(request, readings=readings)))
-    return dataclasses.replace(measured, by_prefetch=found, prefetch=loader_choice.best(found))
+    found = join_loader_answers(ask(dataclasses.replace(request, readings=readings)))
+    return dataclasses.replace(measured, by_prefetch=found, prefetch=loader.best_reading(found))
 
 
 def _data(settings: Settings) -> str:

@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.bench import environment, matmul, matmul_report
+    from torchmuster.bench import environment, matmul
 
     begun = time.monotonic()
     where = device_of(options)
     request = _request(options, "cpu" if where.value == "cpu" else "auto")
-    seen = environment.here(where.value)
-    answer = matmul.measure(request, device=where.value, say=output.say)
-    report = matmul_report.report(
+    seen = environment.environment_here(where.value)
+    answer = matmul.measure_matmul(request, device=where.value, say=output.say)
+    report = matmul.matmul_report(
         answer,
         where=where,
         environment=seen.ended(),
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "MatmulRequest":
     from torchmuster.bench import matmul
-    from torchmuster.plan.asked import work_of
+    from torchmuster.plan.request import work_from_settings
 
     rounds = matmul.ROUNDS_QUICK if options.quick else matmul.ROUNDS
     longest_s = matmul.LONGEST_QUICK_S if options.quick else matmul.LONGEST_S
@@ -91,7 +91,7 @@ def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "Ma
     resolved = settings_from(options)
     return matmul.MatmulRequest(
         device=device,
-        work=work_of(resolved, folder=str(Path.cwd())),
+        work=work_from_settings(resolved, folder=str(Path.cwd())),
         micro_batch_size=resolved.settings.train.micro_batch_size or 1,
         rounds=rounds,
         longest_s=longest_s,

@@ -5,10 +5,14 @@ import dataclasses
 import time
 from pathlib import Path
 
-from torchmuster.bench import environment, memory_report, memory_stages
-from torchmuster.bench.memory_figures import Measured
-from torchmuster.bench.memory_forecast import Forecast, forecast
-from torchmuster.bench.memory_stages import MemoryAnswer, MemoryRequest
+from torchmuster.bench import environment, memory, memory_report
+from torchmuster.bench.memory import (
+    MeasuredMemory,
+    MemoryAnswer,
+    MemoryForecast,
+    MemoryRequest,
+    forecast_stages,
+)
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import add_common_flags, device_of, finish, now
 from torchmuster.cli.config import add_setting_flags, settings_from
@@ -16,9 +20,9 @@ from torchmuster.cli.job_flags import count
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode
-from torchmuster.plan.asked import work_of
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.tracing.cache_folder import cache_folder
+from torchmuster.plan.request import work_from_settings
+from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import parse_bytes
@@ -26,7 +30,9 @@ from torchmuster.units import parse_bytes
 _ROUNDS, _ROUNDS_QUICK = 11, 3
 _USUAL_MICRO_BATCH_SIZE = 8
 _SMALL_GPT = Work(
-    build="torchmuster.bench.probes.small_gpt:make", loss="language_model", sequence_length=128
+    build="torchmuster.bench.probes.small_gpt:make_small_gpt",
+    loss="language_model",
+    sequence_length=128,
 )
 _SMALL_GPT_NAME = "a small GPT of ours (8 blocks, 2 million parameters)"
 
@@ -79,7 +85,7 @@ def run(options: argparse.Namespace) -> ExitCode:
         name, work = _SMALL_GPT_NAME, dataclasses.replace(_SMALL_GPT, folder=str(Path.cwd()))
     else:
         name = str(model.build or model.model_name_or_path)
-        work = work_of(resolved, folder=str(Path.cwd()))
+        work = work_from_settings(resolved, folder=str(Path.cwd()))
     request = MemoryRequest(
         work=work,
         candidate=_candidate(resolved),
@@ -87,14 +93,14 @@ def run(options: argparse.Namespace) -> ExitCode:
         device="cpu" if where.value == "cpu" else "auto",
         rounds=_ROUNDS_QUICK if options.quick else _ROUNDS,
     )
-    seen = environment.here(where.value)
-    answer = memory_stages.measure(request, device=where.value, say=output.say)
+    seen = environment.environment_here(where.value)
+    answer = memory.measure_memory(request, device=where.value, say=output.say)
     seen = seen.ended()
-    planned = Forecast(planned_bytes={}, not_planned="--quick leaves that out")
+    planned = MemoryForecast(planned_bytes={}, not_planned="--quick leaves that out")
     if not options.quick:
         planned = _forecast(request, answer)
-    report = memory_report.report(
-        Measured(
+    report = memory_report.memory_report(
+        MeasuredMemory(
             answer=answer,
             model=name,
             micro_batch_size=request.candidate.micro_batch_size,
@@ -142,10 +148,10 @@ def _candidate(resolved: Resolved) -> Candidate:
     )
 
 
-def _forecast(request: MemoryRequest, answer: MemoryAnswer) -> Forecast:
+def _forecast(request: MemoryRequest, answer: MemoryAnswer) -> MemoryForecast:
     output.say("imagining the same steps, as muster plan does")
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
-        return forecast(
+        return forecast_stages(
             request.work,
             dataclasses.replace(request.candidate, precision=answer.precision),
             [one.recompute for one in answer.ways],

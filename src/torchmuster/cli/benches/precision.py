@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure and show."""
-    from torchmuster.bench import environment, precision, precision_report
+    from torchmuster.bench import environment, precision
 
     begun = time.monotonic()
     where = device_of(options)
     request = _request(options, "cpu" if where.value == "cpu" else "auto")
-    seen = environment.here(where.value)
-    answer = precision.measure(request, device=where.value, say=output.say)
-    report = precision_report.report(
+    seen = environment.environment_here(where.value)
+    answer = precision.measure_precision(request, device=where.value, say=output.say)
+    report = precision.precision_report(
         request,
         answer,
         where=where,
@@ -68,13 +68,13 @@ def run(options: argparse.Namespace) -> ExitCode:
 
 def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "PrecisionRequest":
     from torchmuster.bench import precision
-    from torchmuster.plan.asked import work_of
+    from torchmuster.plan.request import work_from_settings
 
     work, samples = precision.SMALL_GPT, _MICRO_BATCH_SIZE
     own = options.config is not None or bool(options.set)
     if own:
         resolved = settings_from(options)
-        work = work_of(resolved, folder=str(Path.cwd()))
+        work = work_from_settings(resolved, folder=str(Path.cwd()))
         samples = resolved.settings.train.micro_batch_size or 1
     return precision.PrecisionRequest(
         device=device,

@@ -17,13 +17,13 @@ from torchmuster.units import plural
 
 if TYPE_CHECKING:
     from torchmuster.bench.environment import Environment
-    from torchmuster.bench.scaling import Study
+    from torchmuster.bench.scaling import ScalingStudy
 
 _USUAL_RANKS = (1, 2, 4)
 _USUAL_SAMPLES_OF_THE_MOST = 2  # with strong scaling, of each of the most ranks
 _ROUNDS, _PASSES = 8, 2
 _QUICK_ROUNDS, _QUICK_PASSES = 4, 1
-_SMALL_GPT = "torchmuster.bench.probes.small_gpt:make"
+_SMALL_GPT = "torchmuster.bench.probes.small_gpt:make_small_gpt"
 _SMALL_GPT_LENGTH = 128
 
 
@@ -76,18 +76,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure, keep it and say it."""
     from torchmuster.bench import environment, scaling
-    from torchmuster.bench.scaling_report import report
+    from torchmuster.bench.scaling_report import scaling_report
 
     begun_s = time.monotonic()
     device = device_of(options)
-    before = environment.here(device.value)
+    before = environment.environment_here(device.value)
     resolved = settings_from(options)
     study, choices = _study(options, resolved, device, before)
-    scaling.check(study)
+    scaling.check_scaling_request(study)
     output.say(f"on {device.value}: {device.reason}; ranks: {', '.join(map(str, study.ranks))}")
-    measured = scaling.measure(study, say=output.say)
+    measured = scaling.measure_scaling(study, say=output.say)
     return finish(
-        report(
+        scaling_report(
             *(study, measured),
             what=_what(options, resolved),
             choices=choices,
@@ -118,11 +118,11 @@ def _study(
     resolved: Resolved,
     device: Decision[Literal["cpu", "gpu"]],
     seen: "Environment",
-) -> tuple["Study", list[Decision[str]]]:
-    from torchmuster.bench.scaling import Study
-    from torchmuster.plan.asked import asked_of
+) -> tuple["ScalingStudy", list[Decision[str]]]:
+    from torchmuster.bench.scaling import ScalingStudy
     from torchmuster.plan.hardware import here
     from torchmuster.plan.job import Work
+    from torchmuster.plan.request import request_from_settings
 
     settings = resolved.settings
     on_cpu = device.value == "cpu"
@@ -131,8 +131,8 @@ def _study(
     micro_batch_size = settings.train.micro_batch_size
     strategy = options.strategy
     if _has_model(resolved):
-        hardware = here.of_settings(settings, ranks=max(ranks), device=device.value)
-        asked = asked_of(resolved, hardware, folder=str(Path.cwd()))
+        hardware = here.hardware_from_settings(settings, ranks=max(ranks), device=device.value)
+        asked = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
         work, precision = asked.work, asked.precision.value
         strategy = strategy or (asked.strategy if asked.strategy != "single" else None)
     else:
@@ -143,7 +143,7 @@ def _study(
     whole = options.batch_size or settings.train.global_batch_size
     whole = whole or _USUAL_SAMPLES_OF_THE_MOST * max(ranks)
     threads, slots, choice = _cores(ranks, seen, on_cpu=on_cpu)
-    study = Study(
+    study = ScalingStudy(
         work=work,
         strategy=strategy or "ddp",
         precision=precision,

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchmuster.bench.turn_taking import PAIRS
+from torchmuster.bench.interleaved import PAIRS
 from torchmuster.cli import output, parsers
 from torchmuster.cli.bench import new_folder
 from torchmuster.cli.benches import compare
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> ExitCode:
     """Measure both sides in turns, compare them, and show what came of it."""
-    from torchmuster.bench.side_by_side import measure_pairs, parsed
+    from torchmuster.bench.ab_run import measure_pairs, parse_commands
 
-    commands = {"before": parsed(options.before), "after": parsed(options.after)}
+    commands = {"before": parse_commands(options.before), "after": parse_commands(options.after)}
     folder = options.out or new_folder("turns")
     measure_pairs(commands, folder, pairs=options.pairs, say=output.say)
     code = compare.show(folder / "before", folder / "after", options)

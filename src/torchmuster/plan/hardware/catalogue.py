@@ -15,11 +15,58 @@ quote. Where they were read:
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Card, Link
 from torchmuster.units import GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator, or a rank's part of a machine's CPUs. What is not known is missing, never guessed."""
+
+    name: str
+    memory_bytes: int  # what a program can use of it, as the driver reports it
+    flops: Mapping[str, float]  # highest rate by number type: float32, bfloat16, float16
+    bandwidth_bytes_s: float | None  # of its memory
+    kind: str = "cuda"  # cuda, rocm, xpu, mps, cpu
+    source: str = ""  # where these figures come from
+    number_types: tuple[str, ...] | None = None  # those it computes fast; None: nobody says
+
+    @property
+    def noun(self) -> str:
+        """What people call one of them: a CPU has no cards, but ranks that share it."""
+        return "rank" if self.kind == "cpu" else "card"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a message takes: a time of its own, and its bytes over a rate, in each direction."""
+
+    latency_s: float
+    bytes_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Machines that are alike."""
+
+    card: Gpu
+    machines: int
+    cards_per_machine: int
+    within: Link  # between two cards of a machine
+    between: Link  # of one card, to another machine
+    host_memory_bytes: int | None = None  # of one machine
+    price_per_card_hour: float | None = None
+    assumed: tuple[str, ...] = ()  # what nobody said, as sentences for people
+
+    @property
+    def cards(self) -> int:
+        """All of them."""
+        return self.machines * self.cards_per_machine
+
 
 _TERA, _GIGA = 1e12, 1e9
 # Latencies of a step of a ring: NCCL's own model of itself (src/graph/tuning.cc, Ring LL128).
@@ -33,10 +80,10 @@ _NOT_LOOKED_UP = "its maker's figures, not looked up"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownGpu:
     """A card and its usual surroundings. Rates of links are those of one direction."""
 
-    card: Card
+    card: Gpu
     within: Link
     network_bytes_s: float
     network_is_shared: bool  # of the whole machine; otherwise every card has its own
@@ -95,13 +142,13 @@ def _known(
     source: str = _NOT_LOOKED_UP,
     kind: str = "cuda",
     said: tuple[str, ...] = (),
-) -> Known:
+) -> KnownGpu:
     types = ("float32", "float16", "bfloat16")
     flops = {
         key: rate * _TERA for key, rate in zip(types, rates_tera, strict=True) if rate is not None
     }
-    return Known(
-        card=Card(
+    return KnownGpu(
+        card=Gpu(
             name=name,
             memory_bytes=int(memory_gib * GiB),
             flops=flops,
@@ -125,7 +172,7 @@ def _known(
 
 # name, memory, (float32, float16, bfloat16) in TFLOP/s, GB/s, joined by, words of the driver's name.
 # Where several fit, the one with most words in common is taken; of those the first.
-_ALL: tuple[Known, ...] = (
+_ALL: tuple[KnownGpu, ...] = (
     _known("T4", 14.56, (8.1, 65, None), 320, _PCIE3, "t4", source=_LIGHTNING),
     _known("V100-16GB", 15.77, (15.7, 125, None), 900, _NVLINK2, "v100 16gb", source=_LIGHTNING),
     _known("V100-32GB", 31.73, (15.7, 125, None), 900, _NVLINK2, "v100 32gb", source=_LIGHTNING),
@@ -201,17 +248,17 @@ _MAKERS = frozenset({"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gr
 _FORMS = frozenset({"sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "hbm3", "hbm3e", "hbm2e"})
 
 
-def names() -> list[str]:
+def known_gpus() -> list[str]:
     """Return all cards by the names that messages use."""
     return [one.card.name for one in _ALL]
 
 
-def card(name: str) -> Card:
+def gpu_named(name: str) -> Gpu:
     """Return what is known of a card: ``H100``, ``a100-80gb``, or a driver's ``NVIDIA H100 80GB HBM3``."""
-    return known(name).card
+    return known_gpu(name).card
 
 
-def known(name: str) -> Known:
+def known_gpu(name: str) -> KnownGpu:
     """Return a card with its usual surroundings; what fits no card, or is not told apart, is refused."""
     asked = _words(name)
     models = [one for one in _ALL if asked and _words(one.words[0]) <= asked]
@@ -221,15 +268,15 @@ def known(name: str) -> Known:
     return max(fitting, key=lambda one: (_told(one, asked), -len(_words(*one.words))))
 
 
-def find(name: str) -> Known | None:
+def find_gpu(name: str) -> KnownGpu | None:
     """Return a card by a driver's name, or None where it is not in the catalogue."""
     try:
-        return known(name)
+        return known_gpu(name)
     except Impossible:
         return None
 
 
-def _told(one: Known, asked: frozenset[str]) -> int:
+def _told(one: KnownGpu, asked: frozenset[str]) -> int:
     return len(asked & _words(*one.words))
 
 
@@ -249,10 +296,10 @@ def _unknown(name: str) -> Impossible:
             why="Apple does not publish rates of its GPUs, and their memory is the machine's",
             fix="plan on that machine itself, with: here",
         )
-    nearest = difflib.get_close_matches(name.upper(), names(), n=3, cutoff=0.4)
+    nearest = difflib.get_close_matches(name.upper(), known_gpus(), n=3, cutoff=0.4)
     near = f"near: {', '.join(nearest)}. " if nearest else ""
     return Impossible(
         f"asked for the card {name}",
-        why=f"it is not in the catalogue. {near}All: {', '.join(names())}",
+        why=f"it is not in the catalogue. {near}All: {', '.join(known_gpus())}",
         fix="take one of these, or write its memory and rates into a cluster file",
     )

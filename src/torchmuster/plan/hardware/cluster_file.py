@@ -19,19 +19,88 @@ Everything but ``card`` may be left out: then it is what the catalogue says.
 """
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchmuster.config import fields, yaml12
-from torchmuster.errors import ConfigError, Mistake
-from torchmuster.plan.hardware import catalogue, measured_links
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.errors import ConfigError, Impossible, Mistake
+from torchmuster.plan.hardware import catalogue
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.units import parse_bytes
 
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLinks:
+    """What a measurement says of links; None where it was of none of that kind."""
+
+    within: Link | None
+    between: Link | None
+
+
+def read_measured_links(
+    path: Path, *, cards_per_machine: int, network_is_shared: bool
+) -> MeasuredLinks:
+    """Return the slowest links, since a ring is as fast as its slowest. Raises ``ValueError`` in words."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        # Two ranks at a time have the whole network; in training a machine's cards share it, unless each has its own.
+        share = cards_per_machine if network_is_shared else 1
+        if "record" in document:
+            return _of_bench(document["record"], share, f"measured by muster bench ({path})")
+        ranks = {one["rank"]: one for one in document["ranks"]}
+        pairs = [
+            (one["host"] == ranks[pair["peer"]]["host"], pair)
+            for one in ranks.values()
+            for pair in one.get("pairs", ())
+            if pair["peer"] in ranks
+        ]
+        machines = [
+            {"bytes_per_s": one["bytes_per_s"], "latency_s": (one["round_trip_s"] or 0.0) / 2}
+            for one in document["links"]
+        ]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no check.json of muster check, nor a record.json of muster bench collectives"
+        ) from error
+    source = f"measured by muster check ({path})"
+    within = _slowest((pair for near, pair in pairs if near), 1, source)
+    between = _slowest((pair for near, pair in pairs if not near), share, source)
+    # Between machines without their cards, one network was measured, whatever others there are.
+    return MeasuredLinks(
+        within=within, between=between or _slowest(machines, cards_per_machine, source)
+    )
+
+
+def _of_bench(record: Mapping[str, Any], share: int, source: str) -> MeasuredLinks:
+    """Return the link by which every rank sent to the next: the slowest of that ring."""
+    line, near = (
+        record["facts"]["lines"]["send-receive"],
+        len(set(record["settings"]["hosts"])) == 1,
+    )
+    ring = {"bytes_per_s": line["bytes_s"], "latency_s": line["latency_s"]}
+    link = _slowest([ring], 1 if near else share, source)
+    return MeasuredLinks(within=link if near else None, between=None if near else link)
+
+
+def _slowest(pairs: Iterable[Mapping[str, Any]], share: int, source: str) -> Link | None:
+    measured = [one for one in pairs if one.get("bytes_per_s")]
+    if not measured:
+        return None
+    return Link(
+        latency_s=max(one.get("latency_s") or 0.0 for one in measured),
+        bytes_s=min(one["bytes_per_s"] for one in measured) / share,
+        source=source,
+    )
+
 
 # A small b means bits, a large one bytes.
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtKMGT]?)([Bb]its?|b|i?B)\s*/\s*s\s*")
@@ -107,7 +176,7 @@ _LEAVES: Mapping[str, Callable[[object], Any]] = {
 _SECTIONS = ("tflops", "links", "links.within", "links.between")
 
 
-def read(path: Path) -> Hardware:
+def read_cluster_file(path: Path) -> Hardware:
     """Read a cluster file; every mistake in it is told with its place."""
     reader = _Reader(path)
     reader.read()
@@ -175,7 +244,7 @@ class _Reader:
     def hardware(self) -> Hardware | None:
         """Return what is described, with the catalogue's figures where nothing is written."""
         values = self.values
-        known = catalogue.find(values["card"])
+        known = catalogue.find_gpu(values["card"])
         card = self._card(known)
         if card is None:
             return None
@@ -198,20 +267,20 @@ class _Reader:
             assumed=known.said if known else (),
         )
 
-    def _card(self, known: catalogue.Known | None) -> Card | None:
+    def _card(self, known: catalogue.KnownGpu | None) -> Gpu | None:
         values, where = self.values, str(self.path)
         flops = {one: values[f"tflops.{one}"] * 1e12 for one in _TYPES if f"tflops.{one}" in values}
         if known is None:
             if "memory" not in values:
                 place = self.places["card"]
-                near = ", ".join(catalogue.names())
+                near = ", ".join(catalogue.known_gpus())
                 self._mistake(
                     place,
                     f"{values['card']} is not in the catalogue, and memory is not written",
                     f"write memory, bandwidth and tflops of it, or take one of: {near}",
                 )
                 return None
-            return Card(
+            return Gpu(
                 name=values["card"],
                 memory_bytes=values["memory"],
                 flops=flops,
@@ -244,7 +313,7 @@ class _Reader:
     ) -> tuple[Link, Link]:
         path = self.path.parent / self.values["check"]
         try:
-            found = measured_links.read(path, cards_per_machine=each, network_is_shared=is_shared)
+            found = read_measured_links(path, cards_per_machine=each, network_is_shared=is_shared)
         except ValueError as error:
             self._mistake(self.places["check"], str(error))
             return within, between
@@ -255,3 +324,82 @@ class _Reader:
 
     def _mistake(self, where: str, what: str, fix: str = "") -> None:
         self.mistakes.append(Mistake(where=where, what=what, fix=fix))
+
+
+_COUNTED = re.compile(r"(\d{1,7})\s*[x×*]\s*(?:(\d{1,7})\s*[x×*]\s*)?(\S.*)", re.IGNORECASE)
+# What NCCL's model takes for a step through the network (src/graph/tuning.cc, Ring LL128).
+NETWORK_LATENCY_S = 4.0e-6
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Return the hardware that a text means."""
+    text = text.strip()
+    if text.lower().endswith((".yaml", ".yml")) or Path(text).is_file():
+        return read_cluster_file(Path(text))
+    counted = _COUNTED.fullmatch(text)
+    if counted is None:
+        return hardware_of(text, machines=1, cards_per_machine=1)
+    first, second, name = int(counted[1]), counted[2], counted[3]
+    if not first or (second is not None and not int(second)):
+        raise Impossible(
+            f"asked for the hardware {text}",
+            why="there must be at least one card",
+            fix="write for example 8xH100, or 2x8xH100 for two machines",
+        )
+    if second is not None:
+        return hardware_of(name, machines=first, cards_per_machine=int(second))
+    return _spread(name, first)
+
+
+def hardware_of(
+    name: str, *, machines: int, cards_per_machine: int, assumed: tuple[str, ...] = ()
+) -> Hardware:
+    """Return machines with catalogued cards, joined as such cards usually are."""
+    known = catalogue.known_gpu(name)
+    card = known.card
+    own = known.network_bytes_s / (cards_per_machine if known.network_is_shared else 1)
+    said = [*assumed, *known.said]
+    if _plain(card.name) != _plain(name):
+        said.append(f"{name} is taken as {card.name}")
+    if machines > 1:
+        whose = "for all its cards" if known.network_is_shared else "for each card"
+        gbits = known.network_bytes_s * 8 / 1e9
+        said.append(f"each machine has a network of {gbits:.0f} Gbit/s {whose}")
+    return Hardware(
+        card=card,
+        machines=machines,
+        cards_per_machine=cards_per_machine,
+        within=known.within,
+        between=Link(
+            latency_s=NETWORK_LATENCY_S,
+            bytes_s=own,
+            source=f"assumed: {known.network_bytes_s * 8 / 1e9:.0f} Gbit/s, usual for {card.name}",
+        ),
+        assumed=tuple(said),
+    )
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    """Return it as one line: ``2 machines with 8 x H100 each``."""
+    cards = f"{hardware.cards_per_machine} x {hardware.card.name}"
+    if hardware.card.kind == "cpu":
+        each = (
+            "1 rank" if hardware.cards_per_machine == 1 else f"{hardware.cards_per_machine} ranks"
+        )
+        cards = f"{each} on {hardware.card.name}"
+    return cards if hardware.machines == 1 else f"{hardware.machines} machines with {cards} each"
+
+
+def _spread(name: str, count: int) -> Hardware:
+    """Return so many cards on machines with as many as are usual, or the next smaller number that goes."""
+    usual = catalogue.known_gpu(name).cards_per_machine
+    # More than are usual can be in one machine, except where a card is a machine of its own.
+    if count == 1 or (usual > 1 and count <= max(usual, 8)):
+        return hardware_of(name, machines=1, cards_per_machine=count)
+    each = next(number for number in range(usual, 0, -1) if count % number == 0)
+    said = f"{count} cards are taken as {count // each} machines with {each} each"
+    return hardware_of(name, machines=count // each, cards_per_machine=each, assumed=(said,))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

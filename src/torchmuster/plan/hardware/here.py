@@ -16,7 +16,7 @@ from torchmuster.devices.request import GpuId, Request
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.hardware.model import Card, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 
 # Typical of one core of a server of today with AVX2, for want of a measurement.
 _CORE_FLOPS, _CORE_BYTES_S = 60e9, 8e9
@@ -30,7 +30,7 @@ _PCIE = Link(latency_s=2.5e-6, bytes_s=16e9, source="assumed: PCIe 3 x16")
 _BF16, _FAST_FP16 = (8, 0), (7, 0)
 
 
-def of_settings(
+def hardware_from_settings(
     settings: Settings,
     *,
     ranks: int | None = None,
@@ -60,10 +60,10 @@ def of_settings(
             why="each GPU gets one rank",
             fix="give one of the two",
         )
-    return hardware(ranks=count, ids=ids, node=node, environment=environment)
+    return hardware_here(ranks=count, ids=ids, node=node, environment=environment)
 
 
-def hardware(
+def hardware_here(
     *,
     ranks: int | None = None,
     ids: Sequence[GpuId] | None = None,
@@ -101,7 +101,7 @@ def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:
             fix="name the hardware: muster plan --hardware 8xH100, or a cluster file",
         )
     return Hardware(
-        card=Card(
+        card=Gpu(
             name=node.cpu.name,
             memory_bytes=total // ranks,
             flops={"float32": _CORE_FLOPS * cores / ranks},
@@ -140,7 +140,7 @@ def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) ->
 
 
 def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
-    listed = [catalogue.find(one.name) for one in devices]
+    listed = [catalogue.find_gpu(one.name) for one in devices]
     cards = [_card(one, known) for one, known in zip(devices, listed, strict=True)]
     links = [
         known.within if known and _as_usual(known, node, devices) else _PCIE for known in listed
@@ -160,7 +160,7 @@ def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
     )
 
 
-def _card(device: Device, known: catalogue.Known | None) -> Card:
+def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
     memory = device.usable_bytes
     if memory is None and known is not None:
         memory = known.card.memory_bytes
@@ -171,7 +171,7 @@ def _card(device: Device, known: catalogue.Known | None) -> Card:
             fix="write it into a cluster file",
         )
     rates = f"rates from {known.card.source}" if known else "rates not known"
-    return Card(
+    return Gpu(
         name=known.card.name if known else device.name,
         memory_bytes=memory,
         flops=known.card.flops if known else {},
@@ -195,11 +195,11 @@ def _number_types(device: Device) -> tuple[str, ...] | None:
     return tuple(name for name, least in names if capability >= least)
 
 
-def _least(cards: Sequence[Card]) -> Card:
+def _least(cards: Sequence[Gpu]) -> Gpu:
     """Return a card that none of them is weaker than: all wait for the slowest, and memory is where it is least."""
     rates = [one.bandwidth_bytes_s for one in cards if one.bandwidth_bytes_s is not None]
     types = [set(one.number_types) for one in cards if one.number_types is not None]
-    return Card(
+    return Gpu(
         name=" and ".join(dict.fromkeys(one.name for one in cards)),
         memory_bytes=min(one.memory_bytes for one in cards),
         flops={
@@ -214,7 +214,7 @@ def _least(cards: Sequence[Card]) -> Card:
     )
 
 
-def _as_usual(listed: catalogue.Known, node: Node, devices: Sequence[Device]) -> bool:
+def _as_usual(listed: catalogue.KnownGpu, node: Node, devices: Sequence[Device]) -> bool:
     """Say whether cards that NVLink usually joins are joined so, as far as the driver tells."""
     first = devices[0]
     links = [node.link(first, other) for other in devices[1:]]

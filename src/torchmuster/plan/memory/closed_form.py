@@ -9,27 +9,26 @@ scores, which are not counted: GPT-2 takes twice as much there.
 from collections.abc import Mapping
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.memory.device_terms import outside
+from torchmuster.plan.memory.device_terms import outside_allocator
 from torchmuster.plan.memory.forecast import (
     USUAL_ALLOCATOR,
+    WHOLE_ELEMENTS,
     Memory,
     caches_memory,
     device_bytes,
 )
-from torchmuster.plan.memory.model_configuration import weights_dtype
-from torchmuster.plan.memory.model_figures import OUTER, Figures, figures
-from torchmuster.plan.memory.saving import ITEM_BYTES, OPTIMIZER_COPIES
-from torchmuster.plan.memory.traced_sizes import WHOLE_ELEMENTS
+from torchmuster.plan.memory.model_figures import OUTER, ModelFigures, model_figures, weights_dtype
+from torchmuster.plan.memory.shard_degree import ITEM_BYTES, OPTIMIZER_COPIES
 
 BAND = 0.2  # of what tensors take, up and down
 _ADAPTER_BYTES = 4  # peft keeps its matrices in float32
 
 
-def estimate(work: Work, candidate: Candidate, *, hardware: Hardware) -> Memory:
+def estimate_memory(work: Work, candidate: Candidate, *, hardware: Hardware) -> Memory:
     """Estimate what a rank needs, without a trace."""
-    model = figures(work)
+    model = model_figures(work)
     if work.sequence_length is None:
         raise Impossible(
             "the memory of this model cannot be estimated",
@@ -44,7 +43,7 @@ def estimate(work: Work, candidate: Candidate, *, hardware: Hardware) -> Memory:
         states = dict.fromkeys(states, 0)
     categories = _at_the_peak(model, states, work, candidate, tokens=work.sequence_length)
     tensors = sum(categories.values())
-    terms = outside(candidate, hardware)
+    terms = outside_allocator(candidate, hardware)
     caches = caches_memory(hardware)
     middle, _, _ = device_bytes(tensors, None, caches=caches)
     _, low, _ = device_bytes(round((1.0 - BAND) * tensors), None, caches=caches)
@@ -71,7 +70,7 @@ def _origin(*, caches: bool) -> str:
     return f"{words}; {USUAL_ALLOCATOR}" if caches else words
 
 
-def _states(model: Figures, work: Work) -> dict[str, int]:
+def _states(model: ModelFigures, work: Work) -> dict[str, int]:
     """Return the bytes of weights, gradients and moments of all ranks; only what is trained has the latter."""
     weights = model.parameters * _weight_bytes(work)
     trained = weights
@@ -83,7 +82,7 @@ def _states(model: Figures, work: Work) -> dict[str, int]:
 
 
 def _at_the_peak(
-    model: Figures, states: Mapping[str, int], work: Work, candidate: Candidate, *, tokens: int
+    model: ModelFigures, states: Mapping[str, int], work: Work, candidate: Candidate, *, tokens: int
 ) -> Mapping[str, int]:
     """Return what is there at the loss, with what a backward gathers, or in the update: whichever is more."""
     shards = candidate.layout.shards if candidate.strategy == "fsdp" else 1
@@ -117,7 +116,7 @@ def _computed_bytes(work: Work, candidate: Candidate) -> int:
     return _weight_bytes(work) if candidate.precision == "fp32" else 2
 
 
-def _activations(model: Figures, work: Work, candidate: Candidate, *, tokens: int) -> int:
+def _activations(model: ModelFigures, work: Work, candidate: Candidate, *, tokens: int) -> int:
     item = _computed_bytes(work, candidate)
     kept = {"none": 1.0, "selective": 0.55, "full": 0.0}.get(str(candidate.recompute))
     if kept is None:  # every so-manieth block keeps nothing
@@ -130,7 +129,7 @@ def _activations(model: Figures, work: Work, candidate: Candidate, *, tokens: in
     return found
 
 
-def _kept_of_token(model: Figures, work: Work) -> int:
+def _kept_of_token(model: ModelFigures, work: Work) -> int:
     """Return the elements that a block keeps: norms, queries, keys, values, attention, the gated part."""
     attention = 2 * model.query_width + 2 * model.key_width
     # A frozen layer needs no inputs for gradients of its weights.
@@ -146,7 +145,7 @@ def _logits(elements: int, work: Work, candidate: Candidate) -> int:
     return elements * (item + 8)
 
 
-def _gathered(model: Figures, work: Work, candidate: Candidate) -> int:
+def _gathered(model: ModelFigures, work: Work, candidate: Candidate) -> int:
     """Return what FSDP gathers: embeddings throughout, the block at work, the one ahead; and gradients to be reduced."""
     if candidate.strategy != "fsdp":
         return 0

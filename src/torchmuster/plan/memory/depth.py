@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.record import CATEGORIES, Peak, Record
+from torchmuster.plan.record import CATEGORIES, Peak, TraceRecord
 
 TOLERANCE = 0.001  # of a peak: what a further trace may differ from what was computed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class DepthPlace:
     """A part of a step that models of all depths have."""
 
     phase: str
@@ -44,7 +44,7 @@ class Level:
         )
 
 
-Levels = Mapping[Place, Level]
+Levels = Mapping[DepthPlace, Level]
 
 
 def period(candidate: Candidate) -> int:
@@ -65,7 +65,7 @@ class Line:
     low: int
     high: int
 
-    def between(self, low: Levels, high: Levels, at: float) -> dict[Place, Level]:
+    def between(self, low: Levels, high: Levels, at: float) -> dict[DepthPlace, Level]:
         """Return the levels at another point; places that only one of them has are left out."""
         times = (at - self.low) / (self.high - self.low)
         return {
@@ -75,11 +75,11 @@ class Line:
         }
 
 
-def levels(record: Record) -> dict[Place, Level]:
+def levels(record: TraceRecord) -> dict[DepthPlace, Level]:
     """Return a record's peaks by place; a block in the middle can be two of them."""
     reach = 2 * period(record.request.candidate)
     whole = not is_part(record)
-    found: dict[Place, Level] = {}
+    found: dict[DepthPlace, Level] = {}
     for peak in record.peaks:
         categories = tuple(float(peak.by_category.get(name, 0)) for name in CATEGORIES)
         level = Level(float(peak.peak_bytes), categories)
@@ -89,15 +89,15 @@ def levels(record: Record) -> dict[Place, Level]:
     return found
 
 
-def is_part(record: Record) -> bool:
+def is_part(record: TraceRecord) -> bool:
     """Say whether a record is of a model with fewer blocks than the whole one has."""
     return record.blocks_traced < record.blocks
 
 
-def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[Place]:
+def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[DepthPlace]:
     """Yield where a peak is, seen from the first and from the last block, as far as either reaches."""
     if whole:
-        yield Place(
+        yield DepthPlace(
             phase=peak.phase,
             micro_batch=peak.micro_batch,
             block=peak.block,
@@ -111,7 +111,7 @@ def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[Place]
         if blocks - number <= reach + blocks % (reach // 2):
             seen.append(number - blocks)
     for one in seen:
-        yield Place(
+        yield DepthPlace(
             phase=peak.phase,
             micro_batch=peak.micro_batch,
             block=None if peak.block is None else one,
@@ -119,7 +119,9 @@ def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[Place]
         )
 
 
-def at(records: Sequence[Record], *, blocks: int, micro_batch_size: int) -> dict[Place, Level]:
+def at_depth(
+    records: Sequence[TraceRecord], *, blocks: int, micro_batch_size: int
+) -> dict[DepthPlace, Level]:
     """Return the levels of a model of so many blocks with micro-batches of this size.
 
     ``records`` differ in nothing but depth and micro-batch size: two of each, or whole models of two sizes.
@@ -143,7 +145,7 @@ def at(records: Sequence[Record], *, blocks: int, micro_batch_size: int) -> dict
     return Line(low=low, high=high).between(by_depth[low], by_depth[high], blocks)
 
 
-def _at_size(records: Sequence[Record], micro_batch_size: int) -> dict[Place, Level]:
+def _at_size(records: Sequence[TraceRecord], micro_batch_size: int) -> dict[DepthPlace, Level]:
     by_size = {record.request.candidate.micro_batch_size: levels(record) for record in records}
     if micro_batch_size in by_size:
         return by_size[micro_batch_size]
@@ -158,13 +160,15 @@ def _at_size(records: Sequence[Record], micro_batch_size: int) -> dict[Place, Le
     return line.between(by_size[sizes[0]], by_size[sizes[1]], micro_batch_size)
 
 
-def highest(found: Levels) -> tuple[Place, Level]:
+def highest(found: Levels) -> tuple[DepthPlace, Level]:
     """Return the place where the most is alive."""
     place = max(found, key=lambda one: found[one].peak_bytes)
     return place, found[place]
 
 
-def as_peak(place: Place, level: Level, records: Sequence[Record], *, blocks: int) -> Peak:
+def as_peak(
+    place: DepthPlace, level: Level, records: Sequence[TraceRecord], *, blocks: int
+) -> Peak:
     """Return a computed peak in the words of a record; the operation is that of the traced place."""
     like = _like(place, records)
     return Peak(
@@ -185,7 +189,7 @@ def _number(seen: int | None, blocks: int) -> int | None:
     return seen + blocks if seen is not None and seen < 0 else seen
 
 
-def _like(place: Place, records: Sequence[Record]) -> Peak:
+def _like(place: DepthPlace, records: Sequence[TraceRecord]) -> Peak:
     """Return the traced peak at a place, in the deepest trace with the largest micro-batch."""
     record = max(
         records, key=lambda one: (one.blocks_traced, one.request.candidate.micro_batch_size)
@@ -202,6 +206,6 @@ def _like(place: Place, records: Sequence[Record]) -> Peak:
     )
 
 
-def disagreement(computed_bytes: int, traced: Record) -> float:
+def disagreement(computed_bytes: int, traced: TraceRecord) -> float:
     """Return by which part a computed peak differs from one that was traced."""
     return abs(computed_bytes - traced.peak_bytes) / traced.peak_bytes

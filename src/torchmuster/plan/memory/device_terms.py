@@ -5,13 +5,13 @@ None of it can be derived. Figures with a source were published for some cards a
 
 from dataclasses import dataclass
 
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
 from torchmuster.units import MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class DeviceTerm:
     """One thing that takes memory, how much it may be at least and at most, and who says so."""
 
     name: str
@@ -21,21 +21,21 @@ class Term:
     high_bytes: int
 
 
-_CONTEXT = Term(
+_CONTEXT = DeviceTerm(
     name="CUDA context",
     size_bytes=300 * MiB,
     low_bytes=250 * MiB,
     high_bytes=600 * MiB,
     source="about 300 MB with lazily loaded kernels, more with more of them in use (pytorch#107667)",
 )
-_HIP_CONTEXT = Term(
+_HIP_CONTEXT = DeviceTerm(
     name="HIP context",
     size_bytes=500 * MiB,
     low_bytes=300 * MiB,
     high_bytes=1024 * MiB,
     source="assumed: larger than CUDA's, as kernels are loaded at once",
 )
-_XPU_CONTEXT = Term(
+_XPU_CONTEXT = DeviceTerm(
     name="driver context",
     size_bytes=400 * MiB,
     low_bytes=200 * MiB,
@@ -49,7 +49,7 @@ _WORKSPACE_NEW_BYTES = 32 * MiB
 _NEW_CARDS = ("H100", "H200", "H800", "GH200", "B200", "B100", "GB200", "B300", "RTX 50")
 
 
-def outside(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
+def outside_allocator(candidate: Candidate, hardware: Hardware) -> tuple[DeviceTerm, ...]:
     """Return what is on a rank's device beside its tensors and the allocator's own losses."""
     kind = hardware.card.kind
     if kind == "cuda":
@@ -60,7 +60,7 @@ def outside(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
         return (_XPU_CONTEXT,)
     if kind == "cpu":
         return (
-            Term(
+            DeviceTerm(
                 name="Python, torch and what it loads",
                 size_bytes=350 * MiB,
                 low_bytes=250 * MiB,
@@ -71,10 +71,10 @@ def outside(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
     return ()
 
 
-def _workspace(hardware: Hardware) -> Term:
+def _workspace(hardware: Hardware) -> DeviceTerm:
     new = any(name in hardware.card.name for name in _NEW_CARDS)
     size = _WORKSPACE_NEW_BYTES if new else _WORKSPACE_BYTES
-    return Term(
+    return DeviceTerm(
         name="cuBLAS workspaces",
         size_bytes=2 * size,  # one for the forward's thread and one for the backward's
         low_bytes=size,
@@ -83,7 +83,7 @@ def _workspace(hardware: Hardware) -> Term:
     )
 
 
-def groups(candidate: Candidate) -> tuple[int, ...]:
+def process_groups(candidate: Candidate) -> tuple[int, ...]:
     """Return the sizes of the groups of ranks that talk to each other over the device's memory."""
     layout = candidate.layout
     if layout.ranks == 1:
@@ -94,10 +94,10 @@ def groups(candidate: Candidate) -> tuple[int, ...]:
     return (layout.ranks,)
 
 
-def _communicators(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]:
+def _communicators(candidate: Candidate, hardware: Hardware) -> tuple[DeviceTerm, ...]:
     """Return NCCL's buffers for each group."""
     return tuple(
-        Term(
+        DeviceTerm(
             name=f"NCCL, a group of {size}",
             size_bytes=(544 if size == 2 else 688) * MiB,
             low_bytes=200 * MiB,
@@ -105,18 +105,20 @@ def _communicators(candidate: Candidate, hardware: Hardware) -> tuple[Term, ...]
             source="544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same beyond two "
             "machines (nccl#986)",
         )
-        for size in groups(candidate)
+        for size in process_groups(candidate)
     )
 
 
-def _rccl(candidate: Candidate) -> tuple[Term, ...]:
+def _rccl(candidate: Candidate) -> tuple[DeviceTerm, ...]:
     return tuple(
-        Term(
+        DeviceTerm(
             name=f"RCCL, a group of {size}",
             size_bytes=1024 * MiB if first else 666 * MiB,
             low_bytes=400 * MiB,
             high_bytes=1500 * MiB,
             source="1 GiB, and 0.65 GiB for each further group (LUMI guide)",
         )
-        for first, size in ((number == 0, size) for number, size in enumerate(groups(candidate)))
+        for first, size in (
+            (number == 0, size) for number, size in enumerate(process_groups(candidate))
+        )
     )

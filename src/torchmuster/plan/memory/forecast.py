@@ -9,29 +9,52 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import depth, log_depth, shard_degree
 from torchmuster.plan.memory.allocator import Kind, simulate
-from torchmuster.plan.memory.depth import Level, Place, is_part
-from torchmuster.plan.memory.device_terms import Term, outside
-from torchmuster.plan.memory.saving import saving
-from torchmuster.plan.memory.traced_sizes import traced_sizes
-from torchmuster.plan.record import Peak, Record, Request
+from torchmuster.plan.memory.depth import DepthPlace, Level, is_part
+from torchmuster.plan.memory.device_terms import DeviceTerm, outside_allocator
+from torchmuster.plan.memory.model_figures import model_configuration
+from torchmuster.plan.memory.shard_degree import saving_memory
+from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 
-__all__ = [
-    "USUAL_ALLOCATOR",
-    "Memory",
-    "Term",
-    "caches_memory",
-    "check_request",
-    "device_bytes",
-    "family",
-    "further",
-    "predict",
-    "requests",
-]
+WHOLE_ELEMENTS = 2**24  # of logits that the loss takes at once, as train/losses.py has it
+
+
+def traced_sizes(
+    work: Work, micro_batch_size: int, *, kernels: Literal["cpu", "cuda"]
+) -> tuple[int, ...]:
+    """Return one or two micro-batch sizes that say what this one takes."""
+    if micro_batch_size == 1 or kernels == "cpu":
+        return (micro_batch_size,)
+    if not _loss_has_parts(work):
+        return (2, 3)
+    border = _largest_whole(work)
+    if border is None:
+        # What is not known may lie anywhere: between two near sizes it cannot do much harm.
+        low = 1 << (micro_batch_size.bit_length() - 1)
+        return (low,) if low == micro_batch_size else (low, 2 * low)
+    if micro_batch_size > border:
+        low = max(border + 1, 2)
+        return (low, low + 1)
+    return (2, 3) if border > 2 else (2,)
+
+
+def _loss_has_parts(work: Work) -> bool:
+    usual = "language_model" if work.model_name_or_path else "cross_entropy"
+    return (work.loss or usual) == "language_model"
+
+
+def _largest_whole(work: Work) -> int | None:
+    """Return the most samples whose loss is taken at once; None where that cannot be read."""
+    told = model_configuration(work)
+    vocabulary = None if told is None else told.get("vocab_size")
+    if not isinstance(vocabulary, int) or work.sequence_length is None:
+        return None
+    return max(1, WHOLE_ELEMENTS // vocabulary) // work.sequence_length
+
 
 # Of what tensors take, where no log was there to simulate the allocator with: published runs reserve a fifth more.
 _RESERVED_GUESS = 1.2
@@ -50,7 +73,7 @@ class Memory:
     by_category: Mapping[str, int]  # at that moment
     where: Peak | None  # None: computed by a formula
     reserved_bytes: int | None  # what the allocator keeps for it; None: not simulated
-    outside: tuple[Term, ...]
+    outside: tuple[DeviceTerm, ...]
     total_bytes: int  # of the device
     low_bytes: int
     high_bytes: int
@@ -60,7 +83,7 @@ class Memory:
     origin: str  # how all this was found
 
 
-def family(
+def trace_family(
     candidate: Candidate, work: Work, *, kernels: Literal["cpu", "cuda"] = "cuda"
 ) -> Candidate:
     """Return the candidate whose traces serve this one: sizes that can be computed are left out of it."""
@@ -74,20 +97,20 @@ def family(
     )
 
 
-def requests(
+def trace_requests(
     work: Work, candidate: Candidate, *, kernels: Literal["cpu", "cuda"], keep_log: bool = False
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Return what must be traced to know the memory of a candidate, and of all others of its family.
 
     Two depths and up to two micro-batch sizes; where shards are too many to be traced, also both depths with 64. With
     ``keep_log`` the micro-batch has the candidate's own size, and the records also say what the allocator keeps: that
     is for the few candidates that matter.
     """
-    one = family(candidate, work, kernels=kernels)
+    one = trace_family(candidate, work, kernels=kernels)
     size = candidate.micro_batch_size
     sizes = (size,) if keep_log else traced_sizes(work, size, kernels=kernels)
     found = [
-        Request(
+        TraceRequest(
             work=work,
             candidate=replace(one, micro_batch_size=size),
             blocks=blocks,
@@ -109,12 +132,12 @@ def requests(
     return found
 
 
-def further(records: Sequence[Record]) -> list[Request]:
+def further_requests(records: Sequence[TraceRecord]) -> list[TraceRequest]:
     """Return what must be traced besides, now that the model's depth is known: nothing for most.
 
     Where every n-th block is recomputed and the blocks are no multiple of n, the traces need the same remainder.
     """
-    wanted: list[Request] = []
+    wanted: list[TraceRequest] = []
     for record in records:
         every = depth.period(record.request.candidate)
         if is_part(record) and record.blocks % every and not record.blocks_traced % every:
@@ -124,7 +147,7 @@ def further(records: Sequence[Record]) -> list[Request]:
     return [one for one in wanted if one not in there]
 
 
-def check_request(records: Sequence[Record]) -> Request | None:
+def check_request(records: Sequence[TraceRecord]) -> TraceRequest | None:
     """Return one more trace that must agree with what is computed from these; None where all was traced."""
     last = max(records, key=lambda one: one.blocks_traced)
     if not is_part(last) or not last.blocks_alike:
@@ -140,7 +163,7 @@ def check_request(records: Sequence[Record]) -> Request | None:
     )
 
 
-def check(records: Sequence[Record], traced: Record) -> None:
+def check_records(records: Sequence[TraceRecord], traced: TraceRecord) -> None:
     """Raise if a traced peak is not what is computed for it from the other records."""
     candidate = traced.request.candidate
     usable = _usable(records)
@@ -155,8 +178,8 @@ def check(records: Sequence[Record], traced: Record) -> None:
         )
 
 
-def predict(
-    records: Sequence[Record],
+def predict_memory(
+    records: Sequence[TraceRecord],
     candidate: Candidate,
     *,
     hardware: Hardware,
@@ -180,14 +203,14 @@ def predict(
     categories = {**where.by_category}
     categories["activations"] += waiting
     reserved = _reserved(usable, candidate, deep, allocator) if caches_memory(hardware) else None
-    save = saving(
+    save = saving_memory(
         first.parameters,
         first.request.work,
         candidate,
         blocks=deep,
         ranks_per_machine=hardware.cards_per_machine,
     )
-    terms = outside(candidate, hardware)
+    terms = outside_allocator(candidate, hardware)
     middle, low, high = device_bytes(tensors, reserved, caches=caches_memory(hardware))
     return Memory(
         tensor_bytes=tensors,
@@ -212,7 +235,7 @@ def predict(
     )
 
 
-def _usable(records: Sequence[Record]) -> list[Record]:
+def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
     """Return the records that have the model's remainder of blocks, or are of the whole model."""
     found = [
         record
@@ -229,7 +252,7 @@ def _usable(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _with_shards(records: Sequence[Record], shards: int | None) -> list[Record]:
+def _with_shards(records: Sequence[TraceRecord], shards: int | None) -> list[TraceRecord]:
     """Return the records with so many shards; None: with the fewest."""
     degrees = [record.request.candidate.layout.shards for record in records]
     wanted = min(degrees) if shards is None else shards
@@ -237,11 +260,11 @@ def _with_shards(records: Sequence[Record], shards: int | None) -> list[Record]:
 
 
 def _levels(
-    records: Sequence[Record], candidate: Candidate, *, blocks: int
-) -> Mapping[Place, Level]:
+    records: Sequence[TraceRecord], candidate: Candidate, *, blocks: int
+) -> Mapping[DepthPlace, Level]:
     size, shards = candidate.micro_batch_size, candidate.layout.shards
     few = _with_shards(records, None)
-    found = depth.at(few, blocks=blocks, micro_batch_size=size)
+    found = depth.at_depth(few, blocks=blocks, micro_batch_size=size)
     traced = few[0].request.candidate.layout.shards
     if candidate.strategy != "fsdp" or shards == traced:
         return found
@@ -254,9 +277,9 @@ def _levels(
         )
     # A sample adds the same with any number of shards, so these traces need one micro-batch size.
     smallest = min(one.request.candidate.micro_batch_size for one in many)
-    low = depth.at(few, blocks=blocks, micro_batch_size=smallest)
-    high = depth.at(many, blocks=blocks, micro_batch_size=smallest)
-    moved = shard_degree.at(low, high, few[0], shards=shards, blocks=blocks)
+    low = depth.at_depth(few, blocks=blocks, micro_batch_size=smallest)
+    high = depth.at_depth(many, blocks=blocks, micro_batch_size=smallest)
+    moved = shard_degree.at_degree(low, high, few[0], shards=shards, blocks=blocks)
     return {
         place: found[place].plus(low[place], -1.0).plus(moved[place], 1.0)
         for place in found
@@ -264,7 +287,9 @@ def _levels(
     }
 
 
-def _over_depth(records: Sequence[Record], blocks: int, of: Callable[[Record], float]) -> float:
+def _over_depth(
+    records: Sequence[TraceRecord], blocks: int, of: Callable[[TraceRecord], float]
+) -> float:
     """Return what a figure that grows with each block is at another depth."""
     by_depth = {record.blocks_traced: of(record) for record in records}
     low, *others = sorted(by_depth)
@@ -274,7 +299,7 @@ def _over_depth(records: Sequence[Record], blocks: int, of: Callable[[Record], f
     return by_depth[low] + slope * (blocks - low)
 
 
-def _host_bytes(records: Sequence[Record], candidate: Candidate, blocks: int) -> int:
+def _host_bytes(records: Sequence[TraceRecord], candidate: Candidate, blocks: int) -> int:
     """Return what a rank keeps in the host's memory: states, so in proportion to its shards."""
     few = _with_shards(records, None)
     host = _over_depth(few, blocks, lambda record: record.host_bytes)
@@ -284,7 +309,7 @@ def _host_bytes(records: Sequence[Record], candidate: Candidate, blocks: int) ->
     return round(host * wanted / shard_degree.shard_elements(shapes, traced, blocks=blocks))
 
 
-def _waiting_inputs(records: Sequence[Record], candidate: Candidate) -> int:
+def _waiting_inputs(records: Sequence[TraceRecord], candidate: Candidate) -> int:
     """Return what the inputs of further micro-batches take: those of a whole step stay on the device.
 
     At the update nothing else is left of a sample, so the traces of two micro-batch sizes show it there. One alone shows
@@ -316,7 +341,7 @@ def _waiting_inputs(records: Sequence[Record], candidate: Candidate) -> int:
 
 
 def _reserved(
-    records: Sequence[Record], candidate: Candidate, blocks: int, kind: Kind
+    records: Sequence[TraceRecord], candidate: Candidate, blocks: int, kind: Kind
 ) -> int | None:
     """Return what the allocator keeps; None without logs, or where no log of that depth can be made."""
     size = candidate.micro_batch_size
@@ -326,14 +351,14 @@ def _reserved(
         if record.log is not None and record.request.candidate.micro_batch_size == size
     ]
     try:
-        events = log_depth.of_depth(logged, blocks=blocks, shards=candidate.layout.shards)
+        events = log_depth.log_of_depth(logged, blocks=blocks, shards=candidate.layout.shards)
     except (log_depth.Unlike, OSError):  # or the log was deleted since
         return None
     return simulate(events, kind).peak_bytes
 
 
 def _origin(
-    records: Sequence[Record],
+    records: Sequence[TraceRecord],
     candidate: Candidate,
     blocks: int,
     reserved: int | None,

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchmuster.plan.memory.shard_degree import shard_elements, sizes
-from torchmuster.plan.record import Allocation, Record
+from torchmuster.plan.memory.shard_degree import shard_elements, shard_sizes
+from torchmuster.plan.record import Allocation, TraceRecord
 
 _WINDOWS = (64, 32, 16, 8, 4, 1)  # so many events must agree behind a stretch that was put in
 
@@ -39,13 +39,13 @@ class Event:
     token: int = 0
 
 
-def read(path: str | Path) -> list[Allocation]:
+def read_log(path: str | Path) -> list[Allocation]:
     """Read a log."""
     decoder = msgspec.json.Decoder(Allocation)
     return decoder.decode_lines(Path(path).read_bytes())
 
 
-def in_order(log: Sequence[Allocation]) -> list[Allocation]:
+def events_in_order(log: Sequence[Allocation]) -> list[Allocation]:
     """Return a log in which what is given back at once is given back the newest first.
 
     For an allocator that order makes no difference, and it can be any: autocast's copies go in that of a hash table.
@@ -64,7 +64,7 @@ def in_order(log: Sequence[Allocation]) -> list[Allocation]:
     return found + sorted(at_once, key=lambda one: -taken_at[one.number])
 
 
-def together(logs: Sequence[Sequence[Allocation]]) -> list[Event]:
+def merge_logs(logs: Sequence[Sequence[Allocation]]) -> list[Event]:
     """Return one log with the sizes of all; they are of one depth, and do the same in the same order."""
     if len({len(log) for log in logs}) != 1:
         raise Unlike(f"the logs have {', '.join(str(len(log)) for log in logs)} events")
@@ -315,7 +315,7 @@ class _Writer:
         return Allocation(kind="give", number=number, size_bytes=size)
 
 
-def of_depth(records: Sequence[Record], *, blocks: int, shards: int) -> list[Allocation]:
+def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) -> list[Allocation]:
     """Return the log of a model of so many blocks, from records with logs that have its micro-batch size."""
     depths = sorted({record.blocks_traced for record in records})
     if blocks in depths[:2]:
@@ -329,18 +329,18 @@ def of_depth(records: Sequence[Record], *, blocks: int, shards: int) -> list[All
     degrees = sorted({record.request.candidate.layout.shards for record in records})
     shapes = records[0].parameters
     elements = [shard_elements(shapes, one, blocks=blocks) for one in (*degrees, shards)]
-    known = sizes(shapes, degrees, shards=shards) if len(degrees) > 1 else None
+    known = shard_sizes(shapes, degrees, shards=shards) if len(degrees) > 1 else None
     return list(extended(shallow, deep, times=times, at=_weights(elements), known=known))
 
 
-def _of_one_depth(records: Sequence[Record], depth: int) -> list[Event]:
+def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
     """Return the logs of one depth, those with fewer shards first, as one."""
     logs = {
         record.request.candidate.layout.shards: str(record.log)
         for record in records
         if record.blocks_traced == depth
     }
-    return together([in_order(read(logs[shards])) for shards in sorted(logs)])
+    return merge_logs([events_in_order(read_log(logs[shards])) for shards in sorted(logs)])
 
 
 def _weights(elements: Sequence[int]) -> tuple[float, ...]:

@@ -1,12 +1,52 @@
 """The sizes of a transformer's layers, from its configuration; biases and the norms within attention are left out."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
-from torchmuster.plan.memory.model_configuration import configuration
+
+
+def model_configuration(work: Work) -> Mapping[str, Any] | None:
+    """Return a model's config.json from its folder, or from what the hub's cache has of it; None if there is none."""
+    place = _place(work)
+    if place is None:
+        return None
+    try:
+        told = json.loads(place.read_text())
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def weights_dtype(work: Work) -> str:
+    """Return the type of a model's weights as a training has it: float32 unless told; auto is what the files say."""
+    if work.torch_dtype != "auto":
+        return work.torch_dtype or "float32"
+    told = model_configuration(work) or {}
+    return str(told.get("dtype") or told.get("torch_dtype") or "float32")
+
+
+def _place(work: Work) -> Path | None:
+    name = work.model_name_or_path
+    if name is None:
+        return None
+    folder = Path(work.folder, Path(name).expanduser())
+    if folder.is_dir():
+        return folder / "config.json"
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # it comes with transformers, which not everybody has
+        return None
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the hub's kind
+        return None
+    return Path(found) if isinstance(found, str) else None
+
 
 _WHAT = "the memory of this model cannot be estimated"
 # Keys about experts that are understood, and those that change no size.
@@ -42,7 +82,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class ModelFigures:
     """What the formula needs of a model."""
 
     blocks: int
@@ -122,7 +162,7 @@ def _inner(layers: Sequence[Layer]) -> int:
     return sum(one.inputs for one in layers if one.name in OUTER)
 
 
-def figures(work: Work) -> Figures:
+def model_figures(work: Work) -> ModelFigures:
     """Read a model's configuration; raise where there is none, or it is of another kind."""
     if work.model_name_or_path is None:
         raise Impossible(
@@ -130,7 +170,7 @@ def figures(work: Work) -> Figures:
             why="the formula needs a configuration of transformers, and the model is built by a function",
             fix="leave out of the model what the trace cannot follow, or try it: muster plan --verify",
         )
-    told = configuration(work)
+    told = model_configuration(work)
     if told is None:
         raise Impossible(
             _WHAT,
@@ -164,11 +204,11 @@ class _Reading:
         self._is_gpt2 = "n_embd" in told
         self._gated = not self._is_gpt2 and self._has_gate()
 
-    def figures(self) -> Figures:
+    def figures(self) -> ModelFigures:
         blocks = self._number("num_hidden_layers", "n_layer", "num_layers")
         # Files of these say nothing of it: transformers ties them unless told otherwise.
         ties = not self._gated or str(self._told.get("model_type", "")).startswith("gemma")
-        return Figures(
+        return ModelFigures(
             blocks=blocks,
             sparse_blocks=self._sparse_blocks(blocks),
             width=self._width,

@@ -10,10 +10,12 @@ model evenly are traced themselves, as that is exact.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
-from torchmuster.plan.memory.depth import Level, Levels, Line, Place
-from torchmuster.plan.record import CATEGORIES, Record, Shape
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.memory.depth import DepthPlace, Level, Levels, Line
+from torchmuster.plan.record import CATEGORIES, Shape, TraceRecord
 from torchmuster.units import format_bytes
 
 SMALL, LARGE = 8, 64  # shards that are traced where there are more than the smaller number
@@ -65,9 +67,9 @@ def with_times(shapes: Sequence[Shape], blocks: int) -> list[tuple[Shape, int]]:
     ]
 
 
-def at(
-    small: Levels, large: Levels, record: Record, *, shards: int, blocks: int
-) -> dict[Place, Level]:
+def at_degree(
+    small: Levels, large: Levels, record: TraceRecord, *, shards: int, blocks: int
+) -> dict[DepthPlace, Level]:
     """Return the levels with so many shards, from those with 8 and with 64."""
     shapes = record.parameters
     few, many, wanted = (
@@ -125,7 +127,7 @@ def _gathered(group: Iterable[Shape], shards: int) -> int:
     return shards * sum(_shard(shape, shards) for shape in group)
 
 
-def sizes(
+def shard_sizes(
     shapes: Sequence[Shape], traced: Sequence[int], *, shards: int
 ) -> dict[tuple[int, ...], int]:
     """Return sizes with so many shards by those with each traced number of them.
@@ -146,7 +148,7 @@ def sizes(
     return {key: round(sum(values) / len(values)) for key, values in found.items()}
 
 
-def findings(record: Record, *, shards: int) -> list[Finding]:
+def degree_findings(record: TraceRecord, *, shards: int) -> list[Finding]:
     """Say so where shards are so many that gathers carry rows that do not exist."""
     times = inflation(record.parameters, shards)
     if times < _WORTH_SAYING:
@@ -168,3 +170,32 @@ def findings(record: Record, *, shards: int) -> list[Finding]:
             "(distributed.fsdp_sharding_strategy: hybrid_shard)",
         )
     ]
+
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # of each trained parameter: two averages; a momentum
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingMemory:
+    """Bytes of one save."""
+
+    checkpoint_bytes: int  # on the disk
+    host_bytes: int  # of one machine, while saving goes on beside the training
+
+
+def saving_memory(
+    shapes: Sequence[Shape],
+    work: Work,
+    candidate: Candidate,
+    *,
+    blocks: int,
+    ranks_per_machine: int,
+) -> SavingMemory:
+    """Return what a save of a model of so many blocks takes."""
+    whole = 0
+    for shape, times in with_times(shapes, blocks):
+        copies = 1 + (OPTIMIZER_COPIES[work.optimizer] if shape.trained else 0)
+        whole += copies * times * math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
+    here = min(ranks_per_machine, candidate.layout.ranks)
+    return SavingMemory(checkpoint_bytes=whole, host_bytes=whole * here // candidate.layout.ranks)

@@ -7,23 +7,23 @@ What is written down is plain: numbers of storages, sizes, stages. What it means
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchmuster.plan.probes.batch_norm import with_kept_statistics
+from torchmuster.errors import Impossible
 from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
-from torchmuster.plan.probes.log import Done, Log, Sized, Storage
 from torchmuster.plan.probes.operations import (
     flops_of,
     moved_bytes_of,
     tensors_in,
+    with_kept_statistics,
+    workspace_bytes,
 )
-from torchmuster.plan.probes.stages import Stage, Stages
-from torchmuster.plan.probes.workspace import workspace_bytes
-from torchmuster.plan.record import Collective
+from torchmuster.plan.probes.stages import AllocationLog, Done, Sized, Stage, Stages, Storage
+from torchmuster.plan.record import TracedCollective
 from torchmuster.plan.torch_private import (
     ALL_GATHER,
     ATTENTION_BACKWARD,
@@ -56,7 +56,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         what is scattered or gathered, and the states of random numbers that recomputing keeps.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log = Log()
+        self.log = AllocationLog()
         self.stages = Stages(self.log.events.append)
         self._answer = answer
         self._on_host = on_host
@@ -235,7 +235,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Write down that a collective begins."""
         self.log.events.append(
-            Collective(
+            TracedCollective(
                 kind=kind,
                 ranks=ranks,
                 between_copies=group_name is not None and group_name == self.copies_group,
@@ -328,3 +328,85 @@ def _as(answer: float, tensor: torch.Tensor) -> Any:
 
 def _dtype(tensors: list[torch.Tensor]) -> str:
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+
+
+@contextmanager
+def named_refusals(seen: LiveStorages) -> Iterator[None]:
+    """Refuse by name what a model does that cannot be followed without values."""
+    try:
+        yield
+    except CANNOT_FOLLOW as error:
+        where = f"in {seen.lost_in}" if seen.lost_in else "outside of its modules"
+        raise Impossible(
+            f"this model cannot be followed without values: {where}, {seen.stages.now.phase}",
+            why=f"{_operation(error)} depends on what is in a tensor, or torch cannot tell what comes out",
+            fix="plan with an estimate, which has a wider band; or keep .item(), nonzero() and the like out "
+            "of the forward",
+        ) from error
+
+
+def _operation(error: BaseException) -> str:
+    named = str(getattr(error, "func", None) or (error.args[0] if error.args else error))
+    return (
+        f"{named} (.item(), float() or an if)"
+        if READ_VALUE.overloadpacket.__name__ in named
+        else named
+    )
+
+
+class Taken(NamedTuple):
+    """What tensors take."""
+
+    live_bytes: int  # now
+    peak_bytes: int  # at most since the last look
+
+
+Look: TypeAlias = Callable[[], Taken]
+
+
+@contextmanager
+def tensor_memory(device: torch.device) -> Iterator[Look]:
+    """Yield what says how much tensors take of the device.
+
+    An accelerator's allocator counts by itself. On the CPU every storage that is made or used inside the ``with`` is
+    followed, which slows everything down.
+    """
+    if device.type != "cpu":
+        yield lambda: _of_accelerator(device)
+        return
+    seen = LiveStorages(answer=lambda _: None, on_host=True)
+    followed = _OfHost(seen)
+    with seen.followed():
+        yield followed.look
+
+
+def _of_accelerator(device: torch.device) -> Taken:
+    taken = Taken(
+        live_bytes=int(torch.accelerator.memory_allocated(device)),
+        peak_bytes=int(torch.accelerator.max_memory_allocated(device)),
+    )
+    torch.accelerator.reset_peak_memory_stats(device)
+    return taken
+
+
+class _OfHost:
+    """Adds up what the log of storages says, from look to look."""
+
+    def __init__(self, seen: LiveStorages) -> None:
+        self._seen = seen
+        self._sizes: dict[int, int] = {}
+        self._begin = 0
+
+    def look(self) -> Taken:
+        """Bring what lives up to date with the log."""
+        total = peak = sum(self._sizes.values())
+        events = self._seen.log.events
+        end = len(events)
+        for event in events[self._begin : end]:
+            if isinstance(event, Sized):
+                total += event.size_bytes - self._sizes.pop(event.number, 0)
+                peak = max(peak, total)
+                if event.size_bytes:
+                    self._sizes[event.number] = event.size_bytes
+        self._begin = end
+        return Taken(live_bytes=total, peak_bytes=peak)

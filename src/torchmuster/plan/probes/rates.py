@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.diagnose.probes.exact_values import wait_for_device
-from torchmuster.plan.hardware.model import Link
+from torchmuster.plan.hardware.catalogue import Link
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.plan.timing.calibration import Asked, RankRates
-from torchmuster.plan.timing.rates import key_of
+from torchmuster.plan.timing.calibration import CalibrationRequest, RankRates
+from torchmuster.plan.timing.rates import rate_key
 from torchmuster.train.world import World, join_world
 from torchmuster.units import KiB, MiB
 
@@ -34,7 +34,7 @@ _TRIES = 7
 _MEASURE_S = 0.3
 
 
-def measure(world: World) -> RankRates:
+def measure_rates(world: World) -> RankRates:
     """Measure this rank's rates while the others measure theirs."""
     kind = world.device.type
     types = (torch.float32, torch.bfloat16) + (() if kind == "cpu" else (torch.float16,))
@@ -121,7 +121,7 @@ def _collectives(world: World) -> dict[str, Link]:
     for kind, turn in _turns(world).items():
         small, large = (_agreed_s(world, turn, size) for size in (_SMALL_BYTES, _LARGE_BYTES))
         bytes_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
-        found[key_of(kind, world.world_size)] = Link(
+        found[rate_key(kind, world.world_size)] = Link(
             latency_s=max(small - _SMALL_BYTES / bytes_s, 0.0), bytes_s=bytes_s, source="measured"
         )
     return found
@@ -155,9 +155,9 @@ def _agreed_s(
 
 def main(request: str, answers: str) -> None:
     """Measure as one of several ranks, and leave what was found."""
-    asked = msgspec.json.decode(Path(request).read_bytes(), type=Asked)
+    asked = msgspec.json.decode(Path(request).read_bytes(), type=CalibrationRequest)
     with join_world(asked.device) as world:
-        found = measure(world)
+        found = measure_rates(world)
         leave_answer(answers, world.global_rank, msgspec.json.encode(found).decode())
 
 

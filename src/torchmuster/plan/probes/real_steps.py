@@ -13,17 +13,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchmuster.plan.probes.building import Built, build
-from torchmuster.plan.probes.tensor_memory import Look, tensor_memory
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.live_storage import Look, tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.plan.proof.real_steps import FOLLOWED, RankSteps, Steps
+from torchmuster.plan.proof.verification import FOLLOWED, RankSteps, RealSteps
 from torchmuster.train.world import World, join_world
 
 
-def real_steps(steps: Steps, world: World) -> RankSteps:
+def real_steps(steps: RealSteps, world: World) -> RankSteps:
     """Take the steps; all ranks do."""
     with tensor_memory(world.device) as look:
-        built = build(steps.work, steps.candidate, world, blocks=steps.blocks)
+        built = build_step(steps.work, steps.candidate, world, blocks=steps.blocks)
         peaks = tuple(_peak(look, partial(built.train, number)) for number in range(FOLLOWED))
     step_s = tuple(_timed(built, FOLLOWED + number) for number in range(steps.timed))
     reserved = None
@@ -46,7 +46,7 @@ def _peak(look: Look, work: Callable[[], object]) -> int:
     return look().peak_bytes
 
 
-def _timed(built: Built, number: int) -> float:
+def _timed(built: BuiltStep, number: int) -> float:
     device = built.world.device
     if built.world.world_size > 1:
         dist.barrier()  # so that nobody's time is that of waiting for others to begin
@@ -57,7 +57,7 @@ def _timed(built: Built, number: int) -> float:
     return time.perf_counter() - begun_s
 
 
-def _loss(built: Built) -> float:
+def _loss(built: BuiltStep) -> float:
     """Return the mean loss of one more micro-batch; all ranks compute one."""
     with torch.no_grad():
         loss, count = built.loss_of(built.batch())
@@ -67,7 +67,7 @@ def _loss(built: Built) -> float:
 def main() -> None:
     """Read what is asked for, take the steps, and leave the answer."""
     request, answers = sys.argv[1:]
-    steps = msgspec.json.decode(Path(request).read_bytes(), type=Steps)
+    steps = msgspec.json.decode(Path(request).read_bytes(), type=RealSteps)
     with join_world(steps.device) as world:
         found = real_steps(steps, world)
     leave_answer(answers, found.rank, msgspec.json.encode(found).decode())

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from torchmuster.plan.probes.building import Built
-from torchmuster.plan.record import PhaseName
+from torchmuster.plan.probes.build_step import BuiltStep
+from torchmuster.plan.record import PhaseName, TracedCollective
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.weights import own_name
@@ -54,7 +54,7 @@ class Stages:
             self._go(self.now._replace(block=None, after_block=block))
 
     @contextmanager
-    def followed(self, built: Built) -> Iterator[None]:
+    def followed(self, built: BuiltStep) -> Iterator[None]:
         """Follow a training inside the ``with``."""
         names = {id(one): own_name(name) for name, one in built.model.named_modules()}
 
@@ -125,3 +125,44 @@ def _differentiated(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, tuple | list):
         for one in tree:
             yield from _differentiated(one)
+
+
+class Sized(NamedTuple):
+    """A storage has another size from here on: taken, given back, or resized."""
+
+    number: int
+    size_bytes: int
+    operation: str
+    module: str
+
+
+class Done(NamedTuple):
+    """An operation that was computed."""
+
+    name: str
+    dtype: str
+    flops: int
+    moved_bytes: int
+    made_bytes: int
+    recomputed: bool
+
+
+Event = Sized | Done | TracedCollective | Stage
+
+
+@dataclass(slots=True)
+class Storage:
+    """What is known of a storage."""
+
+    made_in: Stage
+    stream: Literal["compute", "gather", "reduce"] = "compute"
+    collective: bool = False  # it is there for a collective
+    recomputed: bool = False  # made while a forward was computed again
+
+
+@dataclass(slots=True)
+class AllocationLog:
+    """What happened, in order."""
+
+    events: list[Event] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)  # by number

@@ -21,15 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
-from torchmuster.plan.probes.building import Built, build
+from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda
-from torchmuster.plan.probes.imagined_world import imagined_world, masks_of_real_runs
-from torchmuster.plan.probes.live_storage import LiveStorages
-from torchmuster.plan.probes.log import Sized
-from torchmuster.plan.probes.refusals import named_refusals
-from torchmuster.plan.probes.stages import Stage
-from torchmuster.plan.probes.summing import Replay, Roles, allocations, categories, timeline
-from torchmuster.plan.record import Record, Request, Shape
+from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
+from torchmuster.plan.probes.live_storage import LiveStorages, named_refusals
+from torchmuster.plan.probes.peak_accounting import Replay, Roles, allocations, categories, timeline
+from torchmuster.plan.probes.stages import Sized, Stage
+from torchmuster.plan.record import Shape, TraceRecord, TraceRequest
 from torchmuster.train.weights import own_name
 
 # Each rank more costs time, and shards of other degrees can be computed from those of two.
@@ -37,7 +35,7 @@ MOST_SHARDS = 64
 _RANKS_PER_MACHINE = 8  # what a rank takes does not depend on where the others are
 
 
-def trace(request: Request, *, logs: Path | None = None) -> Record:
+def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
     """Imagine two steps of rank 0; the second is what all later ones are like.
 
     ``logs`` is where the log of allocations goes, if the request wants it. What the model does that cannot be
@@ -52,13 +50,13 @@ def trace(request: Request, *, logs: Path | None = None) -> Record:
             fix=f"trace {MOST_SHARDS} or fewer, and compute the others from that",
         )
     seen = LiveStorages(answer=_value_read, on_host=request.kernels == "cpu")
-    world_of = imagined_world(
+    world_of = fake_process_group(
         candidate.layout.ranks,
         ranks_per_machine=_RANKS_PER_MACHINE,
         reduced=lambda bucket, ranks: seen.note_collective("all_reduce", bucket, ranks),
     )
     with named_refusals(seen), world_of as world:
-        built = build(request.work, candidate, world, blocks=request.blocks)
+        built = build_step(request.work, candidate, world, blocks=request.blocks)
         if request.kernels == "cuda" and not candidate.cpu_offload:
             as_on_cuda(built.optimizer)
         followed = _Followed(request, built, seen)
@@ -70,7 +68,7 @@ def trace(request: Request, *, logs: Path | None = None) -> Record:
 class _Followed:
     """A training whose steps are followed."""
 
-    def __init__(self, request: Request, built: Built, seen: LiveStorages) -> None:
+    def __init__(self, request: TraceRequest, built: BuiltStep, seen: LiveStorages) -> None:
         self.request = request
         self.built = built
         self.seen = seen
@@ -124,7 +122,7 @@ class _Followed:
         self.gradients_now = {one for one in numbers if one is not None}
         self.gradients |= self.gradients_now
 
-    def record(self, logs: Path | None, begun: float) -> Record:
+    def record(self, logs: Path | None, begun: float) -> TraceRecord:
         """Sum up what was seen."""
         request, built, log = self.request, self.built, self.seen.log
         states = [
@@ -149,7 +147,7 @@ class _Followed:
         first_step = replay.peaks(log.events[first:second], Stage())
         peaks = replay.peaks(log.events[second:], Stage())
         sizes = self._sizes(roles)
-        return Record(
+        return TraceRecord(
             request=request,
             torch=str(torch.__version__),
             blocks_traced=len(built.blocks),
@@ -262,7 +260,7 @@ def _tensors(tree: Any) -> Iterable[torch.Tensor]:
 
 def answer(line: bytes, logs: Path | None) -> dict[str, Any]:
     """Return the answer to one line: a record, or why there is none."""
-    request = msgspec.json.decode(line, type=Request)
+    request = msgspec.json.decode(line, type=TraceRequest)
     try:
         return {"record": trace(request, logs=logs)}
     except MusterError as error:

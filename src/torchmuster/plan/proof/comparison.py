@@ -27,13 +27,13 @@ class Promise:
     step_s: float | None = None  # None: not forecast
 
 
-def write(folder: Path, promise: Promise) -> None:
+def write_promise(folder: Path, promise: Promise) -> None:
     """Leave a promise in a run's folder, for the training to be held against."""
     folder.mkdir(parents=True, exist_ok=True)  # it may be on the launcher's machine only
     write_atomically(folder / FILE, msgspec.json.encode(promise).decode() + "\n")
 
 
-def read(folder: Path) -> Promise | None:
+def read_promise(folder: Path) -> Promise | None:
     """Return the promise of a run; None if no plan was made for it."""
     path = folder / FILE
     try:
@@ -49,7 +49,7 @@ def read(folder: Path) -> Promise | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """What a training has met with so far."""
 
     steps: int
@@ -57,43 +57,43 @@ class Measured:
     tensor_bytes: int | None  # None where the device does not count them
 
 
-def line(promise: Promise, measured: Measured) -> str:
+def comparison_line(promise: Promise, measured: MeasuredRun) -> str:
     """Say in one line how a training compares with its plan."""
     parts = [*_of_memory(promise, measured), *_of_time(promise, measured)]
     return f"plan after step {measured.steps}: {'; '.join(parts)}"
 
 
-def _of_memory(promise: Promise, measured: Measured) -> list[str]:
+def _of_memory(promise: Promise, measured: MeasuredRun) -> list[str]:
     if measured.tensor_bytes is None:
         return ["memory is not counted on the CPU: muster plan --verify measures it"]
     ratio = measured.tensor_bytes / promise.tensor_bytes
     words = (
         f"memory {format_bytes(measured.tensor_bytes)} of {format_bytes(promise.tensor_bytes)} "
-        f"planned ({percent(ratio)})"
+        f"planned ({signed_percent(ratio)})"
     )
     if ratio > 1 + MEMORY_BAND:
         words += ", more than planned: an evaluation or longer samples may run out of memory"
     return [words]
 
 
-def _of_time(promise: Promise, measured: Measured) -> list[str]:
+def _of_time(promise: Promise, measured: MeasuredRun) -> list[str]:
     if promise.step_s is None:
         return []
     ratio = measured.step_s / promise.step_s
     words = (
-        f"a step takes {seconds(measured.step_s)}, planned {seconds(promise.step_s)} "
-        f"({percent(ratio)})"
+        f"a step takes {step_seconds(measured.step_s)}, planned {step_seconds(promise.step_s)} "
+        f"({signed_percent(ratio)})"
     )
     if ratio > 1 + TIME_BAND:
         words += ", slower than planned: the shares in the step line say what it waits for"
     return [words]
 
 
-def percent(ratio: float) -> str:
+def signed_percent(ratio: float) -> str:
     """Say how far something is from what was expected: ``+3.1 %``."""
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def seconds(amount: float) -> str:
+def step_seconds(amount: float) -> str:
     """Write the time of a step with three figures."""
     return f"{amount * 1000:.3g} ms" if amount < 1 else f"{amount:.3g} s"

@@ -29,7 +29,7 @@ _SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class RankOutput:
     """What became of the ranks: the texts that they left, by rank; why they failed, if they did."""
 
     texts: dict[int, str]
@@ -63,7 +63,7 @@ class _Quiet(TerminalVoice):
         """Have nothing left to show."""
 
 
-def run(
+def run_fresh_ranks(
     program: str,
     request: str,
     *,
@@ -75,7 +75,7 @@ def run(
     typed: tuple[str, ...] = ("plan",),
     doing: str = "",
     say: Callable[[str], None] = lambda _: None,
-) -> Ran:
+) -> RankOutput:
     """Run a module as so many ranks and wait for its end.
 
     It is given two words: a file that holds the ``request``, and a folder in which each rank leaves its
@@ -109,7 +109,7 @@ def run(
             for path in answers.glob("rank-*.json")
         }
     trouble = voice.findings[-1] if code != ExitCode.GOOD and voice.findings else None
-    return Ran(texts=texts, trouble=trouble)
+    return RankOutput(texts=texts, trouble=trouble)
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _heard_of(doing: str, say: Callable[[str], None]) -> Iterator[None]:
         speaker.join()
 
 
-def in_words(trouble: Finding) -> str:
+def describe_failure(trouble: Finding) -> str:
     """Say what became of the ranks; their logs are gone with the folder that they ran in."""
     parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
     return "\n".join(part for part in parts if part and not part.startswith("log: "))

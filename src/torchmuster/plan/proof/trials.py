@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -15,16 +15,153 @@ from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.memory.device_terms import outside
-from torchmuster.plan.proof import batch_finder, fresh_ranks
-from torchmuster.plan.proof.batch_finder import Found, RankTrial, Trial
-from torchmuster.plan.search.exploring import Look, Traces
+from torchmuster.plan.memory.device_terms import outside_allocator
+from torchmuster.plan.proof import fresh_ranks
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import Look, Traces
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrial:
+    """What one rank met with in a trial."""
+
+    rank: int
+    ran_out: bool
+    peak_bytes: int | None = None  # of tensors; None where it is not known
+    limit_bytes: int | None = None  # what there was for them
+    words: str = ""  # of the error, where memory ran out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A micro-batch size that was tried, and the ranks that had something to say."""
+
+    micro_batch_size: int
+    fits: bool
+    ranks: tuple[RankTrial, ...]
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch_size}: {self._words()}"
+
+    def _words(self) -> str:
+        if not self.fits:
+            out = [one for one in self.ranks if one.ran_out]
+            if not out:
+                return "the machine's memory ran out, and the kernel killed a rank"
+            limits = f" of {_size(out[0].limit_bytes)}" if out[0].limit_bytes else ""
+            return f"{_ranks([one.rank for one in out])} ran out of memory{limits}"
+        tightest = self.tightest
+        if tightest is None or tightest.peak_bytes is None:
+            return "fits on all ranks"
+        of = f" of {_size(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
+        return f"fits on all ranks; rank {tightest.rank} has the least room: {_size(tightest.peak_bytes)}{of}"
+
+    @property
+    def tightest(self) -> RankTrial | None:
+        """The rank that has the least room left; without limits, the one that takes most."""
+        known = [one for one in self.ranks if one.peak_bytes is not None]
+        return min(known, key=_room, default=None)
+
+
+def _room(one: RankTrial) -> int:
+    return (one.limit_bytes or 0) - (one.peak_bytes or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch:
+    """The largest micro-batch that fits, None if not even one sample does; and how that is known."""
+
+    micro_batch_size: int | None
+    trials: tuple[Trial, ...]
+
+
+class TryOne(Protocol):
+    """Tries one size on fresh ranks."""
+
+    def __call__(self, micro_batch_size: int) -> Trial:
+        """Return what came of it."""
+
+
+def find_largest_batch(
+    try_one: TryOne,
+    *,
+    start: int,
+    most: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Decision[LargestBatch]:
+    """Find the largest micro-batch that fits, beginning with ``start``, what the plan expects.
+
+    Tried are ``start``, powers of two and ``most``, none above it. Where the plan is right, two trials are enough:
+    its size, and the next one.
+    """
+    trials: list[Trial] = []
+
+    def fits(size: int) -> bool:
+        trial = try_one(size)
+        trials.append(trial)
+        say(str(trial))
+        return trial.fits
+
+    size = _largest(fits, start=start, most=most)
+    found = LargestBatch(micro_batch_size=size, trials=tuple(trials))
+    return Decision(value=found, reason=_reason(found, start=start, most=most))
+
+
+def largest_expected(fits: Callable[[int], bool], *, start: int, most: int | None) -> int:
+    """Return the largest micro-batch that fits by a plan's arithmetic; at least 1, where a search can begin."""
+    return _largest(fits, start=start, most=most) or 1
+
+
+# Where nothing limits a micro-batch, what fits is not looked for beyond this.
+_LARGEST_SIZE = 2**20
+
+
+def _largest(fits: Callable[[int], bool], *, start: int, most: int | None) -> int | None:
+    """Return the largest size that fits, None if one sample does not; from the start one size after the other."""
+    if start < 1:
+        raise Impossible(
+            f"asked for a micro-batch of {start} samples", fix="give a number from 1 on"
+        )
+    last = most or _LARGEST_SIZE
+    powers = {1 << power for power in range(last.bit_length())}
+    sizes = sorted({*powers, min(start, last), last})
+    place = sizes.index(min(start, last))
+    if fits(sizes[place]):
+        while place + 1 < len(sizes) and fits(sizes[place + 1]):
+            place += 1
+        return sizes[place]
+    return next((size for size in reversed(sizes[:place]) if fits(size)), None)
+
+
+def _reason(found: LargestBatch, *, start: int, most: int | None) -> str:
+    size = found.micro_batch_size
+    if size is None:
+        first = next(one for one in found.trials if one.micro_batch_size == 1)
+        return f"not even a micro-batch of 1 fits: {str(first).partition(': ')[2]}"
+    how = next(one for one in found.trials if one.micro_batch_size == size)
+    expected = "as planned" if size == start else f"the plan expected {start}"
+    reason = f"a micro-batch of {size} ({expected}): it {str(how).partition(': ')[2]}"
+    larger = [one for one in found.trials if not one.fits]
+    if larger:
+        nearest = min(larger, key=lambda one: one.micro_batch_size)
+        return f"{reason}; with {nearest.micro_batch_size}, {str(nearest).partition(': ')[2]}"
+    return f"{reason}; a step has no more than {most} for a rank" if most is not None else reason
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(map(str, numbers))}"
+
+
+def _size(count: int | None) -> str:
+    return "an unknown size" if count is None else format_bytes(count)
+
 
 PROGRAM = "torchmuster.plan.probes.batch_trial"
 
@@ -65,7 +202,7 @@ class Trials:
             device="cpu" if self.device == "cpu" else "auto",
             limits_bytes=self.limits_bytes,
         )
-        ran = fresh_ranks.run(
+        ran = fresh_ranks.run_fresh_ranks(
             PROGRAM,
             msgspec.json.encode(request).decode(),
             ranks=ranks,
@@ -76,7 +213,7 @@ class Trials:
             say=self.say,
         )
         told = [msgspec.json.decode(ran.texts[rank], type=RankTrial) for rank in sorted(ran.texts)]
-        return verdict(micro_batch_size, told, ran.trouble, ranks=ranks)
+        return trial_verdict(micro_batch_size, told, ran.trouble, ranks=ranks)
 
 
 def with_size(candidate: Candidate, size: int, *, samples: int | None) -> Candidate:
@@ -85,7 +222,7 @@ def with_size(candidate: Candidate, size: int, *, samples: int | None) -> Candid
     return dataclasses.replace(candidate, micro_batch_size=size, accumulation=accumulation)
 
 
-def advice(size: int, candidate: Candidate, *, global_batch_size: int | None) -> str:
+def trial_advice(size: int, candidate: Candidate, *, global_batch_size: int | None) -> str:
     """Return the flags that make a training use this micro-batch as it was tried.
 
     The plan's own global batch goes with the plan's micro-batch: where nobody fixed one, it changes too.
@@ -97,7 +234,7 @@ def advice(size: int, candidate: Candidate, *, global_batch_size: int | None) ->
     return f"{flags} --set train.global_batch_size={whole}"
 
 
-def verdict(
+def trial_verdict(
     micro_batch_size: int, told: Sequence[RankTrial], trouble: Finding | None, *, ranks: int
 ) -> Trial:
     """Return what a trial says: it fits only if every rank said so."""
@@ -117,8 +254,8 @@ def _text(finding: Finding) -> str:
     return "\n".join(part for part in (finding.what, finding.why, finding.evidence) if part)
 
 
-def expected(
-    asked: Asked,
+def expected_memory(
+    asked: PlanRequest,
     candidate: Candidate,
     *,
     look: Look,
@@ -139,11 +276,11 @@ def expected(
         records = traces.of(one)  # those of other sizes say nothing of it
         if isinstance(records, Refused):
             raise Impossible(records.what, why=records.why, fix=records.fix)
-        needed = memory.predict(records, one, hardware=hardware)
+        needed = memory.predict_memory(records, one, hardware=hardware)
         return needed.total_bytes <= hardware.card.memory_bytes
 
     try:
-        return batch_finder.largest_expected(fits, start=candidate.micro_batch_size, most=most)
+        return largest_expected(fits, start=candidate.micro_batch_size, most=most)
     except Impossible:
         return candidate.micro_batch_size
 
@@ -153,7 +290,7 @@ def limit_on_cpu(candidate: Candidate, hardware: Hardware, *, free_bytes: int) -
 
     All ranks share what is free now, leave something for others, and are more than their tensors.
     """
-    besides = sum(term.high_bytes for term in outside(candidate, hardware))
+    besides = sum(term.high_bytes for term in outside_allocator(candidate, hardware))
     room = int(free_bytes * USABLE_SHARE) // candidate.layout.ranks - besides
     if room <= 0:
         raise Impossible(
@@ -174,7 +311,7 @@ def find_batch_size(
     most: int | None = None,
     limits_bytes: Sequence[int] | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Decision[Found]:
+) -> Decision[LargestBatch]:
     """Find the largest micro-batch of a plan on this machine; ``start`` is what the plan expects.
 
     ``most`` are the samples that a rank has in a step, where that is fixed. On the CPU each rank keeps to its part of
@@ -200,4 +337,4 @@ def find_batch_size(
         limits_bytes=None if limits_bytes is None else tuple(limits_bytes),
         say=say,
     )
-    return batch_finder.find(trials, start=start, most=most, say=say)
+    return find_largest_batch(trials, start=start, most=most, say=say)

@@ -8,20 +8,107 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
-from torchmuster.errors import Impossible
+import msgspec
+
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.plan.answer import Answer
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof.comparison import MEMORY_BAND, TIME_BAND, percent, seconds
-from torchmuster.plan.proof.real_steps import RankSteps, run
-from torchmuster.plan.record import Record, Request
-from torchmuster.plan.search.exploring import Look
+from torchmuster.plan.proof import fresh_ranks
+from torchmuster.plan.proof.comparison import MEMORY_BAND, TIME_BAND, signed_percent, step_seconds
+from torchmuster.plan.record import TraceRecord, TraceRequest
+from torchmuster.plan.search.candidates import Look
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
+
+PROGRAM = "torchmuster.plan.probes.real_steps"
+# What is alive in a step is the same from the second one on; the third is sure not to be special, nor is the fourth.
+FOLLOWED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealSteps:
+    """What each rank is told: the work, the way, and how many steps are timed."""
+
+    work: Work
+    candidate: Candidate
+    device: Literal["auto", "cpu"]
+    timed: int
+    blocks: int | None = None  # so many of the model's repeated layers; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSteps:
+    """What one rank saw."""
+
+    rank: int
+    device: str
+    peaks_bytes: tuple[int, ...]  # of tensors on the device, in each of the first steps
+    reserved_bytes: int | None  # by an accelerator's allocator, at most; None on the CPU
+    step_s: tuple[float, ...]  # of the steps after them, which nothing holds up
+    loss: float  # of one more micro-batch, the mean over what it counts
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive in a step once everything is there.
+
+        The lesser of two steps: gloo's threads may have what they sent in hand for a moment too long.
+        """
+        return min(self.peaks_bytes[-2:])
+
+
+def run_real_steps(
+    work: Work,
+    candidate: Candidate,
+    *,
+    ranks: int,
+    device: Literal["cpu", "gpu"] = "cpu",
+    steps: int = 5,
+    blocks: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[RankSteps]:
+    """Take real steps with so many ranks of this machine; return what each of them saw, by rank.
+
+    The first steps are followed for their memory, and ``steps`` more are timed. With ``blocks`` the model
+    has so many repeated layers instead of all. A rank that fails ends all; what became of it is in the error.
+    ``say`` hears that it goes on.
+    """
+    told = RealSteps(
+        work=work,
+        candidate=candidate,
+        device="cpu" if device == "cpu" else "auto",
+        timed=steps,
+        blocks=blocks,
+    )
+    ran = fresh_ranks.run_fresh_ranks(
+        PROGRAM,
+        msgspec.json.encode(told).decode(),
+        ranks=ranks,
+        device=device,
+        folder=str(Path(work.folder).absolute()),
+        name="plan-steps",
+        doing="real steps",
+        say=say,
+    )
+    if len(ran.texts) == ranks and ran.trouble is None:
+        return [msgspec.json.decode(ran.texts[rank], type=RankSteps) for rank in sorted(ran.texts)]
+    if ran.trouble is None:
+        raise MusterError(
+            "the real steps did not end well",
+            why=f"{len(ran.texts)} of {ranks} ranks told what they saw",
+            fix="try again; the plan itself is not touched by it",
+        )
+    raise MusterError(
+        "the real steps did not end well",
+        why=fresh_ranks.describe_failure(ran.trouble),
+        fix=ran.trouble.fix,
+    )
+
 
 EXACT = 0.01  # what is nearer than this is as predicted
 _HERE_AT_MOST = 0.5  # of this machine's memory, for all ranks of a stand-in
@@ -57,10 +144,10 @@ class Row:
         return self.measured / self.predicted
 
     def __str__(self) -> str:
-        show = seconds if self.unit == "s" else lambda amount: format_bytes(int(amount))
+        show = step_seconds if self.unit == "s" else lambda amount: format_bytes(int(amount))
         return (
             f"{self.name}: predicted {show(self.predicted)}, measured {show(self.measured)} "
-            f"({percent(self.ratio)})"
+            f"({signed_percent(self.ratio)})"
         )
 
 
@@ -73,7 +160,7 @@ class Verified:
     findings: tuple[Finding, ...]
 
 
-class Measure(Protocol):
+class MeasureSteps(Protocol):
     """Takes real steps on this machine."""
 
     def __call__(
@@ -89,7 +176,7 @@ class Measure(Protocol):
         """Return what each rank saw."""
 
 
-def verify(
+def verify_plan(
     answer: Answer, *, here: Hardware, look: Look, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
     """Hold the chosen way of a plan against real steps on this machine, which is ``here``.
@@ -109,12 +196,14 @@ def verify(
         )
     else:
         ranks = max(here.cards, 2) if on_cpu else here.cards  # any CPU can be shared by two
-        predicted = stand_in(asked.work, best.candidate, here=here, ranks=ranks, look=look)
-    return compare(predicted, device="cpu" if on_cpu else "gpu", measure=partial(run, say=say))
+        predicted = substitute_model(asked.work, best.candidate, here=here, ranks=ranks, look=look)
+    return compare_with_plan(
+        predicted, device="cpu" if on_cpu else "gpu", measure=partial(run_real_steps, say=say)
+    )
 
 
-def compare(
-    predicted: Predicted, *, device: Literal["cpu", "gpu"], measure: Measure, steps: int = 5
+def compare_with_plan(
+    predicted: Predicted, *, device: Literal["cpu", "gpu"], measure: MeasureSteps, steps: int = 5
 ) -> Verified:
     """Take real steps, and hold what was predicted against them."""
     seen = measure(
@@ -203,7 +292,7 @@ def _judge(row: Row) -> Finding:
         status=Status.FAILURE,
         what=f"{row}, more than the {row.band * 100:.0f} % that it may be off",
         why="what the plan says fits may not fit: the model does something that the trace does not show",
-        fix=f"leave {percent(row.ratio)} more room than the plan asks for, or find the micro-batch by "
+        fix=f"leave {signed_percent(row.ratio)} more room than the plan asks for, or find the micro-batch by "
         "trials: muster plan --find-batch-size",
     )
 
@@ -234,7 +323,7 @@ def smaller_layout(candidate: Candidate, ranks: int) -> Candidate:
     return replace(candidate, layout=layout)
 
 
-def stand_in(
+def substitute_model(
     work: Work,
     candidate: Candidate,
     *,
@@ -254,9 +343,9 @@ def stand_in(
     on_cpu = here.card.kind == "cpu"
     kernels: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
     room = _room_of_each(here, small.layout.ranks)
-    record: Record | None = None
+    record: TraceRecord | None = None
     for blocks in _BLOCKS_OF_A_STAND_IN:
-        request = Request(work=work, candidate=small, blocks=blocks, kernels=kernels)
+        request = TraceRequest(work=work, candidate=small, blocks=blocks, kernels=kernels)
         (traced,) = look([request])
         if isinstance(traced, Refused):
             raise Impossible(traced.what, why=traced.why, fix=traced.fix)
@@ -281,7 +370,7 @@ def _room_of_each(here: Hardware, ranks: int) -> int:
     return int(memory * _HERE_AT_MOST)
 
 
-def _of_record(record: Record, candidate: Candidate, device: str) -> Predicted:
+def _of_record(record: TraceRecord, candidate: Candidate, device: str) -> Predicted:
     ranks = candidate.layout.ranks
     layers = f"{record.blocks_traced} of {record.blocks} layers"
     return Predicted(

@@ -1,27 +1,183 @@
 """A plan as one page that needs no other file and no network."""
 
+from collections.abc import Iterator, Sequence
 from html import escape
+from typing import Any
 
+import msgspec
+
+from torchmuster.finding import worst_first
 from torchmuster.pages import frame
 from torchmuster.pages.frame import article, folded
 from torchmuster.pages.frame import table as cells
-from torchmuster.plan.answer import Answer
-from torchmuster.plan.report.bars import bars
-from torchmuster.plan.report.figures import remarks, scaling, table
-from torchmuster.plan.report.terminal import question
-from torchmuster.plan.search.decide import passed_over_in_words
+from torchmuster.plan.answer import Answer, Forecast, candidate_name
+from torchmuster.plan.hardware.cluster_file import describe_hardware
+from torchmuster.plan.planning import cost_of
+from torchmuster.plan.report.terminal import (
+    MemoryPart,
+    memory_parts,
+    plan_question,
+    plan_remarks,
+    plan_table,
+    scaling_table,
+)
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.decide import describe_passed_over
+from torchmuster.units import format_bytes
+
+# Cividis at equal distances: those see it as well who cannot tell red from green.
+_COLOURS = {
+    "parameters": "#00224e",
+    "gradients": "#2a3f6d",
+    "optimizer": "#575d6d",
+    "activations": "#7d7c78",
+    "logits": "#a59c74",
+    "collectives": "#d2c060",
+    "temporaries": "#fee838",
+}
+_OTHER = "#dddddd"
+_LIMIT = "#b00020"
+_INK = "#1a1a1a"
+_LEFT, _ROW, _BAR_HEIGHT, _TOP, _WIDE = 190, 34, 20, 44, 620
+_FONT = "font-family:system-ui,sans-serif;font-size:11px"
 
 
-def page(answer: Answer, *, line: str) -> str:
+def memory_bars(answer: Answer) -> str:
+    """Return a bar for each way, over what a card has."""
+    rows = answer.table
+    card, noun = answer.asked.hardware.card.memory_bytes, answer.asked.hardware.card.noun
+    most = max([card, *(one.memory.high_bytes for one in rows)])
+    most = min(most, 3 * card)  # what is far too large would make everything else small
+    height = _TOP + len(rows) * _ROW + 64
+    width = _LEFT + _WIDE + 110
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="memory of a {noun}">',
+        f"<style>text{{{_FONT};fill:{_INK}}}</style>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        '<text x="12" y="20" style="font-size:14px;font-weight:600">'
+        f"memory of a {noun} at the peak of a step</text>",
+    ]
+    for place, one in enumerate(rows):
+        body += _row(one, _TOP + place * _ROW, _WIDE / most)
+    x = _LEFT + card * _WIDE / most
+    bottom = _TOP + len(rows) * _ROW
+    body.append(
+        f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{bottom}" stroke="{_LIMIT}" '
+        'stroke-width="2" stroke-dasharray="5 3"/>'
+    )
+    body.append(
+        f'<text x="{x:.1f}" y="{_TOP - 12}" text-anchor="middle" style="fill:{_LIMIT}">'
+        f"{escape(format_bytes(card))}</text>"
+    )
+    body += _legend(rows, bottom + 20, noun)
+    return "\n".join([*body, "</svg>"]) + "\n"
+
+
+def _row(one: Forecast, y: int, scale: float) -> Iterator[str]:
+    again = "" if one.candidate.recompute == "none" else f", {one.candidate.recompute}"
+    label = f"{candidate_name(one.candidate)}{again}"
+    yield f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>'
+    x = float(_LEFT)
+    end = _LEFT + _WIDE + 8.0
+    for part in memory_parts(one):
+        wide = min(part.size_bytes * scale, max(end - x, 0.0))
+        yield (
+            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR_HEIGHT}" '
+            f'fill="{_COLOURS.get(part.name, _OTHER)}" stroke="#ffffff" stroke-width="0.5">'
+            f"<title>{escape(_tip(part))}</title></rect>"
+        )
+        x += wide
+    low, high = (
+        min(_LEFT + size * scale, end) for size in (one.memory.low_bytes, one.memory.high_bytes)
+    )
+    middle = y + _BAR_HEIGHT / 2
+    yield (
+        f'<path d="M{low:.1f} {middle - 4}v8M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 4}v8" '
+        f'stroke="{_INK}" stroke-width="1.2" fill="none"/>'
+    )
+    size = format_bytes(one.memory.total_bytes)
+    said = size if one.fits else f"✕ {size}"
+    yield f'<text x="{min(max(x, high) + 6, end + 6):.1f}" y="{y + 14}">{escape(said)}</text>'
+
+
+def _tip(part: MemoryPart) -> str:
+    return f"{part.name}: {format_bytes(part.size_bytes)} ({part.source})"
+
+
+def _legend(rows: Sequence[Forecast], y: int, noun: str) -> Iterator[str]:
+    names = [name for name in _COLOURS if any(one.memory.by_category.get(name) for one in rows)]
+    x = 12.0
+    for name in [*names, "beside tensors"]:
+        yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{_COLOURS.get(name, _OTHER)}"/>'
+        yield f'<text x="{x + 16:.0f}" y="{y + 10}">{escape(name)}</text>'
+        x += 28 + 6.6 * len(name)
+    yield (
+        f'<text x="12" y="{y + 30}">black lines: the band of each forecast; the dashed line: what a {noun} '
+        "has; ✕ does not fit</text>"
+    )
+
+
+# Raised when a key changes its meaning or goes away; new keys may come at any time.
+SCHEMA = 1
+
+
+def plan_json(answer: Answer, *, line: str, settings: dict[str, str]) -> dict[str, Any]:
+    """Return everything that a plan says, as plain JSON types."""
+    asked, second = answer.asked, answer.runner_up
+    return {
+        "schema": SCHEMA,
+        "fits": True,
+        "work": _plain(asked.work),
+        "hardware": {**_plain(asked.hardware), "words": describe_hardware(asked.hardware)},
+        "precision": {"value": asked.precision.value, "reason": asked.precision.reason},
+        "global_batch_size": asked.global_batch_size,
+        "parameter_count": answer.parameter_count,
+        "tokens_per_sample": answer.tokens_per_sample,
+        "chosen": {**_forecast(answer.chosen.value, asked), "reason": answer.chosen.reason},
+        "runner_up": second and {**_forecast(second.value, asked), "reason": second.reason},
+        "would_change": list(answer.would_change),
+        "table": [_forecast(one, asked) for one in answer.table],
+        "passed_over": [_plain(one) for one in answer.passed_over],
+        "findings": [one.as_json() for one in worst_first(answer.findings)],
+        "sources": [{"figure": kind, "source": source} for kind, source in answer.sources],
+        "settings": settings,
+        "command": line,
+        "seconds": round(answer.took_s, 2),
+    }
+
+
+def _forecast(one: Forecast, asked: PlanRequest) -> dict[str, Any]:
+    cost = cost_of(one, asked)
+    return {
+        "name": candidate_name(one.candidate),
+        "fits": one.fits,
+        "tight": one.is_tight,
+        "spare_bytes": one.spare_bytes,
+        "host_spare_bytes": one.host_spare_bytes,
+        "samples_per_s": one.samples_per_s,
+        "candidate": _plain(one.candidate),
+        "memory": _plain(one.memory),
+        "time": _plain(one.time),
+        "scaling_efficiency": None if one.time is None else one.time.scaling_efficiency,
+        "cost": None if cost is None else _plain(cost),
+    }
+
+
+def _plain(value: object) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def plan_page(answer: Answer, *, line: str) -> str:
     """Return the page. Everything that came from outside is shown as text, never as markup."""
-    titles, rows = table(answer)
+    titles, rows = plan_table(answer)
     parts = [
         f'<h1>muster plan: <b class="ok">{escape(answer.chosen.reason.partition(":")[0])}</b></h1>',
-        f"<p>{escape(question(answer))}</p>",
+        f"<p>{escape(plan_question(answer))}</p>",
         f"<p>{escape(answer.chosen.reason)}</p>",
         f"<pre>{escape(line)}</pre>",
         *(article(one) for one in answer.findings),
-        f"<figure>{bars(answer)}</figure>",
+        f"<figure>{memory_bars(answer)}</figure>",
         cells(titles, rows),
         "<ul>",
         *(f"<li>{escape(sentence)}</li>" for sentence in _sentences(answer)),
@@ -36,5 +192,5 @@ def page(answer: Answer, *, line: str) -> str:
 def _sentences(answer: Answer) -> list[str]:
     found = [] if answer.runner_up is None else [f"runner-up: {answer.runner_up.reason}"]
     found += answer.would_change
-    found += [sentence for sentence in (scaling(answer), *remarks(answer)) if sentence]
-    return found + passed_over_in_words(answer.passed_over)
+    found += [sentence for sentence in (scaling_table(answer), *plan_remarks(answer)) if sentence]
+    return found + describe_passed_over(answer.passed_over)

@@ -4,17 +4,182 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torchmuster.diagnose.report.terminal import columns
 from torchmuster.finding import render
-from torchmuster.plan.answer import Answer
-from torchmuster.plan.hardware.given import in_words
+from torchmuster.plan.answer import Answer, Forecast, candidate_name, recompute_of
+from torchmuster.plan.hardware.cluster_file import describe_hardware
 from torchmuster.plan.planning import cost_of
-from torchmuster.plan.report.figures import number, remarks, scaling, table
-from torchmuster.plan.report.picture import parts, place, spare
-from torchmuster.plan.search.decide import passed_over_in_words
+from torchmuster.plan.record import CATEGORIES
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.decide import describe_passed_over
+from torchmuster.plan.timing.rates import CATALOGUED, PUBLISHED_SPREAD
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes, plural
+from torchmuster.units import GiB, MiB, format_bytes, plural
+
+_SHORT = {"selective": "select"}
+
+
+def plan_table(
+    answer: Answer, *, wide: bool = True
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return titles and rows; a narrow table leaves out what a screen has no room for."""
+    size, unit = _scale(answer.table)
+    with_cost = answer.asked.tokens is not None
+    with_tensors = wide or not with_cost
+    titles = ["way", "recompute", "batch"]
+    with_reserved = any(one.memory.reserved_bytes is not None for one in answer.table)
+    if with_tensors:
+        titles += ["tensors", "reserved"] if with_reserved else ["tensors"]
+    titles += [f"total {unit}", "at most", "fits", "step", _per_s(answer), "MFU"]
+    if with_cost:
+        titles += ["hours", "cost"]
+    rows = [
+        (
+            *_way(one, answer.asked.hardware.cards),
+            *(_memory(one, size)[: 1 + with_reserved] if with_tensors else ()),
+            f"{one.memory.total_bytes / size:.1f}",
+            f"{one.memory.high_bytes / size:.1f}",
+            fits_text(one, size),
+            *_speed(one),
+            *(_cost(one, answer) if with_cost else ()),
+        )
+        for one in answer.table
+    ]
+    return tuple(titles), rows
+
+
+def _scale(rows: Sequence[Forecast]) -> tuple[int, str]:
+    largest = max(one.memory.total_bytes for one in rows)
+    return (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+
+
+def _per_s(answer: Answer) -> str:
+    return "samples/s" if answer.tokens_per_sample is None else "tokens/s"
+
+
+def plan_remarks(answer: Answer) -> list[str]:
+    """Say what is true of all times of a table: how far they may be off, where that is known."""
+    if not any(one.time and one.time.origin == CATALOGUED.source for one in answer.table):
+        return []
+    low, high = PUBLISHED_SPREAD
+    return [f"times are by usual rates: published trainings had {low} to {high} times these speeds"]
+
+
+def scaling_table(answer: Answer) -> str | None:
+    """Say what waiting for others costs the chosen way; None where nobody waits."""
+    one = answer.chosen.value
+    if one.time is None or one.candidate.layout.ranks == 1:
+        return None
+    efficiency = 100 * one.time.scaling_efficiency
+    others = f"{answer.asked.hardware.card.noun}s"
+    return f"efficiency {efficiency:.0f} %: the rest of a step waits for other {others}"
+
+
+def _way(one: Forecast, cards: int) -> tuple[str, str, str]:
+    candidate = one.candidate
+    batch = str(candidate.micro_batch_size)
+    if candidate.accumulation > 1:
+        batch += f"x{candidate.accumulation}"
+    again = recompute_of(candidate)
+    name, ranks = candidate_name(candidate), candidate.layout.ranks
+    if ranks not in (1, cards):  # beside it may be the same way over all of them
+        name += f" over {ranks:,}"
+    return name, _SHORT.get(again, again), batch
+
+
+def _memory(one: Forecast, size: int) -> tuple[str, str]:
+    reserved = one.memory.reserved_bytes
+    return (
+        f"{one.memory.tensor_bytes / size:.1f}",
+        "-" if reserved is None else f"{reserved / size:.1f}",
+    )
+
+
+def fits_text(one: Forecast, size: int) -> str:
+    """Say whether a way fits, or how much is missing."""
+    if one.fits:
+        return "yes"
+    if one.spare_bytes >= 0:
+        return "no: host"
+    missing = f"{-one.spare_bytes / size:,.1f}"
+    return f"tight -{missing}" if one.is_tight else f"-{missing}"
+
+
+def _speed(one: Forecast) -> tuple[str, str, str]:
+    time = one.time
+    if time is None:
+        return "-", "-", "-"
+    per_s = time.tokens_per_s if time.tokens_per_s is not None else one.samples_per_s or 0.0
+    mfu = "-" if time.mfu is None else f"{100 * time.mfu:.0f} %"
+    return duration_text(time.step_s), plain_number(per_s), mfu
+
+
+def _cost(one: Forecast, answer: Answer) -> tuple[str, str]:
+    cost = cost_of(one, answer.asked)
+    if cost is None:
+        return "-", "-"
+    return plain_number(cost.hours), "-" if cost.price is None else plain_number(cost.price)
+
+
+def duration_text(amount: float) -> str:
+    """Write a step's time with three figures."""
+    if amount < 1:
+        return f"{amount * 1000:.3g} ms"
+    return f"{amount:.3g} s" if amount < 1000 else f"{amount:,.0f} s"
+
+
+def plain_number(amount: float) -> str:
+    """Write an amount so that its size can be seen: ``12,300``, ``4.2 M``."""
+    for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if amount >= size:
+            return f"{amount / size:.3g} {name}"
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """One part of a card's memory."""
+
+    name: str
+    size_bytes: int
+    source: str
+
+
+def memory_parts(one: Forecast) -> list[MemoryPart]:
+    """Return what is in a card's memory, the largest kind of thing first: tensors, then what surrounds them."""
+    return [part for part in _parts(one) if part.size_bytes > 0]
+
+
+def _parts(one: Forecast) -> Iterator[MemoryPart]:
+    memory = one.memory
+    for category in CATEGORIES:
+        yield MemoryPart(
+            name=category, size_bytes=memory.by_category.get(category, 0), source="traced tensors"
+        )
+    outside = sum(term.size_bytes for term in memory.outside)
+    kept = memory.total_bytes - memory.tensor_bytes - outside
+    source = "simulated" if memory.reserved_bytes is not None else "a usual share"
+    yield MemoryPart(name="kept by the allocator", size_bytes=kept, source=source)
+    for term in memory.outside:
+        yield MemoryPart(name=term.name, size_bytes=term.size_bytes, source=term.source)
+
+
+def spare(one: Forecast, asked: PlanRequest) -> int:
+    """Return what is left of a card above the middle of the band; negative: so much is missing."""
+    return asked.hardware.card.memory_bytes - one.memory.total_bytes
+
+
+def place(one: Forecast) -> str:
+    """Say where in a step the peak is."""
+    peak = one.memory.where
+    if peak is None:
+        return "by a formula"
+    where = f", block {peak.block}" if peak.block is not None else ""
+    what = f", {peak.operation}" if peak.operation else ""
+    return f"in the {peak.phase}{where}{what}"
+
 
 _BAR = 40
 _MOST_ROWS = 10
@@ -23,10 +188,10 @@ _AMOUNT = re.compile(r"(\d) ([KMGT]iB|%|tokens/s|samples/s|cards?|ranks?)")
 _JOINED = "\N{NO-BREAK SPACE}"
 
 
-def text(answer: Answer, *, line: str, width: int = 100, colour: bool = False) -> str:
+def plan_text(answer: Answer, *, line: str, width: int = 100, colour: bool = False) -> str:
     """Return the whole report; ``line`` is the command that trains so."""
     blocks = [
-        [question(answer)],
+        [plan_question(answer)],
         [*_table(answer, width)],
         [*_picture(answer)],
         [*_verdict(answer, width)],
@@ -42,29 +207,31 @@ def text(answer: Answer, *, line: str, width: int = 100, colour: bool = False) -
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def question(answer: Answer) -> str:
+def plan_question(answer: Answer) -> str:
     """Say in one line what was asked."""
     asked = answer.asked
     parts_of_it = [str(asked.work.model_name_or_path or asked.work.build)]
     if answer.parameter_count is not None:
-        parts_of_it.append(f"{number(answer.parameter_count)} parameters")
+        parts_of_it.append(f"{plain_number(answer.parameter_count)} parameters")
     if answer.tokens_per_sample is not None:
         parts_of_it.append(f"{answer.tokens_per_sample:,} tokens a sample")
     if asked.global_batch_size is not None:
         parts_of_it.append(f"global batch {asked.global_batch_size:,}")
     card = asked.hardware.card
-    where = f"on {in_words(asked.hardware)} ({format_bytes(card.memory_bytes)} a {card.noun})"
+    where = (
+        f"on {describe_hardware(asked.hardware)} ({format_bytes(card.memory_bytes)} a {card.noun})"
+    )
     return harmless(f"{', '.join(parts_of_it)}, {where}")
 
 
 def _table(answer: Answer, width: int) -> Iterator[str]:
-    titles, rows = table(answer, wide=False)
+    titles, rows = plan_table(answer, wide=False)
     yield from columns([titles, *rows[:_MOST_ROWS]])
     if len(rows) > _MOST_ROWS:
         yield f"and {plural(len(rows) - _MOST_ROWS, 'row')} more, which --json and --html have"
-    for sentence in remarks(answer):
+    for sentence in plan_remarks(answer):
         yield from _wrapped("speed", sentence, width)
-    for sentence in passed_over_in_words(answer.passed_over):
+    for sentence in describe_passed_over(answer.passed_over):
         yield from _wrapped("not", sentence, width)
 
 
@@ -73,7 +240,7 @@ def _picture(answer: Answer) -> Iterator[str]:
     whole = max(answer.asked.hardware.card.memory_bytes, one.memory.total_bytes)
     yield f"memory of a {answer.asked.hardware.card.noun} at its peak, {place(one)}"
     left = spare(one, answer.asked)
-    shown = [(part.name, part.size_bytes, "█") for part in parts(one)]
+    shown = [(part.name, part.size_bytes, "█") for part in memory_parts(one)]
     shown.append(("left over", max(left, 0), "░"))
     longest = max(len(name) for name, _, _ in shown)
     for name, size, ink in shown:
@@ -87,7 +254,7 @@ def _verdict(answer: Answer, width: int) -> Iterator[str]:
         yield from _wrapped("then", answer.runner_up.reason, width)
     for sentence in answer.would_change:
         yield from _wrapped("else", sentence, width)
-    if waiting := scaling(answer):
+    if waiting := scaling_table(answer):
         yield from _wrapped("scaling", waiting, width)
     memory = answer.chosen.value.memory
     saving = f"a checkpoint takes {format_bytes(memory.save_bytes)} on the disk"
@@ -98,9 +265,9 @@ def _verdict(answer: Answer, width: int) -> Iterator[str]:
     yield from _wrapped("saving", saving, width)
     cost = cost_of(answer.chosen.value, answer.asked)
     if cost is not None and answer.asked.tokens is not None:
-        words = f"{number(answer.asked.tokens)} tokens take {number(cost.hours)} hours"
+        words = f"{plain_number(answer.asked.tokens)} tokens take {plain_number(cost.hours)} hours"
         if cost.price is not None:
-            words += f" and cost {number(cost.price)}"
+            words += f" and cost {plain_number(cost.price)}"
         yield from _wrapped("whole", words, width)
 
 

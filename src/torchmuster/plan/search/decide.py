@@ -7,14 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from torchmuster.decision import Decision
-from torchmuster.plan.answer import Forecast, PassedOver, name_of, recompute_of
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Link
+from torchmuster.plan.answer import Forecast, PassedOver, candidate_name, recompute_of
+from torchmuster.plan.hardware.catalogue import Link
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.search.exploring import Explored, forecast, simplicity
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import (
+    USUAL_MICRO_BATCH_SIZE,
+    Explored,
+    forecast_candidate,
+    simplicity,
+)
 from torchmuster.plan.search.pruning import SAME_RATE
-from torchmuster.plan.search.ways import USUAL_MICRO_BATCH_SIZE
-from torchmuster.plan.timing.forecast import Rates
+from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import format_bytes, plural
 
 Way: TypeAlias = tuple[object, ...]
@@ -69,7 +73,7 @@ def _portion(one: Forecast) -> int:
     return -size if one.samples_per_s is None else size
 
 
-def way(candidate: Candidate) -> Way:
+def candidate_text(candidate: Candidate) -> Way:
     """Return what makes a way another one, for the table: how the model is spread, over how many."""
     return (
         candidate.strategy,
@@ -80,11 +84,11 @@ def way(candidate: Candidate) -> Way:
     )
 
 
-def table_of(forecasts: Sequence[Forecast]) -> tuple[Forecast, ...]:
+def candidates_table(forecasts: Sequence[Forecast]) -> tuple[Forecast, ...]:
     """Return the best micro-batch of each way: the preferred one that fits, else what misses by least."""
     best: dict[Way, Forecast] = {}
     for one in _in_order(forecasts):
-        best.setdefault((*way(one.candidate), one.candidate.recompute), one)
+        best.setdefault((*candidate_text(one.candidate), one.candidate.recompute), one)
     return tuple(_in_order(best.values()))
 
 
@@ -98,8 +102,8 @@ def _missing_bytes(one: Forecast) -> int:
     return -min(one.spare_bytes, one.host_spare_bytes or one.spare_bytes)
 
 
-def choose(
-    explored: Explored, asked: Asked
+def choose_candidate(
+    explored: Explored, asked: PlanRequest
 ) -> tuple[Decision[Forecast], Decision[Forecast] | None]:
     """Choose among those that fit; there must be one. Return it and the runner-up."""
     fitting = in_preference(one for one in explored.forecasts if one.fits)
@@ -108,7 +112,7 @@ def choose(
     others = (one for one in fitting if not _is_alike(one.candidate, best.candidate))
     second = next(others, None)
     noun = asked.hardware.card.noun
-    reason = f"{in_words(best.candidate, noun)}: {figures(best, asked)}"
+    reason = f"{describe_candidate(best.candidate, noun)}: {candidate_figures(best, asked)}"
     if because := _why_no_simpler(best, explored, fastest, noun):
         reason += f"; {because}"
     runner_up = None
@@ -118,10 +122,10 @@ def choose(
 
 
 def _is_alike(one: Candidate, other: Candidate) -> bool:
-    return way(one) == way(other) and one.recompute == other.recompute
+    return candidate_text(one) == candidate_text(other) and one.recompute == other.recompute
 
 
-def in_words(candidate: Candidate, noun: str) -> str:
+def describe_candidate(candidate: Candidate, noun: str) -> str:
     """Say a way in a few words: ``fsdp over 8 cards, micro-batch 2 x 4, bf16, recompute full``.
 
     ``noun`` is what it is spread over: cards, or ranks of a CPU.
@@ -129,7 +133,7 @@ def in_words(candidate: Candidate, noun: str) -> str:
     portions = f"micro-batch {candidate.micro_batch_size}"
     if candidate.accumulation > 1:
         portions += f" x {candidate.accumulation}"
-    words = [name_of(candidate), portions, candidate.precision]
+    words = [candidate_name(candidate), portions, candidate.precision]
     if candidate.layout.ranks > 1:
         words[0] += f" over {plural(candidate.layout.ranks, noun)}"
     if candidate.recompute != "none":
@@ -137,17 +141,17 @@ def in_words(candidate: Candidate, noun: str) -> str:
     return ", ".join(words)
 
 
-def figures(one: Forecast, asked: Asked) -> str:
+def candidate_figures(one: Forecast, asked: PlanRequest) -> str:
     """Say what a way takes and gives."""
     card = asked.hardware.card
     room = (
         f"{format_bytes(one.memory.total_bytes)} of the {format_bytes(card.memory_bytes)} of each {card.noun}, "
         f"{format_bytes(one.spare_bytes)} to spare above the band"
     )
-    return room if one.time is None else f"{room}, {rate(one)}"
+    return room if one.time is None else f"{room}, {samples_per_second(one)}"
 
 
-def rate(one: Forecast) -> str:
+def samples_per_second(one: Forecast) -> str:
     """Say how fast a way is."""
     if one.time is not None and one.time.tokens_per_s is not None:
         return f"{one.time.tokens_per_s:,.0f} tokens/s"
@@ -172,7 +176,7 @@ def _why_no_simpler(best: Forecast, explored: Explored, fastest: float, noun: st
 
 
 def _why_not(other: Forecast, best: Forecast, fastest: float, noun: str) -> str:
-    name = in_words(other.candidate, noun)
+    name = describe_candidate(other.candidate, noun)
     if not other.samples_per_s or not best.samples_per_s:
         return f"{name} is less simple"
     if other.samples_per_s * SAME_RATE >= fastest:
@@ -189,7 +193,7 @@ def _percent(share: float) -> str:
 def would_change(
     best: Forecast,
     explored: Explored,
-    asked: Asked,
+    asked: PlanRequest,
     *,
     rates: Rates,
 ) -> Iterator[str]:
@@ -214,7 +218,7 @@ def _more_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]
         gain = _percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
         yield (
             f"with {format_bytes(-nearest.spare_bytes)} more on each {noun}: "
-            f"{in_words(nearest.candidate, noun)}, {gain} faster"
+            f"{describe_candidate(nearest.candidate, noun)}, {gain} faster"
         )
     needs = [one for one in explored.passed_over if one.of_states]
     if needs:
@@ -234,12 +238,12 @@ def _less_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]
         return
     following = preferred(smaller)
     needed = format_bytes(following.memory.high_bytes)
-    words = in_words(following.candidate, noun)
+    words = describe_candidate(following.candidate, noun)
     yield f"with less than {border} on each {noun}: {words}, at most {needed}"
 
 
 def _larger_steps(
-    best: Forecast, explored: Explored, asked: Asked, *, rates: Rates
+    best: Forecast, explored: Explored, asked: PlanRequest, *, rates: Rates
 ) -> Iterator[str]:
     """Say what more samples in a step would gain, where their number is open: it is not taken without a word."""
     is_open = asked.global_batch_size is None and asked.micro_batch_size is None
@@ -252,19 +256,19 @@ def _larger_steps(
         larger = dataclasses.replace(best.candidate, micro_batch_size=size)
         if explored.traces.missing(larger):
             break  # that it may be faster is not worth a trace
-        one = forecast(larger, explored.traces, asked, rates=rates)
+        one = forecast_candidate(larger, explored.traces, asked, rates=rates)
         if not one.fits or _rate(one) < _rate(found) * SAME_RATE:
             break
         found = one
     if found is not best:
         gain = _percent(_rate(found) / _rate(best) - 1.0)
         batch = found.candidate.global_batch_size
-        words = in_words(found.candidate, asked.hardware.card.noun)
+        words = describe_candidate(found.candidate, asked.hardware.card.noun)
         yield f"with a global batch of {batch:,}: {words}, {gain} faster"
 
 
 def _faster_links(
-    best: Forecast, explored: Explored, asked: Asked, *, rates: Rates
+    best: Forecast, explored: Explored, asked: PlanRequest, *, rates: Rates
 ) -> Iterator[str]:
     hardware = dataclasses.replace(
         asked.hardware,
@@ -272,7 +276,7 @@ def _faster_links(
         between=_twice(asked.hardware.between),
     )
     wished = dataclasses.replace(asked, hardware=hardware)
-    faster = forecast(best.candidate, explored.traces, wished, rates=rates)
+    faster = forecast_candidate(best.candidate, explored.traces, wished, rates=rates)
     gain = (faster.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0
     if gain >= _WORTH_SAYING:
         yield f"links twice as fast make it {_percent(gain)} faster"
@@ -282,7 +286,7 @@ def _twice(link: Link) -> Link:
     return dataclasses.replace(link, bytes_s=2 * link.bytes_s, latency_s=link.latency_s / 2)
 
 
-def passed_over_in_words(passed: Sequence[PassedOver]) -> list[str]:
+def describe_passed_over(passed: Sequence[PassedOver]) -> list[str]:
     """Return a line for each kind of reason why ways were not looked at closely, with its least amount."""
     by_reason: dict[str, list[PassedOver]] = {}
     for one in passed:

@@ -4,14 +4,13 @@ import math
 from collections.abc import Sequence
 
 from torchmuster.errors import MusterError
-from torchmuster.plan.answer import Forecast, PassedOver, in_short, name_of
-from torchmuster.plan.asked import Asked
+from torchmuster.plan.answer import Forecast, PassedOver, candidate_name, short_name
 from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.memory import closed_form
 from torchmuster.plan.memory.forecast import Memory
-from torchmuster.plan.memory.saving import ITEM_BYTES, OPTIMIZER_COPIES
-from torchmuster.plan.memory.shard_degree import inflation
-from torchmuster.plan.record import Record
+from torchmuster.plan.memory.shard_degree import ITEM_BYTES, OPTIMIZER_COPIES, inflation
+from torchmuster.plan.record import TraceRecord
+from torchmuster.plan.request import PlanRequest
 from torchmuster.units import format_bytes, plural
 
 # Two rates that differ by less are equal: forecasts are no better than that.
@@ -29,13 +28,13 @@ _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOST_INFLATION = 1.05  # of what is gathered, by rows that do not exist
 
 
-def too_large(candidate: Candidate, asked: Asked, record: Record) -> PassedOver | None:
+def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> PassedOver | None:
     """Say so if weights, gradients and moments alone are more than a card has."""
     least = states_bytes(record, candidate)
     if least <= asked.hardware.card.memory_bytes:
         return None
     return PassedOver(
-        name=_over_some(name_of(candidate), candidate, asked),
+        name=_over_some(candidate_name(candidate), candidate, asked),
         why=f"weights, gradients and optimiser alone take at least {format_bytes(least)} of the "
         f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
         needs_bytes=least,
@@ -43,7 +42,7 @@ def too_large(candidate: Candidate, asked: Asked, record: Record) -> PassedOver 
     )
 
 
-def _over_some(name: str, candidate: Candidate, asked: Asked) -> str:
+def _over_some(name: str, candidate: Candidate, asked: PlanRequest) -> str:
     """Name a way that leaves cards alone by those it takes: over all of them it may well fit."""
     ranks = candidate.layout.ranks
     return (
@@ -53,21 +52,21 @@ def _over_some(name: str, candidate: Candidate, asked: Asked) -> str:
     )
 
 
-def by_formula(candidate: Candidate, asked: Asked) -> Memory | None:
+def by_formula(candidate: Candidate, asked: PlanRequest) -> Memory | None:
     """Return what a way takes by the usual formula; None where there is none for this model."""
     try:
-        return closed_form.estimate(asked.work, candidate, hardware=asked.hardware)
+        return closed_form.estimate_memory(asked.work, candidate, hardware=asked.hardware)
     except MusterError:
         return None
 
 
-def too_large_by_formula(candidate: Candidate, asked: Asked) -> PassedOver | None:
+def too_large_by_formula(candidate: Candidate, asked: PlanRequest) -> PassedOver | None:
     """Say so if a way is so far from fitting that a formula is enough to see it."""
     needed = by_formula(candidate, asked)
     if needed is None or needed.low_bytes <= asked.hardware.card.memory_bytes:
         return None
     return PassedOver(
-        name=_over_some(in_short(candidate), candidate, asked),
+        name=_over_some(short_name(candidate), candidate, asked),
         why=f"at least about {format_bytes(needed.low_bytes)} by a formula, more than the "
         f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
         needs_bytes=needed.low_bytes,
@@ -85,7 +84,7 @@ def outgrows(one: Forecast, micro_batch_size: float) -> bool:
     return one.memory.low_bytes + _OF_GROWTH * more * samples > card_bytes
 
 
-def needs_more_than_states(one: Forecast, record: Record) -> bool:
+def needs_more_than_states(one: Forecast, record: TraceRecord) -> bool:
     """Say whether a way would be larger than its card even without weights, gradients and moments.
 
     Then neither more shards nor a place for them elsewhere would help.
@@ -94,7 +93,7 @@ def needs_more_than_states(one: Forecast, record: Record) -> bool:
     return one.memory.low_bytes - states_bytes(record, one.candidate) > card_bytes
 
 
-def states_bytes(record: Record, candidate: Candidate) -> int:
+def states_bytes(record: TraceRecord, candidate: Candidate) -> int:
     """Return the least that weights, gradients and moments take on a rank, whatever a step does."""
     if candidate.cpu_offload:
         return 0
@@ -110,14 +109,14 @@ def states_bytes(record: Record, candidate: Candidate) -> int:
     return int(least)
 
 
-def _item_bytes(record: Record) -> float:
+def _item_bytes(record: TraceRecord) -> float:
     """Return the mean size of an element: traces of few blocks have all types that a model has."""
     counts = [(math.prod(one.shape), ITEM_BYTES.get(one.dtype, 1)) for one in record.parameters]
     elements = sum(count for count, _ in counts)
     return sum(count * size for count, size in counts) / max(elements, 1)
 
 
-def too_many_shards(candidate: Candidate, record: Record) -> PassedOver | None:
+def too_many_shards(candidate: Candidate, record: TraceRecord) -> PassedOver | None:
     """Say so if parameters have fewer rows than there are shards, and copies can be made instead."""
     if candidate.strategy != "fsdp" or candidate.layout.shards < 2:
         return None
@@ -126,7 +125,7 @@ def too_many_shards(candidate: Candidate, record: Record) -> PassedOver | None:
         return None
     shards = "" if candidate.layout.copies > 1 else f" over {candidate.layout.shards:,} shards"
     return PassedOver(
-        name=f"{name_of(candidate)}{shards}",
+        name=f"{candidate_name(candidate)}{shards}",
         why=f"parameters have fewer rows than that: {times:.2f} times the model would be gathered",
     )
 
@@ -170,7 +169,7 @@ def copies_wait(best: Forecast) -> bool:
     return best.time.exposed_s > _WORTH_SHARDING * best.time.step_s
 
 
-def needs_recompute(forecasts: Sequence[Forecast], way: Candidate, asked: Asked) -> bool:
+def needs_recompute(forecasts: Sequence[Forecast], way: Candidate, asked: PlanRequest) -> bool:
     """Say whether computing activations again could help a way at all.
 
     What fits without it gains nothing from larger micro-batches but fewer gathers: copies have none.

@@ -6,21 +6,21 @@ from typing import Any
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.answer import Forecast
-from torchmuster.plan.asked import Asked
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.hardware.given import in_words as in_words_of
+from torchmuster.plan.hardware.cluster_file import describe_hardware as in_words_of
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.search.decide import in_words
-from torchmuster.plan.search.exploring import (
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import (
     CannotBeTraced,
     Explored,
     Look,
     Traces,
-    explore,
+    explore_candidates,
     forecast_portions,
 )
+from torchmuster.plan.search.decide import describe_candidate
 from torchmuster.plan.search.pruning import needs_more_than_states, outgrows
-from torchmuster.plan.timing.forecast import Rates
+from torchmuster.plan.timing.rates import Rates
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes, plural
 
@@ -40,7 +40,7 @@ _FIXED = {
 }
 
 
-def refusal(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
+def refusal(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
     """Return the error that says what is missing, and what would help."""
     where, noun = in_words_of(asked.hardware), asked.hardware.card.noun
     changes = [*_changes(asked, explored, look, rates=rates)]
@@ -49,14 +49,14 @@ def refusal(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Im
         why = _why_not_even_forecast(explored)
     elif nearest.spare_bytes < 0:
         why = (
-            f"the nearest is {in_words(nearest.candidate, noun)}: it needs "
+            f"the nearest is {describe_candidate(nearest.candidate, noun)}: it needs "
             f"{format_bytes(nearest.memory.high_bytes)} at the high end of its band, "
             f"{format_bytes(-nearest.spare_bytes)} more than a {noun} has "
             f"({format_bytes(asked.hardware.card.memory_bytes)})"
         )
     else:
         why = (
-            f"the nearest is {in_words(nearest.candidate, noun)}: it keeps "
+            f"the nearest is {describe_candidate(nearest.candidate, noun)}: it keeps "
             f"{format_bytes(nearest.memory.host_bytes)} in the memory of a machine, which has "
             f"{format_bytes(asked.hardware.host_memory_bytes or 0)}"
         )
@@ -80,7 +80,7 @@ def _why_not_even_forecast(explored: Explored) -> str:
     return "no way is as it was asked for" if least is None else f"{least.name}: {least.why}"
 
 
-def _changes(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
+def _changes(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
     """Yield each change that makes it fit, what costs least first."""
     yield from _left_open(asked, look, rates=rates)
     yield from _other_work(asked, explored, look, rates=rates)
@@ -88,26 +88,28 @@ def _changes(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> I
     yield from _larger_card(asked, explored)
 
 
-def _left_open(asked: Asked, look: Look, *, rates: Rates) -> Iterator[str]:
+def _left_open(asked: PlanRequest, look: Look, *, rates: Rates) -> Iterator[str]:
     """Yield settings that need only be left to the search."""
     for name, setting in _FIXED.items():
         if getattr(asked, name) is None or (name == "strategy" and asked.hardware.cards == 1):
             continue
         left_open: dict[str, Any] = {name: None}
         wider = dataclasses.replace(asked, **left_open)
-        best = explore(wider, look, rates=rates).best
+        best = explore_candidates(wider, look, rates=rates).best
         if best is not None:
             yield f"leave {setting} open: {_room(best, asked)}"
 
 
-def _room(one: Forecast, asked: Asked) -> str:
+def _room(one: Forecast, asked: PlanRequest) -> str:
     return (
-        f"{in_words(one.candidate, asked.hardware.card.noun)} needs {format_bytes(one.memory.high_bytes)} of "
+        f"{describe_candidate(one.candidate, asked.hardware.card.noun)} needs {format_bytes(one.memory.high_bytes)} of "
         f"{format_bytes(asked.hardware.card.memory_bytes)}"
     )
 
 
-def _other_work(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
+def _other_work(
+    asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates
+) -> Iterator[str]:
     """Yield other ways to set up the training of the same model."""
     nearest = nearest_of(explored)
     if nearest is None:
@@ -131,7 +133,7 @@ def _other_work(asked: Asked, explored: Explored, look: Look, *, rates: Rates) -
 
 
 def _shorter(
-    nearest: Forecast, work: Work, attempt: Callable[[Work], Forecast | None], asked: Asked
+    nearest: Forecast, work: Work, attempt: Callable[[Work], Forecast | None], asked: PlanRequest
 ) -> Iterator[str]:
     """Yield a shorter sample: halved until it should fit, then traced."""
     length, share = work.sequence_length, 1.0
@@ -148,7 +150,7 @@ def _shorter(
 
 
 def _first_that_fits(
-    way: Candidate, traces: Traces, asked: Asked, *, rates: Rates
+    way: Candidate, traces: Traces, asked: PlanRequest, *, rates: Rates
 ) -> Forecast | None:
     try:
         first = next(iter(forecast_portions(way, traces, asked, rates=rates)))
@@ -157,7 +159,7 @@ def _first_that_fits(
     return first if first.fits else None
 
 
-def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[str]:
+def _more_cards(asked: PlanRequest, explored: Explored, *, rates: Rates) -> Iterator[str]:
     """Yield how many machines of this kind hold it, sharded over all of them."""
     if asked.strategy in ("single", "ddp") or asked.shard_size is not None:
         return
@@ -198,15 +200,17 @@ def _more_cards(asked: Asked, explored: Explored, *, rates: Rates) -> Iterator[s
     )
 
 
-def _larger_card(asked: Asked, explored: Explored) -> Iterator[str]:
+def _larger_card(asked: PlanRequest, explored: Explored) -> Iterator[str]:
     nearest = nearest_of(explored)
     if nearest is None or nearest.spare_bytes >= 0 or asked.hardware.card.kind == "cpu":
         return
     needed = nearest.memory.high_bytes
-    known = sorted(map(catalogue.card, catalogue.names()), key=lambda one: one.memory_bytes)
+    known = sorted(
+        map(catalogue.gpu_named, catalogue.known_gpus()), key=lambda one: one.memory_bytes
+    )
     larger = next((one for one in known if one.memory_bytes >= needed), None)
     if larger is not None:
         yield (
             f"cards with {format_bytes(needed)}, such as {larger.name} "
-            f"({format_bytes(larger.memory_bytes)}): {in_words(nearest.candidate, asked.hardware.card.noun)}"
+            f"({format_bytes(larger.memory_bytes)}): {describe_candidate(nearest.candidate, asked.hardware.card.noun)}"
         )

@@ -1,7 +1,4 @@
-"""What PyTorch's allocator makes of the ways that matter.
-
-It is kept beside the logs that it was simulated from: where all traces are kept, nothing else of a plan takes as long.
-"""
+"""Memory of the candidates that matter, with the allocator simulated; the results are cached beside the traces."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,18 +9,18 @@ import msgspec
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.answer import Forecast
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.record import Record
-from torchmuster.plan.search.exploring import Explored, as_forecast
+from torchmuster.plan.record import TraceRecord
+from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search.candidates import Explored, as_forecast
 from torchmuster.plan.tracing.cache import versions
 from torchmuster.plan.tracing.tracer import Refused
 from torchmuster.runfolder import write_atomically
 
 
-def with_allocator(one: Forecast, explored: Explored, asked: Asked) -> Forecast:
+def with_allocator(one: Forecast, explored: Explored, asked: PlanRequest) -> Forecast:
     """Return a forecast whose memory has the allocator simulated; as it is where that cannot be done.
 
     Its traces may have a micro-batch that was only computed so far: they must agree with what was computed.
@@ -34,23 +31,23 @@ def with_allocator(one: Forecast, explored: Explored, asked: Asked) -> Forecast:
         return one
     try:
         for traced in records:
-            memory.check(computed_from, traced)
+            memory.check_records(computed_from, traced)
     except Impossible as error:
         explored.doubts.append(error)
-    needed = simulated(records, one.candidate, hardware=asked.hardware)
+    needed = simulate_allocator(records, one.candidate, hardware=asked.hardware)
     return as_forecast(one.candidate, needed, asked, time=one.time, samples_per_s=one.samples_per_s)
 
 
-def simulated(
-    records: Sequence[Record], candidate: Candidate, *, hardware: Hardware
+def simulate_allocator(
+    records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
 ) -> memory.Memory:
     """Return what a rank needs, as it was kept or computed now."""
     kept = _place(records, candidate, hardware)
     if kept is None:
-        return memory.predict(records, candidate, hardware=hardware)
+        return memory.predict_memory(records, candidate, hardware=hardware)
     with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(kept.read_bytes(), type=memory.Memory)
-    needed = memory.predict(records, candidate, hardware=hardware)
+    needed = memory.predict_memory(records, candidate, hardware=hardware)
     if needed.reserved_bytes is None:
         return needed  # nothing was simulated
     with suppress(OSError):
@@ -58,7 +55,7 @@ def simulated(
     return needed
 
 
-def _place(records: Sequence[Record], candidate: Candidate, hardware: Hardware) -> Path | None:
+def _place(records: Sequence[TraceRecord], candidate: Candidate, hardware: Hardware) -> Path | None:
     """Return the file for exactly these traces, which say when they were made; None where there are no logs."""
     if any(one.log is None for one in records):
         return None

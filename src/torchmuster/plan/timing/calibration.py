@@ -17,9 +17,9 @@ import msgspec
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import MusterError
-from torchmuster.plan.hardware.model import Hardware, Link
+from torchmuster.plan.hardware.catalogue import Hardware, Link
 from torchmuster.plan.proof import fresh_ranks
-from torchmuster.plan.timing.rates import Rates, key_of, usual
+from torchmuster.plan.timing.rates import Rates, rate_key, usual_rates
 from torchmuster.runfolder import write_atomically
 
 PROGRAM = "torchmuster.plan.probes.rates"
@@ -27,7 +27,7 @@ FILE = "calibration.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CalibrationRequest:
     """What the ranks that measure are told."""
 
     device: Literal["auto", "cpu"]
@@ -69,7 +69,7 @@ class Calibration:
         return f"measured on {self.machine} on {self.date}{fitted}"
 
 
-def measure(
+def measure_calibration(
     ranks: Sequence[int],
     *,
     device: Literal["cpu", "gpu"] = "cpu",
@@ -104,8 +104,8 @@ def _torch() -> str | None:
 def _measure_with(
     ranks: int, device: Literal["cpu", "gpu"], say: Callable[[str], None]
 ) -> RankRates:
-    asked = Asked(device="cpu" if device == "cpu" else "auto")
-    ran = fresh_ranks.run(
+    asked = CalibrationRequest(device="cpu" if device == "cpu" else "auto")
+    ran = fresh_ranks.run_fresh_ranks(
         PROGRAM,
         msgspec.json.encode(asked).decode(),
         ranks=ranks,
@@ -122,10 +122,10 @@ def _measure_with(
             why=trouble.what if trouble else f"{len(ran.texts)} of {ranks} ranks answered",
             fix=trouble.fix if trouble else "try again, or plan without --calibrate",
         )
-    return weakest([msgspec.json.decode(text, type=RankRates) for text in ran.texts.values()])
+    return weakest_rank([msgspec.json.decode(text, type=RankRates) for text in ran.texts.values()])
 
 
-def weakest(found: Sequence[RankRates]) -> RankRates:
+def weakest_rank(found: Sequence[RankRates]) -> RankRates:
     """Return what all ranks reach: the others wait for the slowest."""
     keys = set.intersection(*(set(one.collectives) for one in found))
     return RankRates(
@@ -154,7 +154,7 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
 
     What was measured of something else is left out, and the rates' source says so.
     """
-    as_usual = usual(hardware.card.kind)
+    as_usual = usual_rates(hardware.card.kind)
     if calibration is None:
         return hardware, as_usual
     if other := _of_something_else(calibration, hardware):
@@ -164,7 +164,7 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
         )
         return hardware, dataclasses.replace(as_usual, source=source)
     measured = hardware_as_measured(calibration, hardware)
-    return measured, rates(calibration, measured)
+    return measured, calibrated_rates(calibration, measured)
 
 
 def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
@@ -202,12 +202,12 @@ def _within(calibration: Calibration, hardware: Hardware) -> Link:
     """
     ranks = hardware.cards_per_machine
     sums = [
-        one.collectives.get(key_of("all_reduce", ranks)) for one in calibration.by_ranks.values()
+        one.collectives.get(rate_key("all_reduce", ranks)) for one in calibration.by_ranks.values()
     ]
     measured = next((one for one in sums if one is not None), None)
     if measured is None or ranks < 2:
         return hardware.within
-    share = usual(hardware.card.kind).communication
+    share = usual_rates(hardware.card.kind).communication
     return Link(
         latency_s=measured.latency_s / (2 * (ranks - 1)),
         bytes_s=measured.bytes_s * 2 * (1 - 1 / ranks) / share,
@@ -215,13 +215,13 @@ def _within(calibration: Calibration, hardware: Hardware) -> Link:
     )
 
 
-def rates(calibration: Calibration, hardware: Hardware) -> Rates:
+def calibrated_rates(calibration: Calibration, hardware: Hardware) -> Rates:
     """Return the shares and collectives to compute with on this machine."""
     found = _for(calibration, hardware.cards_per_machine)
     collectives: dict[str, Link] = {}
     for one in calibration.by_ranks.values():
         collectives.update(one.collectives)
-    as_usual = usual(hardware.card.kind)
+    as_usual = usual_rates(hardware.card.kind)
     return dataclasses.replace(
         as_usual,
         compute=found.compute,
@@ -264,7 +264,7 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
     )
 
 
-def keep(calibration: Calibration, folder: Path) -> Path:
+def save_calibration(calibration: Calibration, folder: Path) -> Path:
     """Write it into the cache folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -272,7 +272,7 @@ def keep(calibration: Calibration, folder: Path) -> Path:
     return path
 
 
-def kept(folder: Path) -> Calibration | None:
+def saved_calibration(folder: Path) -> Calibration | None:
     """Return the calibration in the cache folder, whatever was measured; None if there is none."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)

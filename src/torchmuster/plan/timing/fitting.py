@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchmuster.errors import MusterError
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof import real_steps
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.proof import verification
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.calibration import Calibration, hardware_as_measured, rates
+from torchmuster.plan.timing.calibration import Calibration, calibrated_rates, hardware_as_measured
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.train.strategies.sharding import ShardLayout
 
@@ -32,14 +32,14 @@ _LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 class RealRun:
     """A training that was timed, with the traces of it."""
 
-    records: tuple[Record, ...]
+    records: tuple[TraceRecord, ...]
     candidate: Candidate
     hardware: Hardware
     step_s: float
     words: str = field(default="one real run")
 
 
-def fit(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
+def fit_rates(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
     """Return rates with which the run takes what it took: one constant is fitted.
 
     It is the share of the memory's bandwidth where products were measured by themselves; with ``both``, products and memory
@@ -52,7 +52,7 @@ def fit(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
 
     fitted = _fitted(run, slower)
     if fitted is None and not both:  # products alone take longer: they were measured too slow
-        return fit(run, known, both=True)
+        return fit_rates(run, known, both=True)
     if fitted is None:
         least, most = (_takes(run, slower(share)) for share in (_HIGHEST_SHARE, _LOWEST_SHARE))
         raise MusterError(
@@ -85,7 +85,9 @@ def _fitted(run: RealRun, slower: Callable[[float], Rates]) -> Rates | None:
 
 
 def _takes(run: RealRun, assumed: Rates) -> float:
-    return timing.predict(run.records, run.candidate, hardware=run.hardware, rates=assumed).step_s
+    return timing.predict_time(
+        run.records, run.candidate, hardware=run.hardware, rates=assumed
+    ).step_s
 
 
 def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
@@ -93,9 +95,9 @@ def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
 
     They hold for as many ranks as the run had, and for more, until a run of more is fitted.
     """
-    known = rates(calibration, run.hardware)
+    known = calibrated_rates(calibration, run.hardware)
     sharded = run.candidate.strategy == "fsdp"
-    fitted = _fit_sharded(run, known) if sharded else fit(run, known)
+    fitted = _fit_sharded(run, known) if sharded else fit_rates(run, known)
     by_ranks = {
         number: one
         if number < run.candidate.layout.ranks
@@ -115,7 +117,7 @@ def fit_here(
     calibration: Calibration,
     work: Work,
     hardware: Hardware,
-    look: Callable[[Sequence[Request]], Sequence[object]],
+    look: Callable[[Sequence[TraceRequest]], Sequence[object]],
     *,
     steps: int = 5,
     say: Callable[[str], None] = lambda _: None,
@@ -128,13 +130,13 @@ def fit_here(
     most = max(
         (number for number in calibration.by_ranks if number <= (calibration.cores or 1)), default=1
     )
-    traced: dict[Candidate, Record] = {}
-    for candidate in ways(most if on_cpu else 1):
-        asked = Request(
+    traced: dict[Candidate, TraceRecord] = {}
+    for candidate in fit_candidates(most if on_cpu else 1):
+        asked = TraceRequest(
             work=work, candidate=candidate, blocks=_BLOCKS, kernels="cpu" if on_cpu else "cuda"
         )
         (record,) = look([asked])
-        if not isinstance(record, Record):
+        if not isinstance(record, TraceRecord):
             break
         traced[candidate] = record
     model = work.model_name_or_path or work.build
@@ -146,7 +148,7 @@ def fit_here(
             candidate=candidate,
             hardware=hardware_as_measured(calibration, so_many),
             step_s=best_s[candidate],
-            words=f"{record.blocks_traced} blocks of {model} {in_words(candidate)}",
+            words=f"{record.blocks_traced} blocks of {model} {describe_fit(candidate)}",
         )
         calibration = with_fit(calibration, run)
     return calibration
@@ -163,7 +165,7 @@ def _best_steps(
     """Return the best step of each; a step takes as long as on its slowest rank."""
     best_s = dict.fromkeys(candidates, math.inf)
     for candidate in [*candidates] * TURNS:
-        ran = real_steps.run(
+        ran = verification.run_real_steps(
             *(work, candidate),
             ranks=candidate.layout.ranks,
             device=device,
@@ -176,7 +178,7 @@ def _best_steps(
     return best_s
 
 
-def ways(ranks: int) -> list[Candidate]:
+def fit_candidates(ranks: int) -> list[Candidate]:
     """Return how the model is trained for a fit, up to so many ranks, in the order in which shares can be fitted."""
     found = [Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1))]
     if ranks > 1:
@@ -185,7 +187,7 @@ def ways(ranks: int) -> list[Candidate]:
     return found
 
 
-def in_words(candidate: Candidate) -> str:
+def describe_fit(candidate: Candidate) -> str:
     """Say how a model was trained."""
     if candidate.strategy == "single":
         return "in one process"

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Card, Hardware
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.record import Record
+from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.timing import schedule, timeline
-from torchmuster.plan.timing.rates import CATALOGUED, ON_CPU, Rates, usual
+from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import MiB
-
-__all__ = ["CATALOGUED", "ON_CPU", "Rates", "StepTime", "predict", "usual"]
 
 # Results of more bytes are given back to the system at once by the C library, which then has to be given new ones
 # (DEFAULT_MMAP_THRESHOLD_MAX of glibc).
@@ -40,21 +38,21 @@ class StepTime:
         return self.compute_s / self.step_s if self.step_s else 1.0
 
 
-def predict(
-    records: Sequence[Record], candidate: Candidate, *, hardware: Hardware, rates: Rates
+def predict_time(
+    records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware, rates: Rates
 ) -> StepTime:
     """Forecast a step of the whole model from traces of a few blocks of it."""
     step = timeline.whole_step(records, candidate)
     card = hardware.card
 
-    def duration(pace: timeline.Pace) -> float:
+    def duration(pace: timeline.TimelinePace) -> float:
         if pace.phase == "update" and candidate.cpu_offload and card.kind != "cpu":
             return sum(one.moved_bytes for one in pace.work) / rates.host_memory_bytes_s
         sharded = candidate.strategy == "fsdp" and pace.phase == "update"
         begin_s = rates.sharded_operation_s if sharded else rates.operation_s
         return _seconds(pace.work, card, rates, begin_s)
 
-    spent = schedule.run(
+    spent = schedule.run_schedule(
         *(step, duration),
         record=records[0],
         candidate=candidate,
@@ -79,7 +77,9 @@ def predict(
     )
 
 
-def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates, begin_s: float) -> float:
+def _seconds(
+    work: Sequence[timeline.TimelineLoad], card: Gpu, rates: Rates, begin_s: float
+) -> float:
     """Return what operations take: each kind is held up by computing or by memory, whichever is slower."""
     if card.bandwidth_bytes_s is None:
         raise _unknown(card, "how fast its memory is")
@@ -97,7 +97,7 @@ def _seconds(work: Sequence[timeline.Load], card: Card, rates: Rates, begin_s: f
     return total + beginning if card.kind == "cpu" else max(total, beginning)
 
 
-def _rate(card: Card, dtype: str) -> float:
+def _rate(card: Gpu, dtype: str) -> float:
     """Return the rate for a number type; those that a card has no units for are computed in float32."""
     rate = card.flops.get(dtype) or card.flops.get("float32")
     if not rate:
@@ -105,7 +105,7 @@ def _rate(card: Card, dtype: str) -> float:
     return rate
 
 
-def _unknown(card: Card, what: str) -> Impossible:
+def _unknown(card: Gpu, what: str) -> Impossible:
     return Impossible(
         f"no time can be forecast on {card.name}",
         why=f"it is not known {what}",
@@ -113,7 +113,7 @@ def _unknown(card: Card, what: str) -> Impossible:
     )
 
 
-def _model_flops(step: Sequence[timeline.Part], record: Record) -> float:
+def _model_flops(step: Sequence[timeline.TimelinePart], record: TraceRecord) -> float:
     """Return what the model asks for in a step, by the usual convention: a backward is two forwards.
 
     Where parameters are frozen, their part of the backward is left out, as it is in the trace.
@@ -131,3 +131,36 @@ def _model_flops(step: Sequence[timeline.Part], record: Record) -> float:
             backward += part.times * known[id(part.paces)]
     whole = record.trained_count == record.parameter_count
     return 3.0 * forward if whole else forward + backward
+
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostForecast:
+    """A whole training, without interruptions, saves and evaluations."""
+
+    hours: float
+    card_hours: float
+    price: float | None  # in the currency of the price of a card's hour
+
+
+def forecast_cost(
+    step: StepTime, hardware: Hardware, *, tokens: float | None = None, samples: float | None = None
+) -> CostForecast:
+    """Return what so many tokens, or samples, take at the speed of a step."""
+    if tokens is not None and step.tokens_per_s is None:
+        raise Impossible(
+            f"asked how long {tokens:.3g} tokens take",
+            why="the model's samples are not made of tokens",
+            fix="ask for a number of samples",
+        )
+    seconds = (samples or 0.0) / step.samples_per_s
+    if tokens is not None and step.tokens_per_s is not None:
+        seconds = tokens / step.tokens_per_s
+    hours = seconds / _HOUR_S
+    card_hours = hours * hardware.cards
+    price = hardware.price_per_card_hour
+    return CostForecast(
+        hours=hours, card_hours=card_hours, price=None if price is None else card_hours * price
+    )

@@ -1,9 +1,12 @@
 """What of a card's and a link's highest rates a training reaches, and where these shares come from."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchmuster.plan.hardware.model import Link
+from torchmuster.plan.hardware.catalogue import Hardware, Link
+from torchmuster.plan.job import Candidate
+from torchmuster.plan.record import TracedCollective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +35,10 @@ class Rates:
 
     def measured(self, kind: str, ranks: int) -> Link | None:
         """Return what was measured of one kind of collective among so many ranks."""
-        return self.collectives.get(key_of(kind, ranks))
+        return self.collectives.get(rate_key(kind, ranks))
 
 
-def key_of(kind: str, ranks: int) -> str:
+def rate_key(kind: str, ranks: int) -> str:
     """Return the key of a measured collective."""
     return f"{kind} {ranks}"
 
@@ -66,6 +69,66 @@ ON_CPU = Rates(
 )
 
 
-def usual(kind: str) -> Rates:
+def usual_rates(kind: str) -> Rates:
     """Return the rates that nobody measured, for a kind of card."""
     return ON_CPU if kind == "cpu" else CATALOGUED
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkGroup:
+    """Where the ranks of a group are."""
+
+    ranks: int
+    ranks_of_machine: int  # of this group, on each machine
+
+    @property
+    def machines(self) -> int:
+        """How many machines it spreads over."""
+        return math.ceil(self.ranks / self.ranks_of_machine)
+
+
+def link_group(collective: TracedCollective, candidate: Candidate, hardware: Hardware) -> LinkGroup:
+    """Return where a collective's ranks are: shards are neighbours, copies as far apart as shards are many."""
+    layout, each = candidate.layout, hardware.cards_per_machine
+    if collective.between_copies:
+        on_one = max(each // layout.shards, 1)
+        return LinkGroup(ranks=layout.copies, ranks_of_machine=min(layout.copies, on_one))
+    sharded = collective.kind in ("all_gather", "reduce_scatter")
+    ranks = layout.shards if sharded else layout.ranks
+    return LinkGroup(ranks=ranks, ranks_of_machine=min(ranks, each))
+
+
+def transfer_seconds(
+    kind: str, moved_bytes: float, group: LinkGroup, *, hardware: Hardware, rates: Rates
+) -> float:
+    """Return what a collective over ``moved_bytes`` takes: a gather's result, or a reduction's input."""
+    if group.ranks < 2:
+        return 0.0
+    measured = rates.measured(kind, group.ranks)
+    if measured is not None and group.machines == 1:
+        return measured.latency_s + moved_bytes / measured.bytes_s
+    passes = 2 if kind == "all_reduce" else 1
+    carried = moved_bytes * passes * (1.0 if kind == "broadcast" else 1.0 - 1.0 / group.ranks)
+    return _latency_s(passes, group, hardware) + carried / (
+        rates.communication * _bytes_s(group, hardware)
+    )
+
+
+def _bytes_s(group: LinkGroup, hardware: Hardware) -> float:
+    """Return what passes through the narrowest place of a ring."""
+    ways = []
+    if group.ranks_of_machine > 1:
+        ways.append(hardware.within.bytes_s)
+    if group.machines > 1:
+        ways.append(hardware.between.bytes_s * group.ranks_of_machine)
+    return min(ways)
+
+
+def _latency_s(passes: int, group: LinkGroup, hardware: Hardware) -> float:
+    near, far = hardware.within.latency_s, hardware.between.latency_s
+    crossings = group.machines - 1
+    ring = passes * ((group.ranks - 1 - crossings) * near + crossings * far)
+    if passes == 1:
+        return ring
+    tree = 2 * ((group.ranks_of_machine - 1) * near + math.ceil(math.log2(group.machines)) * far)
+    return min(ring, tree)

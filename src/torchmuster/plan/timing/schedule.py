@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torchmuster.plan.hardware.model import Hardware
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.record import Collective, Record
-from torchmuster.plan.timing import links
+from torchmuster.plan.record import TracedCollective, TraceRecord
+from torchmuster.plan.timing import rates as links
 from torchmuster.plan.timing.rates import Rates
-from torchmuster.plan.timing.timeline import Pace, Part, gradient_bytes, traced_like
+from torchmuster.plan.timing.timeline import TimelinePace, TimelinePart, gradient_bytes, traced_like
 from torchmuster.units import KiB, MiB
 
 BUCKET_BYTES = 25 * MiB  # DDP's default
@@ -40,20 +40,20 @@ class _Event(NamedTuple):
     needed_now: bool = False
 
 
-def run(
-    step: Sequence[Part],
-    duration: Callable[[Pace], float],
+def run_schedule(
+    step: Sequence[TimelinePart],
+    duration: Callable[[TimelinePace], float],
     *,
-    record: Record,
+    record: TraceRecord,
     candidate: Candidate,
     hardware: Hardware,
     rates: Rates,
 ) -> Spent:
     """Run through a step; micro-batches before the last are run through once, and counted."""
     # Blocks that are alike are the same tuples, which are kept: what is gone leaves its id to others.
-    known: dict[int, tuple[tuple[Pace, ...], list[_Event]]] = {}
+    known: dict[int, tuple[tuple[TimelinePace, ...], list[_Event]]] = {}
 
-    def events(part: Part) -> list[_Event]:
+    def events(part: TimelinePart) -> list[_Event]:
         if id(part.paces) not in known:
             found = [
                 _Event(duration(pace))
@@ -66,7 +66,7 @@ def run(
 
     spent = [0.0, 0.0, 0.0]
     for last in (False, True):
-        parts: Sequence[Part] = [part for part in step if part.last_micro_batch is last]
+        parts: Sequence[TimelinePart] = [part for part in step if part.last_micro_batch is last]
         if not parts:
             continue
         if candidate.strategy == "ddp":
@@ -81,10 +81,10 @@ def run(
 
 
 def _event(
-    collective: Collective, phase: str, candidate: Candidate, hardware: Hardware, rates: Rates
+    collective: TracedCollective, phase: str, candidate: Candidate, hardware: Hardware, rates: Rates
 ) -> _Event:
-    group = links.group_of(collective, candidate, hardware)
-    seconds = links.seconds(
+    group = links.link_group(collective, candidate, hardware)
+    seconds = links.transfer_seconds(
         collective.kind, collective.moved_bytes, group, hardware=hardware, rates=rates
     )
     sharded = collective.kind in ("all_gather", "reduce_scatter")
@@ -102,11 +102,15 @@ def _event(
     )
 
 
-def _with_buckets(parts: Sequence[Part], record: Record, *, last: bool) -> Iterator[Part]:
+def _with_buckets(
+    parts: Sequence[TimelinePart], record: TraceRecord, *, last: bool
+) -> Iterator[TimelinePart]:
     """Yield the parts with DDP's reductions where a whole model has them: buckets do not end with blocks."""
     waiting, sizes = 0, gradient_bytes(record)
     end = max((number for number, part in enumerate(parts) if part.phase == "backward"), default=0)
-    made: dict[tuple[int, int, bool], tuple[Pace, ...]] = {}  # so that equal ones stay the same
+    made: dict[
+        tuple[int, int, bool], tuple[TimelinePace, ...]
+    ] = {}  # so that equal ones stay the same
     for number, part in enumerate(parts):
         if part.phase != "backward":
             yield part
@@ -124,13 +128,13 @@ def _with_buckets(parts: Sequence[Part], record: Record, *, last: bool) -> Itera
         yield replace(part, paces=made[key])
 
 
-def _reduces(pace: Pace) -> bool:
+def _reduces(pace: TimelinePace) -> bool:
     one = pace.collective
     return one is not None and one.kind == "all_reduce" and one.moved_bytes > _A_FEW_NUMBERS
 
 
-def _bucket(like: Pace, size_bytes: int) -> Pace:
-    collective = Collective(
+def _bucket(like: TimelinePace, size_bytes: int) -> TimelinePace:
+    collective = TracedCollective(
         kind="all_reduce", ranks=0, between_copies=False, moved_bytes=size_bytes, dtype="float32"
     )
     return like._replace(work=(), collective=collective)
@@ -150,7 +154,7 @@ class _Clock:
     gathered_back: list[float] = field(default_factory=list)  # when gathers for the backward end
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # links within, and between
 
-    def pass_through(self, part: Part, events: Sequence[_Event]) -> None:
+    def pass_through(self, part: TimelinePart, events: Sequence[_Event]) -> None:
         """Compute what a part computes, and send what it sends."""
         backward = part.phase == "backward"
         if part.phase in ("check", "update"):

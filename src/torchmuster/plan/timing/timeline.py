@@ -15,13 +15,13 @@ from typing import NamedTuple
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory.depth import period
 from torchmuster.plan.memory.shard_degree import shard_elements
-from torchmuster.plan.record import Collective, Operation, Record, Shape
+from torchmuster.plan.record import Shape, TracedCollective, TracedOperation, TraceRecord
 
 _OF_MICRO_BATCHES = ("forward", "loss", "backward")
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Load(NamedTuple):
+class TimelineLoad(NamedTuple):
     """Operations of one kind, at some depth and micro-batch size."""
 
     name: str
@@ -32,29 +32,29 @@ class Load(NamedTuple):
     made_bytes: float  # of results that are new tensors
 
 
-class Pace(NamedTuple):
+class TimelinePace(NamedTuple):
     """A stretch of the step: work, or a collective. They are many and made often, so they are tuples."""
 
     phase: str
     micro_batch: int
     block: int | None
     recomputed: bool
-    work: tuple[Load, ...]
-    collective: Collective | None
+    work: tuple[TimelineLoad, ...]
+    collective: TracedCollective | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TimelinePart:
     """What happens in one block, or before the first one, in one phase. Blocks that are alike share ``paces``."""
 
     phase: str
     block: int | None  # of the whole model
     last_micro_batch: bool  # or of a phase that is not one of a micro-batch
     times: int  # how often in a step
-    paces: tuple[Pace, ...]
+    paces: tuple[TimelinePace, ...]
 
 
-def whole_step(records: Sequence[Record], candidate: Candidate) -> list[Part]:
+def whole_step(records: Sequence[TraceRecord], candidate: Candidate) -> list[TimelinePart]:
     """Return a step's parts in their order; those of all but the last micro-batch once, with their number."""
     shards = min(record.request.candidate.layout.shards for record in records)
     chosen = [one for one in records if one.request.candidate.layout.shards == shards]
@@ -77,14 +77,14 @@ class _Merged(NamedTuple):
     micro_batch: int
     block: int | None
     recomputed: bool
-    loads: dict[tuple[str, str], Load]
-    collective: Collective | None
+    loads: dict[tuple[str, str], TimelineLoad]
+    collective: TracedCollective | None
 
 
 class _Same:
     """A record that is told from others by being another, which is sooner than by its contents."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: TraceRecord) -> None:
         self.record = record
 
     def __hash__(self) -> int:
@@ -118,14 +118,14 @@ def _merged(same: _Same) -> list[_Merged]:
     return found
 
 
-_NOTHING = Load("", "", 0.0, 0.0, 0.0, 0.0)
+_NOTHING = TimelineLoad("", "", 0.0, 0.0, 0.0, 0.0)
 
 
-def _add(loads: dict[tuple[str, str], Load], operations: Sequence[Operation]) -> None:
+def _add(loads: dict[tuple[str, str], TimelineLoad], operations: Sequence[TracedOperation]) -> None:
     for one in operations:
         key = one.name, one.dtype
         _, _, count, flops, moved, made = loads.get(key, _NOTHING)
-        loads[key] = Load(
+        loads[key] = TimelineLoad(
             *key,
             count + one.count,
             flops + one.flops,
@@ -134,7 +134,7 @@ def _add(loads: dict[tuple[str, str], Load], operations: Sequence[Operation]) ->
         )
 
 
-def _of_size(records: Sequence[Record], depth: int, size: int) -> list[Pace]:
+def _of_size(records: Sequence[TraceRecord], depth: int, size: int) -> list[TimelinePace]:
     """Return the stretches of one depth with micro-batches of this size."""
     by_size = {
         one.request.candidate.micro_batch_size: one for one in records if one.blocks_traced == depth
@@ -149,16 +149,16 @@ def _of_size(records: Sequence[Record], depth: int, size: int) -> list[Pace]:
     return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
 
 
-def _pace(low: dict[tuple[str, str], Load], high: _Merged, at: float) -> Pace:
+def _pace(low: dict[tuple[str, str], TimelineLoad], high: _Merged, at: float) -> TimelinePace:
     """Return the stretch on the straight line through two of them: 0 is the first, 1 the second."""
     work = []
     for key, two in high.loads.items():
         one = low.get(key, _NOTHING)
         work.append(_between(one, two, at)._replace(times=two.times))
-    return Pace(*high[:4], tuple(work), high.collective)
+    return TimelinePace(*high[:4], tuple(work), high.collective)
 
 
-def _at_depth(low: list[Pace], high: list[Pace], at: float) -> list[Pace]:
+def _at_depth(low: list[TimelinePace], high: list[TimelinePace], at: float) -> list[TimelinePace]:
     """Return the deeper one's stretches, with those of phases without blocks as at another depth."""
     with_blocks = {one.phase for one in high if one.block is not None} | {"loss"}
     shallow = iter([one for one in low if one.phase not in with_blocks])
@@ -167,16 +167,16 @@ def _at_depth(low: list[Pace], high: list[Pace], at: float) -> list[Pace]:
     ]
 
 
-def _deeper(low: Pace, high: Pace, at: float) -> Pace:
+def _deeper(low: TimelinePace, high: TimelinePace, at: float) -> TimelinePace:
     if len(low.work) != len(high.work):
         return high
     work = tuple(_between(one, two, at) for one, two in zip(low.work, high.work, strict=True))
     return high._replace(work=work)
 
 
-def _between(one: Load, two: Load, at: float) -> Load:
+def _between(one: TimelineLoad, two: TimelineLoad, at: float) -> TimelineLoad:
     """Return the load on the straight line through two: 0 is the first, 1 the second."""
-    return Load(
+    return TimelineLoad(
         *two[:2],
         max(one.times + (two.times - one.times) * at, 0.0),
         max(one.flops + (two.flops - one.flops) * at, 0.0),
@@ -185,7 +185,9 @@ def _between(one: Load, two: Load, at: float) -> Load:
     )
 
 
-def _sharded(step: list[Pace], record: Record, traced: int, wanted: int) -> list[Pace]:
+def _sharded(
+    step: list[TimelinePace], record: TraceRecord, traced: int, wanted: int
+) -> list[TimelinePace]:
     """Return a step with other shards: their update is shorter, and gathers carry other made-up rows."""
     shapes, blocks = record.parameters, record.blocks
     own = shard_elements(shapes, wanted, blocks=blocks) / max(
@@ -198,7 +200,7 @@ def _sharded(step: list[Pace], record: Record, traced: int, wanted: int) -> list
     return [_with_shards(one, own, padding.get(one.block, 1.0), traced / wanted) for one in step]
 
 
-def _with_shards(pace: Pace, own: float, padding: float, shorter: float) -> Pace:
+def _with_shards(pace: TimelinePace, own: float, padding: float, shorter: float) -> TimelinePace:
     one = pace.collective
     if one is not None:
         # Copies add up shards, which are the shorter the more of them there are.
@@ -228,7 +230,9 @@ def _padded(shapes: Sequence[Shape], block: int | None, shards: int) -> int:
     )
 
 
-def _parts(step: list[Pace], record: Record, candidate: Candidate) -> Iterator[Part]:
+def _parts(
+    step: list[TimelinePace], record: TraceRecord, candidate: Candidate
+) -> Iterator[TimelinePart]:
     """Put blocks in until the model has all of them, micro-batch by micro-batch."""
     last = max(pace.micro_batch for pace in step)
     rounds = [(0, (False, candidate.accumulation - 1))] if candidate.accumulation > 1 else []
@@ -242,9 +246,13 @@ def _parts(step: list[Pace], record: Record, candidate: Candidate) -> Iterator[P
 
 
 def _phase(
-    paces: list[Pace], phase: str, record: Record, candidate: Candidate, when: tuple[bool, int]
-) -> Iterator[Part]:
-    groups: dict[int | None, list[Pace]] = {None: []}
+    paces: list[TimelinePace],
+    phase: str,
+    record: TraceRecord,
+    candidate: Candidate,
+    when: tuple[bool, int],
+) -> Iterator[TimelinePart]:
+    groups: dict[int | None, list[TimelinePace]] = {None: []}
     block: int | None = None
     for one in paces:  # what lies between blocks goes with the one before it
         block = block if one.block is None else one.block
@@ -258,7 +266,7 @@ def _phase(
     for number in order:
         like = None if number is None else _like(number, record, every)
         if kept.get(like):
-            yield Part(
+            yield TimelinePart(
                 phase=phase,
                 block=number,
                 last_micro_batch=when[0],
@@ -267,7 +275,7 @@ def _phase(
             )
 
 
-def _like(block: int, record: Record, every: int) -> int:
+def _like(block: int, record: TraceRecord, every: int) -> int:
     """Return the traced block that does what this one does: near the ends, or in the middle."""
     reach = min(2 * every, record.blocks_traced // 2)
     if record.blocks_traced == record.blocks or block < reach:
@@ -277,7 +285,7 @@ def _like(block: int, record: Record, every: int) -> int:
     return every + block % every if record.blocks_traced >= 2 * every else block % reach
 
 
-def gradient_bytes(record: Record) -> dict[int | None, int]:
+def gradient_bytes(record: TraceRecord) -> dict[int | None, int]:
     """Return the bytes of the gradients that each traced block's backward gives; None: what comes before all.
 
     What computes before the first block goes with it, as its gradients come last.
@@ -292,6 +300,6 @@ def gradient_bytes(record: Record) -> dict[int | None, int]:
     return found
 
 
-def traced_like(block: int | None, record: Record) -> int | None:
+def traced_like(block: int | None, record: TraceRecord) -> int | None:
     """Return the traced block whose parameters are those of a block of the whole model."""
     return None if block is None else _like(block, record, 1)

@@ -3,7 +3,8 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ import msgspec
 
 import torchmuster
 from torchmuster.plan.job import Work
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import GiB
 
@@ -30,10 +31,10 @@ class TraceCache:
         self.folder = folder / "traces"
         self._contents: dict[Work, bytes] = {}
 
-    def get(self, request: Request) -> Record | None:
+    def get(self, request: TraceRequest) -> TraceRecord | None:
         """Return what was found for this request before, with its log or without; None if nothing was."""
         try:
-            record = msgspec.json.decode(self._path(request).read_bytes(), type=Record)
+            record = msgspec.json.decode(self._path(request).read_bytes(), type=TraceRecord)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
         if with_log(record.request) != with_log(request):
@@ -42,7 +43,7 @@ class TraceCache:
             return None
         return as_asked(request, record)
 
-    def put(self, record: Record) -> Record:
+    def put(self, record: TraceRecord) -> TraceRecord:
         """Keep a record with its log, whole or not at all; return it with the log where that is now.
 
         A disk that does not take it is no reason to fail.
@@ -71,7 +72,7 @@ class TraceCache:
             path.unlink(missing_ok=True)
             too_much -= status.st_size
 
-    def _path(self, request: Request) -> Path:
+    def _path(self, request: TraceRequest) -> Path:
         if request.work not in self._contents:
             self._contents[request.work] = contents_of(request.work)
         digest = hashlib.blake2b(msgspec.json.encode(with_log(request)), digest_size=16)
@@ -80,12 +81,12 @@ class TraceCache:
         return self.folder / f"{digest.hexdigest()}.json"
 
 
-def with_log(request: Request) -> Request:
+def with_log(request: TraceRequest) -> TraceRequest:
     """Return the same request with the log of allocations, which changes nothing else of a trace."""
     return request if request.keep_log else replace(request, keep_log=True)
 
 
-def as_asked(request: Request, record: Record) -> Record:
+def as_asked(request: TraceRequest, record: TraceRecord) -> TraceRecord:
     """Return a record that was made with its log as the answer to a request, which may not want it."""
     return record if request.keep_log else replace(record, request=request, log=None)
 
@@ -137,3 +138,10 @@ def _code_of(module: str, folder: Path) -> Iterator[Path]:
                 origin = Path(spec.origin)
                 files = origin.parent.rglob("*.py") if origin.stem == "__init__" else [origin]
                 yield from sorted(files)[:_MOST_FILES]
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder: in the user's cache, as the XDG rules have it."""
+    own = environment.get("XDG_CACHE_HOME", "")
+    base = Path(own) if Path(own).is_absolute() else Path.home() / ".cache"
+    return base / "torchmuster" / "plan"

@@ -24,7 +24,7 @@ from typing import IO, TypeAlias
 import msgspec
 
 from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old, torch_version
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.cache import TraceCache, as_asked, with_log
 from torchmuster.redaction import redact_text
 
@@ -45,11 +45,11 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    record: Record | None = None
+    record: TraceRecord | None = None
     refused: Refused | None = None
 
 
-Found: TypeAlias = Record | Refused
+Found: TypeAlias = TraceRecord | Refused
 
 
 class Tracer:
@@ -68,7 +68,7 @@ class Tracer:
         ``say`` hears of the progress, every ten seconds at least.
         """
         self._cache = None if cache is None else TraceCache(cache)
-        self._made: dict[Request, Record] = {}  # with their logs
+        self._made: dict[TraceRequest, TraceRecord] = {}  # with their logs
         self._begun = time.monotonic()
         self._own_logs: tempfile.TemporaryDirectory[str] | None = None
         self._workers = workers
@@ -99,7 +99,7 @@ class Tracer:
             for one in self._busy:
                 one.kill()
 
-    def records(self, requests: Sequence[Request]) -> list[Found]:
+    def records(self, requests: Sequence[TraceRequest]) -> list[Found]:
         """Return what each request found, in their order.
 
         All are traced with their logs: it is hardly more work, and what is chosen later needs them.
@@ -107,18 +107,18 @@ class Tracer:
         found = {one: self._known(one) for one in requests}
         missing = dict.fromkeys(with_log(one) for one, known in found.items() if known is None)
         traced = self._trace(list(missing)) if missing else {}
-        self._made |= {key: one for key, one in traced.items() if isinstance(one, Record)}
+        self._made |= {key: one for key, one in traced.items() if isinstance(one, TraceRecord)}
         return [found[one] or _as_asked(one, traced[with_log(one)]) for one in requests]
 
-    def _known(self, request: Request) -> Record | None:
+    def _known(self, request: TraceRequest) -> TraceRecord | None:
         made = self._made.get(with_log(request))
         if made is not None:
             return as_asked(request, made)
         return None if self._cache is None else self._cache.get(request)
 
-    def _trace(self, requests: list[Request]) -> dict[Request, Found]:
+    def _trace(self, requests: list[TraceRequest]) -> dict[TraceRequest, Found]:
         waiting = deque(requests)
-        done: queue.Queue[tuple[Request, Found]] = queue.Queue()
+        done: queue.Queue[tuple[TraceRequest, Found]] = queue.Queue()
         stopped = threading.Event()
         threads = [
             threading.Thread(target=self._answer_all, args=(waiting, done, stopped))
@@ -135,9 +135,9 @@ class Tracer:
                 thread.join()
 
     def _collected(
-        self, wanted: int, done: "queue.Queue[tuple[Request, Found]]"
-    ) -> dict[Request, Found]:
-        found: dict[Request, Found] = {}
+        self, wanted: int, done: "queue.Queue[tuple[TraceRequest, Found]]"
+    ) -> dict[TraceRequest, Found]:
+        found: dict[TraceRequest, Found] = {}
         while len(found) < wanted:
             try:
                 request, answer = done.get(timeout=_SAY_EVERY_S)
@@ -146,15 +146,15 @@ class Tracer:
                 left = wanted - len(found)
                 self._say(f"tracing: {traced} done after {took:.0f} s, {left} asked for now")
                 continue
-            if self._cache is not None and isinstance(answer, Record):
+            if self._cache is not None and isinstance(answer, TraceRecord):
                 answer = self._cache.put(answer)
             found[request] = answer
         return found
 
     def _answer_all(
         self,
-        waiting: "deque[Request]",
-        done: "queue.Queue[tuple[Request, Found]]",
+        waiting: "deque[TraceRequest]",
+        done: "queue.Queue[tuple[TraceRequest, Found]]",
         stopped: threading.Event,
     ) -> None:
         while not stopped.is_set():
@@ -164,7 +164,7 @@ class Tracer:
                 return
             done.put((request, self._answer(request)))
 
-    def _answer(self, request: Request) -> Found:
+    def _answer(self, request: TraceRequest) -> Found:
         folder = request.work.folder
         with self._lock:
             if self._given_up:
@@ -204,8 +204,8 @@ _TOO_LATE = Refused(
 )
 
 
-def _as_asked(request: Request, found: Found) -> Found:
-    return as_asked(request, found) if isinstance(found, Record) else found
+def _as_asked(request: TraceRequest, found: Found) -> Found:
+    return as_asked(request, found) if isinstance(found, TraceRecord) else found
 
 
 class _Worker:
@@ -226,7 +226,7 @@ class _Worker:
             self._errors.close()
             raise
 
-    def ask(self, request: Request) -> "_Answer | str":
+    def ask(self, request: TraceRequest) -> "_Answer | str":
         """Return the answer; the last lines of what it wrote if the process ended instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -6,6 +6,7 @@ They serve real steps, and imagined ones (``imagined_world.py``), in which no te
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from torch.utils.data import default_collate
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.depth import Depth, copied_with, cut, depth_of
-from torchmuster.plan.probes.imagined_world import forget_values, values_matter
+from torchmuster.plan.probes.fake_process_group import forget_values, values_matter
+from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import factory, hugging_face
@@ -31,12 +32,78 @@ from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """How many repeated layers a model has, and whether one stands for all."""
+
+    blocks: int
+    alike: bool  # of one class, in one list, with parameters of the same shapes
+
+
+def depth_of(model: nn.Module) -> Depth:
+    """Look at a model's repeated layers."""
+    blocks = repeated_blocks(model)
+    alike = (
+        bool(blocks) and _list_of(model, blocks) is not None and len(set(map(_look, blocks))) == 1
+    )
+    return Depth(blocks=len(blocks), alike=alike)
+
+
+def cut(model: nn.Module, blocks: int) -> None:
+    """Keep the first so many repeated layers, in place; a model whose layers differ is left whole."""
+    found = repeated_blocks(model)
+    holder = _list_of(model, found)
+    if holder is None or not depth_of(model).alike or blocks >= len(found):
+        return
+    before = children_of(holder)
+    left_out = {id(one) for one in found[blocks:]}
+    for place in reversed([at for at, one in enumerate(holder) if id(one) in left_out]):
+        del holder[place]
+    if list(map(id, repeated_blocks(model))) != list(map(id, found[:blocks])):
+        # Beside so few layers, others look like the repeated ones, and would be sharded instead.
+        put_children(holder, before)
+
+
+def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
+    """Return a copy of a model with its first so many repeated layers; None: with all of them.
+
+    The rest is not copied, and the model itself is as it was.
+    """
+    holder = _list_of(model, repeated_blocks(model))
+    if blocks is None or holder is None:
+        return deepcopy(model)
+    whole = children_of(holder)
+    cut(model, blocks)
+    try:
+        return deepcopy(model)
+    finally:
+        put_children(holder, whole)
+
+
+def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:
+    """Return the one list that holds all of the blocks."""
+    wanted = {id(one) for one in blocks}
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and wanted <= set(map(id, module)):
+            return module
+    return None
+
+
+def _look(block: nn.Module) -> tuple[object, ...]:
+    parameters = (
+        (name, tuple(one.shape), one.dtype, one.requires_grad)
+        for name, one in block.named_parameters()
+    )
+    return (type(block), *parameters)
+
+
 # Any will do: nothing of what is planned depends on them.
 _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class BuiltStep:
     """A training that can make steps."""
 
     work: Work
@@ -102,7 +169,9 @@ class Built:
         return self.update.apply()
 
 
-def build(work: Work, candidate: Candidate, world: World, *, blocks: int | None = None) -> Built:
+def build_step(
+    work: Work, candidate: Candidate, world: World, *, blocks: int | None = None
+) -> BuiltStep:
     """Put a training together; with ``blocks`` the model has so many repeated layers instead of all.
 
     Weights are drawn, never read from files: no size depends on them.
@@ -111,7 +180,7 @@ def build(work: Work, candidate: Candidate, world: World, *, blocks: int | None 
         return _build(work, candidate, world, blocks)
 
 
-def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> Built:
+def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> BuiltStep:
     with values_matter(world):
         model, depth, counts = _model(work, candidate, world, blocks)
         sample = _sample_of(work, model)
@@ -131,7 +200,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
     optimizer = optimizers.optimizer_named(
         work.optimizer, learning_rate=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
     )([one for one in prepared.parameters() if one.requires_grad])
-    return Built(
+    return BuiltStep(
         work=work,
         candidate=candidate,
         world=world,

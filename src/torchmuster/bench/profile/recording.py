@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from torchmuster.bench.profile.changes import Change
+from torchmuster.bench.profile.changes import TriedChange
 from torchmuster.errors import MusterError
 
 ASKED = "profile.json"
@@ -18,7 +18,7 @@ WARM_UP_STEPS = 3  # in which memory is first taken, DDP makes its buckets and f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ProfileRequest:
     """What the recorder is told: which training, which of its steps, and where to write."""
 
     command: tuple[str, ...]  # the script, or a module with ``module``, and its own arguments
@@ -31,14 +31,14 @@ class Asked:
     on_ranks: tuple[int, ...] | None = None  # whose traces are kept; None: all
     trace_most_bytes: int = 256 * 1024**2  # of one rank's trace before it is packed
     with_memory: bool = False
-    changes: tuple[Change, ...] = ()
+    changes: tuple[TriedChange, ...] = ()
     traces: bool = True  # False: facts only, as trials need them
     with_run_folder: bool = False  # the command is told a run folder inside ``into``
     into: str = ""  # the profile's folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class RecordedCollective:
     """A call of torch.distributed by the script itself."""
 
     name: str
@@ -48,7 +48,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RecordedStep:
     """Where the time of one step went, as the host saw it: from the end of one ``optimizer.step`` to the next."""
 
     number: int
@@ -74,7 +74,7 @@ class Step:
     cpu_s: float = 0.0  # of all threads of the process
     switches: int = 0  # that the process did not want: others took its cores
     memory_bytes: int | None = None  # the device's peak so far; on the CPU what the process holds
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[RecordedCollective, ...] = ()
 
     @property
     def other_s(self) -> float:
@@ -84,7 +84,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loader:
+class RecordedLoader:
     """The DataLoader that the steps read from."""
 
     workers: int
@@ -120,8 +120,8 @@ class RankFacts:
     threads: int
     interop_threads: int
     epoch_minus_monotonic_s: float
-    steps: tuple[Step, ...]
-    loader: Loader | None
+    steps: tuple[RecordedStep, ...]
+    loader: RecordedLoader | None
     parameters: int
     parameter_bytes: int
     parameter_dtypes: dict[str, int]  # elements by type
@@ -132,7 +132,7 @@ class RankFacts:
     optimizer: str
     flops_per_step: int | None
     trace: TraceKept | None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[TriedChange, ...] = ()
     trouble: tuple[str, ...] = field(default=())
 
 

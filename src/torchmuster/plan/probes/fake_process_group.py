@@ -30,7 +30,7 @@ NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, ov
 
 
 @contextmanager
-def imagined_world(
+def fake_process_group(
     ranks: int, *, ranks_per_machine: int, reduced: NoteReduction
 ) -> Iterator[World]:
     """Be rank 0 of so many; ``reduced`` hears of the reductions that DDP would ask for."""

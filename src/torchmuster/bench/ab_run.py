@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchmuster.bench.interleaved import SIDES, VARIABLE, Referee
 from torchmuster.bench.record import FILE
-from torchmuster.bench.turn_taking import SIDES, VARIABLE, Referee
 from torchmuster.errors import Impossible, MusterError
 
 _SPEAK_EVERY_S = 8.0
@@ -19,14 +19,14 @@ _LAST_LINES = 12
 
 
 @dataclass(frozen=True)
-class Command:
+class AbCommand:
     """What one side runs: a program with its words, and what is added to its environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def parsed(text: str) -> Command:
+def parse_commands(text: str) -> AbCommand:
     """Read a command as it would be typed, with ``NAME=VALUE`` in front or not; no shell ever sees it."""
     try:
         words = shlex.split(text)
@@ -46,11 +46,11 @@ def parsed(text: str) -> Command:
             else "it is empty",
             fix='leave --out away, as in "muster bench matmul --sizes 512"',
         )
-    return Command(words=tuple(words), environment=environment)
+    return AbCommand(words=tuple(words), environment=environment)
 
 
 def measure_pairs(
-    commands: Mapping[str, Command], folder: Path, *, pairs: int, say: Callable[[str], None]
+    commands: Mapping[str, AbCommand], folder: Path, *, pairs: int, say: Callable[[str], None]
 ) -> None:
     """Measure both sides so many times, into ``before`` and ``after`` of a folder.
 
@@ -74,7 +74,7 @@ def measure_pairs(
 
 
 def _measure_pair(
-    commands: Mapping[str, Command],
+    commands: Mapping[str, AbCommand],
     places: Mapping[str, Path],
     *,
     seed: int,
@@ -120,7 +120,7 @@ def _await_end(side: str, process: "subprocess.Popen[bytes]", referee: Referee) 
 
 @contextmanager
 def _started(
-    commands: Mapping[str, Command], places: Mapping[str, Path], referee: Referee
+    commands: Mapping[str, AbCommand], places: Mapping[str, Path], referee: Referee
 ) -> Iterator[dict[str, "subprocess.Popen[bytes]"]]:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -135,7 +135,7 @@ def _started(
                 process.wait()
 
 
-def _start(command: Command, place: Path, turns: Path, log: int) -> "subprocess.Popen[bytes]":
+def _start(command: AbCommand, place: Path, turns: Path, log: int) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, **command.environment, VARIABLE: str(turns)}
     words = [*command.words, "--out", str(place)]
     try:

@@ -9,7 +9,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.model import Card, Hardware
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Recompute, Work
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
@@ -18,7 +18,7 @@ _FULL_RATE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """The question. What is None is searched; everything else is taken as it is."""
 
     work: Work
@@ -39,9 +39,9 @@ class Asked:
         return "cpu" if self.hardware.card.kind == "cpu" else "cuda"
 
 
-def asked_of(
+def request_from_settings(
     resolved: Resolved, hardware: Hardware, *, folder: str, tokens: int | None = None
-) -> Asked:
+) -> PlanRequest:
     """Translate settings: what they fix is fixed, the rest is searched.
 
     A file may write defaults out, as that of a run's folder does: they fix nothing. A flag or a variable does.
@@ -55,8 +55,8 @@ def asked_of(
             f"({resolved.sources['train.micro_batch_sizes'].where}), and a plan is for ranks that are alike",
             fix="--set train.micro_batch_sizes=null, and train.micro_batch_size for one size on all ranks",
         )
-    return Asked(
-        work=work_of(resolved, folder=folder),
+    return PlanRequest(
+        work=work_from_settings(resolved, folder=folder),
         hardware=hardware,
         precision=_precision(train.precision, hardware.card),
         strategy=_strategy(resolved, hardware),
@@ -83,7 +83,7 @@ def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp"
     return None if distributed.strategy == "auto" else distributed.strategy
 
 
-def work_of(resolved: Resolved, *, folder: str) -> Work:
+def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
     """Return what is trained, as settings name it."""
     model, data = resolved.settings.model, resolved.settings.data
     if model.model_name_or_path is None and model.build is None:
@@ -100,10 +100,10 @@ def work_of(resolved: Resolved, *, folder: str) -> Work:
             fix="--dataset module:function (its first sample shows it), or --sequence-length N for "
             "rows of tokens",
         )
-    return work_from(resolved.settings, folder=folder)
+    return work_from_values(resolved.settings, folder=folder)
 
 
-def work_from(settings: Settings, *, folder: str) -> Work:
+def work_from_values(settings: Settings, *, folder: str) -> Work:
     """Return what is trained by settings that name a model and data."""
     model, data, train = settings.model, settings.data, settings.train
     return Work(
@@ -131,7 +131,7 @@ def _is_fixed(resolved: Resolved, path: str) -> bool:
     return strength is not Strength.DEFAULT
 
 
-def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Card) -> Decision[Precision]:
+def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Gpu) -> Decision[Precision]:
     """Choose as a training does: bf16 where the card has it, then fp16; fp32 on CPUs."""
     if card.kind == "cpu":
         if asked == "auto":
@@ -148,7 +148,7 @@ def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Card) -> De
     return Decision(value=asked, reason=f"{asked}: asked for{_of_speed(asked, card)}")
 
 
-def _automatic(card: Card) -> tuple[Precision, str]:
+def _automatic(card: Gpu) -> tuple[Precision, str]:
     types = card.number_types or tuple(card.flops)
     if not types:
         return "bf16", f"assumed, since nothing says which types {card.name} has"
@@ -159,7 +159,7 @@ def _automatic(card: Card) -> tuple[Precision, str]:
     return "fp32", f"{card.name} has no faster type"
 
 
-def _of_speed(precision: Precision, card: Card) -> str:
+def _of_speed(precision: Precision, card: Gpu) -> str:
     """Say so where nobody knows how fast a card computes in this precision."""
     if card.flops.get(_FULL_RATE[precision]):
         return ""

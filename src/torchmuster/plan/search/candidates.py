@@ -5,16 +5,17 @@ it could be faster than the best so far. Ways of one family share their traces.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import Forecast, PassedOver, in_short
-from torchmuster.plan.asked import Asked
-from torchmuster.plan.job import Candidate
+from torchmuster.plan.answer import Forecast, PassedOver, short_name
+from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.record import Record, Request
+from torchmuster.plan.record import TraceRecord, TraceRequest
+from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.pruning import (
     SAME_RATE,
     by_formula,
@@ -27,12 +28,127 @@ from torchmuster.plan.search.pruning import (
     too_large_by_formula,
     too_many_shards,
 )
-from torchmuster.plan.search.ways import portions, recomputing, spreads
 from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.forecast import Rates
+from torchmuster.plan.timing.rates import Rates
 from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.train.strategies.sharding import ShardLayout
+from torchmuster.units import plural
 
-Look: TypeAlias = Callable[[Sequence[Request]], Sequence[Record | Refused]]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
+# Where no global batch is given, a rank has at most what muster train gives it by itself: how many samples a step has
+# changes what is learnt, and how many samples there are is not known here.
+USUAL_MICRO_BATCH_SIZE = 8
+
+
+def device_spreads(asked: PlanRequest) -> list[Candidate]:
+    """Return the ways to spread the model, the simplest first, each with the smallest portions.
+
+    All cards, one machine or one card: more of them may be slower, and must never be worse.
+    """
+    found = [one for one in _all_spreads(asked) if _is_asked_for(one, asked)]
+    if not found:
+        raise Impossible(
+            f"no way to spread the model over {plural(asked.hardware.cards, asked.hardware.card.noun)} is as it was asked for",
+            why=_fixed(asked),
+            fix="leave one of them out",
+        )
+    return found
+
+
+def _all_spreads(asked: PlanRequest) -> Iterator[Candidate]:
+    hardware = asked.hardware
+    precision = asked.precision.value
+    one = ShardLayout(copies=1, shards=1)
+    yield Candidate(strategy="single", layout=one, precision=precision)
+    sizes = sorted({hardware.cards_per_machine, hardware.cards} - {1})
+    for ranks in reversed(sizes):
+        layout = ShardLayout(copies=ranks, shards=1)
+        yield Candidate(strategy="ddp", layout=layout, precision=precision)
+    for ranks in reversed(sizes or ([1] if asked.strategy == "fsdp" else [])):
+        for layout in _layouts(asked, ranks):
+            for reshard in (True, False):
+                if reshard or layout.copies == 1:  # shard_grad_op shards over all ranks
+                    yield Candidate(
+                        strategy="fsdp", layout=layout, reshard=reshard, precision=precision
+                    )
+    for ranks in reversed(sizes or [1]):
+        for layout in _layouts(asked, ranks):
+            yield Candidate(strategy="fsdp", layout=layout, cpu_offload=True, precision=precision)
+
+
+def _layouts(asked: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
+    """Yield one copy over all ranks, and copies over whole machines, as many as divide evenly; or what was asked for."""
+    size = asked.shard_size
+    if size is not None:
+        if ranks % size == 0 and (size > 1 or ranks == 1):
+            yield ShardLayout(copies=ranks // size, shards=size)
+        return
+    each = asked.hardware.cards_per_machine
+    yield ShardLayout(copies=1, shards=ranks)
+    machines = ranks // each
+    for together in range(machines // 2, 0, -1):
+        is_power = together & (together - 1) == 0
+        if machines % together == 0 and (is_power or machines <= 64) and together * each > 1:
+            yield ShardLayout(copies=machines // together, shards=together * each)
+
+
+def _is_asked_for(one: Candidate, asked: PlanRequest) -> bool:
+    if asked.strategy is not None and one.strategy != asked.strategy:
+        return False
+    # Who names a strategy means all cards; ranks on a CPU are as many as were asked for.
+    all_of_them = asked.strategy in ("ddp", "fsdp") or asked.hardware.card.kind == "cpu"
+    if all_of_them and one.layout.ranks != asked.hardware.cards:
+        return False
+    if asked.cpu_offload is not None and one.cpu_offload != asked.cpu_offload:
+        return False
+    if asked.shard_size is not None and one.layout.shards != asked.shard_size:
+        return False
+    return asked.sharding is None or _kind(one) == asked.sharding
+
+
+def _kind(one: Candidate) -> str:
+    if one.strategy != "fsdp":
+        return ""
+    if one.layout.copies > 1:
+        return "hybrid_shard"
+    return "full_shard" if one.reshard else "shard_grad_op"
+
+
+def _fixed(asked: PlanRequest) -> str:
+    names = ("strategy", "sharding", "shard_size", "cpu_offload")
+    given = {name: getattr(asked, name) for name in names}
+    return "fixed: " + ", ".join(
+        f"{name} {value}" for name, value in given.items() if value is not None
+    )
+
+
+def recompute_modes(asked: PlanRequest) -> tuple[Recompute, ...]:
+    """Return how activations may be kept, the simplest first."""
+    return RECOMPUTE if asked.recompute is None else (asked.recompute,)
+
+
+def batch_splits(spread: Candidate, asked: PlanRequest) -> Iterator[Candidate]:
+    """Yield a spread with every size of its micro-batches that makes sense, the smallest first."""
+    ranks = spread.layout.ranks
+    if asked.global_batch_size is None:
+        sizes = [2**power for power in range(USUAL_MICRO_BATCH_SIZE.bit_length())]
+        if asked.micro_batch_size is not None:
+            sizes = [asked.micro_batch_size]
+        yield from (replace(spread, micro_batch_size=size) for size in sizes)
+        return
+    of_each = math.ceil(asked.global_batch_size / ranks)
+    sizes = sorted({size for size in range(1, of_each + 1) if _is_handy(size, of_each)})
+    if asked.micro_batch_size is not None:
+        sizes = [min(asked.micro_batch_size, of_each)]
+    for size in sizes:
+        yield replace(spread, micro_batch_size=size, accumulation=math.ceil(of_each / size))
+
+
+def _is_handy(size: int, of_each: int) -> bool:
+    return of_each % size == 0 or size & (size - 1) == 0
+
+
+Look: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | Refused]]
 # A search that has found something that fits ends here: more traces take long, and seldom change the answer.
 _ENOUGH_TRACES = 20
 _AT_ONCE = 2  # the tracer has so many processes
@@ -43,17 +159,17 @@ _NO_GAIN = 1.001  # a micro-batch that is not even this much faster is not worth
 class Traces:
     """Records by candidate; each trace is asked for once."""
 
-    def __init__(self, asked: Asked, look: Look) -> None:
+    def __init__(self, asked: PlanRequest, look: Look) -> None:
         self._asked = asked
         self._look = look
-        self._found: dict[Request, Record | Refused] = {}
-        self._considered: set[Request] = set()  # what is needed for all sizes of a micro-batch
+        self._found: dict[TraceRequest, TraceRecord | Refused] = {}
+        self._considered: set[TraceRequest] = set()  # what is needed for all sizes of a micro-batch
 
-    def first(self, candidate: Candidate) -> Record | Refused:
+    def first(self, candidate: Candidate) -> TraceRecord | Refused:
         """Return one record that shows the model; those beside it are traced at the same time."""
         return self._of(self._needed(candidate)[:_AT_ONCE])[0]
 
-    def of(self, candidate: Candidate, *, with_log: bool = False) -> list[Record] | Refused:
+    def of(self, candidate: Candidate, *, with_log: bool = False) -> list[TraceRecord] | Refused:
         """Return what a candidate is forecast from, or why it cannot be traced.
 
         ``with_log``: with every allocation, for what PyTorch's allocator makes of it.
@@ -61,10 +177,10 @@ class Traces:
         self._considered.update(self._requests(candidate))
         wanted = self._requests(candidate, with_log=True) if with_log else self._needed(candidate)
         found = self._of(wanted)
-        records = [one for one in found if isinstance(one, Record)]
+        records = [one for one in found if isinstance(one, TraceRecord)]
         if len(records) == len(found):
-            more = self._of(memory.further(records))
-            records += [one for one in more if isinstance(one, Record)]
+            more = self._of(memory.further_requests(records))
+            records += [one for one in more if isinstance(one, TraceRecord)]
             found += more
         refused = next((one for one in found if isinstance(one, Refused)), None)
         return records if refused is None else refused
@@ -78,7 +194,7 @@ class Traces:
         """Say whether a candidate needs traces that were not asked for yet."""
         return any(one not in self._found for one in self._needed(candidate))
 
-    def _needed(self, candidate: Candidate) -> list[Request]:
+    def _needed(self, candidate: Candidate) -> list[TraceRequest]:
         """Return the requests without those of a second micro-batch size, where the first is the candidate's own."""
         wanted = self._requests(candidate)
         if candidate.accumulation > _TRACED_ACCUMULATION:
@@ -88,11 +204,13 @@ class Traces:
             return wanted
         return [one for one in wanted if one.candidate.micro_batch_size == least]
 
-    def _requests(self, candidate: Candidate, *, with_log: bool = False) -> list[Request]:
+    def _requests(self, candidate: Candidate, *, with_log: bool = False) -> list[TraceRequest]:
         asked = self._asked
-        return memory.requests(asked.work, candidate, kernels=asked.kernels, keep_log=with_log)
+        return memory.trace_requests(
+            asked.work, candidate, kernels=asked.kernels, keep_log=with_log
+        )
 
-    def _of(self, wanted: Sequence[Request]) -> list[Record | Refused]:
+    def _of(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
         missing = [one for one in wanted if one not in self._found]
         if missing:
             self._found.update(zip(missing, self._look(missing), strict=True))
@@ -104,7 +222,7 @@ class Explored:
     """What the search has found so far."""
 
     traces: Traces
-    model: Record | None = None  # of the first trace
+    model: TraceRecord | None = None  # of the first trace
     refused: Refused | None = None  # why the first trace could not be made
     forecasts: list[Forecast] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
@@ -122,10 +240,10 @@ class Explored:
             self.passed_over.append(one)
 
 
-def explore(asked: Asked, look: Look, *, rates: Rates) -> Explored:
+def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explored:
     """Forecast what is worth it."""
     explored = Explored(traces=Traces(asked, look))
-    ways = in_order(asked)
+    ways = search_order(asked)
     shown = explored.traces.first(scout(ways, asked))
     if isinstance(shown, Refused):
         explored.refused = shown
@@ -137,15 +255,17 @@ def explore(asked: Asked, look: Look, *, rates: Rates) -> Explored:
         try:
             explored.forecasts += forecast_portions(way, explored.traces, asked, rates=rates)
         except CannotBeTraced as error:
-            explored.pass_over(PassedOver(name=in_short(way), why=error.refused.what))
+            explored.pass_over(PassedOver(name=short_name(way), why=error.refused.what))
     return explored
 
 
-def in_order(asked: Asked) -> list[Candidate]:
+def search_order(asked: PlanRequest) -> list[Candidate]:
     """Return the ways in the order in which they are looked at: what is likely to be fast comes first."""
-    kinds = recomputing(asked)
+    kinds = recompute_modes(asked)
     ways = [
-        dataclasses.replace(spread, recompute=kind) for kind in kinds for spread in spreads(asked)
+        dataclasses.replace(spread, recompute=kind)
+        for kind in kinds
+        for spread in device_spreads(asked)
     ]
     return sorted(
         ways,
@@ -162,7 +282,7 @@ def in_order(asked: Asked) -> list[Candidate]:
     )
 
 
-def scout(ways: Sequence[Candidate], asked: Asked) -> Candidate:
+def scout(ways: Sequence[Candidate], asked: PlanRequest) -> Candidate:
     """Return the way that is traced first: the first that fits by a formula, or could.
 
     Without a formula a sharded one: those are looked at for models of every size.
@@ -176,7 +296,9 @@ def scout(ways: Sequence[Candidate], asked: Asked) -> Candidate:
     return next((one for one in sharded if not too_large_by_formula(one, asked)), sharded[0])
 
 
-def _is_worth_a_look(way: Candidate, asked: Asked, explored: Explored, model: Record) -> bool:
+def _is_worth_a_look(
+    way: Candidate, asked: PlanRequest, explored: Explored, model: TraceRecord
+) -> bool:
     best = explored.best
     if way.cpu_offload and best is not None and not best.candidate.cpu_offload:
         return False  # never as fast: for what does not fit otherwise
@@ -202,14 +324,14 @@ def _is_worth_a_look(way: Candidate, asked: Asked, explored: Explored, model: Re
     if explored.traces.count >= _ENOUGH_TRACES and explored.traces.missing(way):
         explored.pass_over(
             PassedOver(
-                name=in_short(way), why=f"not traced, as {_ENOUGH_TRACES} were and something fits"
+                name=short_name(way), why=f"not traced, as {_ENOUGH_TRACES} were and something fits"
             )
         )
         return False
     return True
 
 
-def _is_kept_by_states(way: Candidate, explored: Explored, model: Record) -> bool:
+def _is_kept_by_states(way: Candidate, explored: Explored, model: TraceRecord) -> bool:
     """Say whether states in the host's memory could make a way fit, going by those that keep them."""
     alike = [
         one
@@ -239,18 +361,18 @@ class CannotBeTraced(Exception):
 
 
 def forecast_portions(
-    way: Candidate, traces: Traces, asked: Asked, *, rates: Rates
+    way: Candidate, traces: Traces, asked: PlanRequest, *, rates: Rates
 ) -> Iterator[Forecast]:
     """Yield forecasts with growing micro-batches, up to the first that does not fit."""
     previous, last = 0.0, None
-    for candidate in portions(way, asked):
+    for candidate in batch_splits(way, asked):
         if (
             last is not None
             and traces.missing(candidate)
             and outgrows(last, candidate.micro_batch_size)
         ):
             return  # no trace is needed to see that
-        one = forecast(candidate, traces, asked, rates=rates)
+        one = forecast_candidate(candidate, traces, asked, rates=rates)
         yield one
         last = one
         if not one.could_fit:
@@ -261,15 +383,17 @@ def forecast_portions(
         previous = max(rate, previous)
 
 
-def forecast(candidate: Candidate, traces: Traces, asked: Asked, *, rates: Rates) -> Forecast:
+def forecast_candidate(
+    candidate: Candidate, traces: Traces, asked: PlanRequest, *, rates: Rates
+) -> Forecast:
     """Return what one way takes."""
     records = traces.of(candidate)
     if isinstance(records, Refused):
         raise CannotBeTraced(records)
     hardware = asked.hardware
-    needed = memory.predict(records, candidate, hardware=hardware)
+    needed = memory.predict_memory(records, candidate, hardware=hardware)
     try:
-        time = timing.predict(records, candidate, hardware=hardware, rates=rates)
+        time = timing.predict_time(records, candidate, hardware=hardware, rates=rates)
     except Impossible:  # of this card too little is known
         return as_forecast(candidate, needed, asked)
     share = (asked.global_batch_size or candidate.global_batch_size) / candidate.global_batch_size
@@ -281,7 +405,7 @@ def forecast(candidate: Candidate, traces: Traces, asked: Asked, *, rates: Rates
 def as_forecast(
     candidate: Candidate,
     needed: memory.Memory,
-    asked: Asked,
+    asked: PlanRequest,
     *,
     time: timing.StepTime | None = None,
     samples_per_s: float | None = None,

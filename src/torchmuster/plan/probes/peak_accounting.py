@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchmuster.plan.probes.log import Done, Event, Log, Sized, Storage
-from torchmuster.plan.probes.stages import Stage
+from torchmuster.plan.probes.stages import AllocationLog, Done, Event, Sized, Stage, Storage
 from torchmuster.plan.record import (
     Allocation,
     Category,
-    Collective,
-    Operation,
     Peak,
     Stretch,
+    TracedCollective,
+    TracedOperation,
 )
 
 
@@ -26,7 +25,7 @@ class Roles:
     has_blocks: bool
 
 
-def categories(log: Log, roles: Roles) -> list[Category]:
+def categories(log: AllocationLog, roles: Roles) -> list[Category]:
     """Return what each storage was for, by number."""
     ends = _ends(log.events)
     return [
@@ -145,9 +144,9 @@ def _stretches(events: Iterable[Event], now: Stage) -> Iterator[Stretch]:
     added: dict[tuple[str, str], list[int]] = {}
     recomputed = False
 
-    def stretch(collective: Collective | None = None) -> Stretch:
+    def stretch(collective: TracedCollective | None = None) -> Stretch:
         operations = tuple(
-            Operation(
+            TracedOperation(
                 name=name,
                 dtype=dtype,
                 count=one[0],
@@ -178,10 +177,10 @@ def _stretches(events: Iterable[Event], now: Stage) -> Iterator[Stretch]:
             sums[1] += event.flops
             sums[2] += event.moved_bytes
             sums[3] += event.made_bytes
-        elif isinstance(event, Stage | Collective):
+        elif isinstance(event, Stage | TracedCollective):
             if added:
                 yield stretch()
-            if isinstance(event, Collective):
+            if isinstance(event, TracedCollective):
                 yield stretch(event)
             else:
                 now = event
@@ -190,7 +189,10 @@ def _stretches(events: Iterable[Event], now: Stage) -> Iterator[Stretch]:
 
 
 def allocations(
-    log: Log, of_category: Sequence[Category], ignored: frozenset[int], steps: Mapping[int, int]
+    log: AllocationLog,
+    of_category: Sequence[Category],
+    ignored: frozenset[int],
+    steps: Mapping[int, int],
 ) -> Iterator[Allocation]:
     """Return the log as an allocator would see it; ``steps`` says at which events steps begin."""
     sizes: dict[int, int] = {}

@@ -1,0 +1,383 @@
+"""Ranks that wait: for data, for values on their way to the host, for a save, for another rank."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmuster.bench.profile import gains
+from torchmuster.bench.profile.analysis import Analysis
+from torchmuster.bench.profile.changes import ChangeTrial, Kind, TriedChange
+from torchmuster.bench.profile.gains import mean_s, transfer_s
+from torchmuster.bench.profile.trials_wanted import (
+    BATCH_TIMES,
+    fitting_threads,
+    in_full_precision,
+    overlap_wanted,
+)
+from torchmuster.pages.figures import amount
+from torchmuster.units import format_bytes
+
+WORTH_FROM = 1.1  # a gain below this is not worth telling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why a training is slow. ``would`` begins the sentence that the gain ends."""
+
+    name: str
+    what: str
+    would: str
+    gain: float | None
+    known_by: Literal["trace", "trial"]
+    why: str
+    fix: str
+    evidence: str
+    change: TriedChange | None = None
+    another_training: bool = False  # the mended training computes other numbers
+
+
+Look = Callable[[Analysis, Sequence[ChangeTrial]], Cause | None]
+
+
+def tried_change(trials: Sequence[ChangeTrial], kind: Kind) -> ChangeTrial | None:
+    """Return what trying a kind of change has shown, if it was tried."""
+    return next((one for one in trials if one.change.kind == kind), None)
+
+
+def confirmed(trial: ChangeTrial, least: float = WORTH_FROM) -> bool:
+    """Tell whether a trial shows a gain: large enough, and no run with the change was slower than one without."""
+    return trial.gain >= least and trial.low > 1.0
+
+
+def share_s(analysis: Analysis, place: int, phase: str) -> float:
+    """Return what a phase takes on one rank; on a device only what the device idles for it."""
+    return analysis.ranks[place].shares.by_name()[phase]
+
+
+def on_device_gain(analysis: Analysis, phase: str, left: float = 0.0) -> float:
+    """Return the gain on devices, which all wait for the one that has least of it."""
+    traced = [one for one in analysis.ranks if one.trace is not None and one.trace.on_device]
+    if not traced:
+        return 1.0
+    return 1 / (1 - min(one.shares.part(phase) for one in traced) * (1 - left))
+
+
+def phase_gain(analysis: Analysis, phase: str, *, left: float) -> float:
+    """Return the gain if a phase took only a part of its time on every rank."""
+    if any(one.trace is not None and one.trace.on_device for one in analysis.ranks):
+        return on_device_gain(analysis, phase, left)
+    return gains.gain_of_phase(analysis.steps, phase, left=left)
+
+
+_ANOTHER_PRECISION_FROM = 1.15
+_ANOTHER_BATCH_FROM = 1.5
+
+
+def too_many_threads(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
+    """Find ranks that have more threads than cores."""
+    facts = analysis.facts[0]
+    fitting, trial = fitting_threads(facts), tried_change(trials, "threads")
+    if fitting is None or (trial is not None and not confirmed(trial)):
+        return None
+    switches = sum(one.switches for step in analysis.steps for one in step.values())
+    each = switches / (len(analysis.steps) * len(analysis.ranks))
+    return Cause(
+        name="too-many-threads",
+        what=f"{facts.ranks_here} ranks of {facts.threads} threads share {facts.cores} cores",
+        would=f"{fitting} {'thread' if fitting == 1 else 'threads'} each would give",
+        gain=None if trial is None else trial.gain,
+        known_by="trial",
+        why="threads that have no core of their own wait for each other at the end of every operation",
+        fix=f"torch.set_num_threads({fitting})     or for all ranks: OMP_NUM_THREADS={fitting}",
+        evidence=f"a rank lost its core {each:.0f} times a step",
+        change=TriedChange(kind="threads", value=fitting),
+    )
+
+
+def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
+    """Find products that are computed in 32 bits and would be faster in 16."""
+    trial = tried_change(trials, "bf16")
+    if not in_full_precision(analysis.facts[0]):
+        return None
+    on_device = analysis.facts[0].device != "cpu"
+    if (trial is None and not on_device) or (
+        trial is not None and not confirmed(trial, _ANOTHER_PRECISION_FROM)
+    ):
+        return None
+    passes_s = mean_s(analysis.steps, "forward") + mean_s(analysis.steps, "backward")
+    return Cause(
+        name="full-precision",
+        what="everything is computed in 32 bits",
+        would="bf16 would give",
+        gain=None if trial is None else trial.gain,
+        known_by="trial",
+        why="weights stay as exact as they are; only products of matrices are computed in 16 bits, which "
+        f"{'most devices do' if trial is None else 'this device does'} faster",
+        fix=f'with torch.autocast("{analysis.facts[0].device.partition(":")[0]}", dtype=torch.bfloat16):\n'
+        "or in the settings: train: {precision: bf16}. Compare the loss of both: muster bench precision",
+        evidence=f"forward and backward take {amount(passes_s, 's')} of {amount(analysis.step_s, 's')}",
+        change=TriedChange(kind="bf16"),
+        another_training=True,
+    )
+
+
+def tiny_batch(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
+    """Find steps with too few samples to make up for what a step costs in any case."""
+    trial = tried_change(trials, "batch")
+    gain = gains.gain_of_batch(analysis.steps, BATCH_TIMES) if trial is None else trial.gain
+    if gain < _ANOTHER_BATCH_FROM or (trial is not None and not confirmed(trial)):
+        return _idling_device(analysis) if trial is None else None
+    times = BATCH_TIMES if trial is None else trial.change.value
+    loader = analysis.facts[0].loader
+    size = loader.samples_per_batch if loader is not None else None
+    fixed_s = transfer_s(analysis.steps) + mean_s(analysis.steps, "optimizer")
+    batch = "the batch" if size is None else f"a batch of {size} samples"
+    larger = f"{times} times as many" if size is None else f"{times * size} samples"
+    return Cause(
+        name="tiny-batch",
+        what=f"{batch} is too small for what a step costs in any case",
+        would=f"{larger} would give{' at least' if trial is None else ''}",
+        gain=gain,
+        known_by="trace" if trial is None else "trial",
+        why="sending gradients, the optimizer and the start of every operation cost the same for one sample as for many",
+        fix=f"batch_size={'N' if size is None else times * size}, with a learning rate for it; or the same batch from fewer "
+        "ranks\nwhat fits: muster plan --find-batch-size",
+        evidence=f"sending and the optimizer take {amount(fixed_s, 's')} of {amount(analysis.step_s, 's')}",
+        change=TriedChange(kind="batch", value=times),
+        another_training=True,
+    )
+
+
+def _idling_device(analysis: Analysis) -> Cause | None:
+    """Say of a device that is not given work fast enough what may help; how much only a trial knows."""
+    for one in analysis.ranks:
+        small = one.trace.operations.smallness if one.trace and one.trace.on_device else None
+        if small is not None and small.bound:
+            return Cause(
+                name="tiny-batch",
+                what=f"rank {one.facts.rank}'s device idles {one.shares.part('idle'):.0%} of the step between small kernels",
+                would="",
+                gain=None,
+                known_by="trial",
+                why="a kernel is done before the host has started the next one: fewer and larger ones would keep the device busy",
+                fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
+                "without --no-trials",
+                evidence=f"{small.calls:,.0f} kernels a step, the median takes {amount(small.median_s, 's')}",
+                change=TriedChange(kind="batch", value=BATCH_TIMES),
+                another_training=True,
+            )
+    return None
+
+
+def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
+    """Find gradients that are sent when there is nothing left to compute beside it."""
+    facts = analysis.facts[0]
+    wanted = overlap_wanted(analysis.facts, analysis.steps)
+    trial = tried_change(trials, "buckets")
+    if wanted is None or (trial is not None and not confirmed(trial)):
+        return None
+    computed, hidden = gains.gain_of_overlap(
+        analysis.steps, gradient_bytes=facts.gradient_bytes, message_bytes=wanted * 2**20
+    )
+    exposed_s = transfer_s(analysis.steps)
+    messages = gains.messages_of(facts)
+    # On a CPU sending takes the cores that compute, so that only a trial knows what overlap is worth.
+    gain = computed if facts.device != "cpu" or messages is None else None
+    if messages is None:
+        how, fix = "by the script, after the backward", "model = DistributedDataParallel(model)"
+    else:
+        how = f"in {messages} {'message' if messages == 1 else 'messages'}"
+        fix = f"DistributedDataParallel(model, bucket_cap_mb={wanted})"
+    return Cause(
+        name="no-overlap",
+        what=f"{exposed_s / analysis.step_s:.0%} of the step waits for gradients to be sent",
+        would="sending them during the backward would give",
+        gain=gain if trial is None else trial.gain,
+        known_by="trace" if trial is None else "trial",
+        why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, when nothing is left to compute; in "
+        f"messages of {wanted} MiB, {hidden:.0%} of that fits beside the backward",
+        fix=fix,
+        evidence=f"even the rank that comes last waits {amount(exposed_s, 's')} of {amount(analysis.step_s, 's')}; "
+        f"the backward itself takes {amount(mean_s(analysis.steps, 'backward'), 's')}",
+        change=None if messages is None else TriedChange(kind="buckets", value=wanted),
+    )
+
+
+def sent_each_micro_batch(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
+    """Find gradients that are sent for every micro-batch although only their sum is used."""
+    facts, traced = analysis.facts[0], analysis.ranks[0].trace
+    micro_batches = max(one.micro_batches for step in analysis.steps for one in step.values())
+    messages = gains.messages_of(facts)
+    if traced is None or messages is None or micro_batches < 2:
+        return None
+    if traced.messages < messages * micro_batches:
+        return None
+    saved_s = transfer_s(analysis.steps) * (1 - 1 / micro_batches)
+    gain = gains.gain(analysis.steps, lambda *_: 0.0, transfer_saved_s=saved_s)
+    if gain < WORTH_FROM:
+        return None
+    return Cause(
+        name="sent-each-micro-batch",
+        what=f"gradients are sent {micro_batches} times a step",
+        would="sending their sum once would give",
+        gain=gain,
+        known_by="trace",
+        why="DDP sends gradients in every backward unless it is told not to; only the last of a step needs it",
+        fix="with model.no_sync():     around forward and backward of all micro-batches but the last",
+        evidence=f"{traced.messages:.0f} collectives a step, where {messages} would do",
+    )
+
+
+_READ_EVERY = 100
+_SAVING_AT_MOST = 0.01
+_STARVED_ALIKE = 0.5  # of the rank that waits most, the one that waits least has at least this
+_MOST_RANKS = 8
+_PHASE_FIXES = {
+    "data": "look at what rank {rank} reads from on {host}: the same storage, the same number of loader "
+    "workers, as many samples as the others?\nmuster bench data     on {host} and on another machine",
+    "forward": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
+    "muster doctor && muster bench matmul     on {host} and on another machine",
+    "compute": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
+    "muster doctor && muster bench matmul     on {host} and on another machine",
+    "backward": "compare rank {rank}'s device and inputs with the others': hooks or work on this rank only, a hot or "
+    "shared device?\nmuster doctor && muster bench matmul     on {host} and on another machine",
+}
+
+
+def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
+    """Find ranks that all wait for their data."""
+    loader = analysis.facts[0].loader
+    waits = [share_s(analysis, rank, "data") for rank in range(len(analysis.ranks))]
+    if loader is None or min(waits) < _STARVED_ALIKE * max(waits):
+        return None
+    part = min(waits) / analysis.step_s
+    trial = tried_change(trials, "workers")
+    workers = gains.workers_needed(analysis.steps, loader.workers)
+    workers = workers if trial is None else trial.change.value
+    computed = gains.gain_of_workers(analysis.steps, loader.workers, workers)
+    if max(computed, on_device_gain(analysis, "data")) < WORTH_FROM:
+        return None
+    who = "the training's own process, so nothing is computed meanwhile"
+    if loader.workers:
+        who = f"{loader.workers} workers, which do not keep up"
+    cause = Cause(
+        name="starved-loader",
+        what=f"the loader has {part:.0%} of the step",
+        would=f"{workers} workers would give",
+        gain=computed,
+        known_by="trace",
+        why=f"every rank waits {amount(min(waits), 's')} of {amount(analysis.step_s, 's')} for its next batch; "
+        f"it is read by {who}",
+        fix=f"DataLoader(..., num_workers={workers}, persistent_workers=True)\n"
+        f"or in the settings: data: {{workers: {workers}}}",
+        evidence=f"{loader.dataset}, num_workers={loader.workers}, "
+        f"{loader.samples_per_batch or 'unknown'} samples a batch",
+        change=TriedChange(kind="workers", value=workers),
+    )
+    if trial is None:
+        return cause
+    if confirmed(trial):
+        # Beyond what the wait itself is, a trial has met another machine than the profile has.
+        gain = min(trial.gain, gains.gain_of_phase(analysis.steps, "data"))
+        return dataclasses.replace(cause, gain=gain, known_by="trial", change=trial.change)
+    return dataclasses.replace(  # more workers have no cores to run on
+        cause,
+        would="without that wait it would be",
+        gain=gains.gain_of_phase(analysis.steps, "data"),
+        fix=f"{trial.change} were tried and gave {trial.gain:.2f}x: the machine has no cores left for them. "
+        "Make a sample cheaper:\ndecode and resize once, beforehand, and keep the result",
+        change=None,
+    )
+
+
+def host_reads(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
+    """Find values that are brought to the host in every step."""
+    gain = phase_gain(analysis, "reads", left=1 / _READ_EVERY)
+    if gain < WORTH_FROM:
+        return None
+    reads_s = max(one.shares.reads_s for one in analysis.ranks)
+    count = max(one.reads for step in analysis.steps for one in step.values())
+    return Cause(
+        name="host-reads",
+        what=f"values read to the host have {reads_s / analysis.step_s:.0%} of the step",
+        would=f"reading them every {_READ_EVERY} steps would give",
+        gain=gain,
+        known_by="trace",
+        why="each .item(), .tolist(), .cpu() or .numpy() makes the host wait for the value and copy it, and nothing new is "
+        "computed until it has it",
+        fix=f"if step % {_READ_EVERY} == 0: history.append(loss.item())\n"
+        f"in between keep loss.detach(); in the settings: train: {{log_every: {_READ_EVERY}}}",
+        evidence=f"{count} reads and {amount(reads_s, 's')} in a step of {amount(analysis.step_s, 's')}",
+        change=TriedChange(kind="reads", value=_READ_EVERY),
+    )
+
+
+def many_saves(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
+    """Find saves that take more than they need to."""
+    saves = sum(max(one.saves for one in step.values()) for step in analysis.steps)
+    if not saves:
+        return None
+    saves_s = max(share_s(analysis, rank, "save") for rank in range(len(analysis.ranks)))
+    one_s = saves_s * len(analysis.steps) / saves
+    every = len(analysis.steps) / saves
+    without_s = max(analysis.step_s - saves_s, 1e-9)
+    seldom = math.ceil(one_s / (_SAVING_AT_MOST * without_s))
+    times = max(math.ceil(seldom / every), 2)
+    gain = gains.gain_of_phase(analysis.steps, "save", left=1 / times)
+    if gain < WORTH_FROM:
+        return None
+    steps = round(every * times)
+    return Cause(
+        name="many-saves",
+        what=f"saving has {saves_s / analysis.step_s:.0%} of the time",
+        would=f"saving every {steps} steps would give",
+        gain=gain,
+        known_by="trace",
+        why=f"a save takes {amount(one_s, 's')}, and there is one {_often(every)}; every {steps} steps it would be "
+        f"{_SAVING_AT_MOST:.0%} of the time",
+        fix=f"if step % {steps} == 0: torch.save(...)\n"
+        f"or let it be written beside the training: checkpoint: {{every: {steps}, mode: async}}",
+        evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount(analysis.step_s, 's')}",
+        change=TriedChange(kind="saves", value=times),
+    )
+
+
+def _often(every: float) -> str:
+    return "in every step" if every <= 1 else f"every {every:.3g} steps"
+
+
+def straggler(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
+    """Find a rank that all others wait for, and what it does longer than they."""
+    slow = analysis.slow
+    if slow is None or not slow.matters or slow.phase not in _PHASE_FIXES or slow.gain < WORTH_FROM:
+        return None
+    facts = next(one for one in analysis.facts if one.rank == slow.rank)
+    return Cause(
+        name=f"straggler-{slow.phase}",
+        what=f"rank {slow.rank} holds the others up, in its {slow.phase}",
+        would="were it as fast as they are, that would give",
+        gain=slow.gain,
+        known_by="trace",
+        why=f"it comes last to the gradients' exchange in {slow.last_in} of {slow.of_steps} steps, "
+        f"{amount(slow.late_s, 's')} after the rank before it; its {slow.phase} takes {amount(slow.longer_s, 's')} longer "
+        "than the others'. The others wait for it where gradients are exchanged, so that their steps look as long",
+        fix=_PHASE_FIXES[slow.phase].format(rank=slow.rank, host=facts.host),
+        evidence=_by_rank(analysis, slow.phase),
+    )
+
+
+def _by_rank(analysis: Analysis, phase: str) -> str:
+    """Return a phase's time on the ranks, without their waiting for each other."""
+    lines = []
+    for one in analysis.ranks[:_MOST_RANKS]:
+        rank = one.facts.rank
+        if one.trace is not None and one.trace.on_device:
+            mean = one.shares.by_name()[phase]
+        else:
+            mean = mean_s([{rank: step[rank]} for step in analysis.steps], phase)
+        lines.append(f"rank {rank}: {phase} {amount(mean, 's')}")
+    if len(analysis.ranks) > len(lines):
+        lines.append(f"and {len(analysis.ranks) - len(lines)} more ranks")
+    return "\n".join(lines)
