@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from torchmuster.devices.snapshot import take
+from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.monitor.collecting.collector import Collector
-from torchmuster.monitor.exposition import exposition
+from torchmuster.monitor.metric import exposition
 from torchmuster.runfolder import create, write_atomically
 
 _SCRAPES = 21
@@ -50,11 +50,11 @@ def measure(ranks: int) -> dict[str, float]:
             for rank in range(ranks)
         )
         clock = iter(range(int(now), int(now) + 10**6, 2))  # so that each answer is a new one
-        collector = Collector(run.path.parent, take, clock=lambda: float(next(clock)))
+        collector = Collector(run.path.parent, take_snapshot, clock=lambda: float(next(clock)))
         taken_s, size, series = [], 0, 0
         for _ in range(_SCRAPES):
-            content = node_ranks.NodeRanks(host="a", attempt=0, at_unix_s=now + 100, ranks=pulses)
-            path = node_ranks.place(run, socket.gethostname(), 0)
+            content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=now + 100, ranks=pulses)
+            path = node_records.place(run, socket.gethostname(), 0)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.encode(content))
             began = time.perf_counter()

@@ -39,7 +39,7 @@ from overhead import Ready
 from workload import WORKLOADS, Workload, build_model, build_optimizer, loss_of, ready_batches
 
 from torchmuster.launch.rank.heartbeat import PulseWriter
-from torchmuster.monitor.sinks.beside_rank import sending
+from torchmuster.monitor.sinks.sidecar import send_in_background
 from torchmuster.monitor.sinks.sink import Wanted
 from torchmuster.runfolder import create
 from torchmuster.train import trainer as trainer_module
@@ -174,7 +174,7 @@ def measure(
     wanted = Wanted(sinks=("tensorboard",) if sinks and world.is_first else ())
     began = time.perf_counter()
     children_s = _children_s()
-    with sending(run.path, wanted):
+    with send_in_background(run.path, wanted):
         trainer.fit(steps=blocks.steps)
     lasted_s = time.perf_counter() - began
     return {

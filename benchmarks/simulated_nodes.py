@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from torchmuster.devices.model import Device, Ecc, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.collecting import device_metrics, rank_metrics
-from torchmuster.monitor.collecting.host_metrics import HostMetrics
+from torchmuster.monitor.collecting import collector
+from torchmuster.monitor.collecting.collector import HostMetrics
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
-from torchmuster.monitor.exposition import exposition
-from torchmuster.monitor.metric import Sample
+from torchmuster.monitor.metric import Sample, exposition
 from torchmuster.monitor.serving import Access, Served, serving
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
@@ -40,19 +39,19 @@ class SimulatedNode:
         """Return what its exporter would tell now; everything that can change has changed."""
         labels = ("simulated", self._run.id)
         step = next(self._steps)
-        found = [*self._host.samples(), *device_metrics.samples(self._devices())]
+        found = [*self._host.samples(), *collector.device_samples(self._devices())]
         if self._of_run is not None:
             _add_line(self._run, step, self._random)
             found += self._of_run.samples(time.time())
-        ranks = node_ranks.NodeRanks(
+        ranks = node_records.NodeRanks(
             host=self._name,
             attempt=0,
             at_unix_s=time.time(),
             ranks=tuple(self._pulse(self._first + place, step) for place in range(PER_NODE)),
         )
         if self._of_run is not None:
-            found += rank_metrics.number([ranks], labels)
-        found += rank_metrics.samples([ranks], labels)
+            found += collector.rank_number([ranks], labels)
+        found += collector.rank_samples([ranks], labels)
         took_s = 0.004 + self._random.random() / 1000
         found.append(Sample(catalogue.EXPORTER_TIME, (self._name,), took_s))
         found.append(Sample(catalogue.EXPORTER_SERIES, (self._name,), float(len(found))))
@@ -76,7 +75,7 @@ class SimulatedNode:
         draw = self._random
         gpus = tuple(
             Device(
-                kind=Kind.CUDA,
+                kind=DeviceKind.CUDA,
                 index=index,
                 uuid=f"GPU-{self._first + index:08x}-0000-4000-8000-000000000000",
                 name="simulated",
@@ -92,7 +91,7 @@ class SimulatedNode:
             )
             for index in range(PER_NODE)
         )
-        cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="cpu")
+        cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="cpu")
         return Node(hostname=self._name, taken_unix_s=time.time(), accelerators=gpus, cpu=cpu)
 
     def _pulse(self, rank: int, step: int) -> Pulse:

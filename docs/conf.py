@@ -51,7 +51,7 @@ def _write_reference() -> None:
     for path, leaf in fields.leaves().items():
         default = "" if leaf.default is None else f"`{str(leaf.default).lower()}`"
         rows.append(
-            f"| `{path}` | {fields.describe(path)} | {default} | `{variable_name(path)}` "
+            f"| `{path}` | {fields.describe_field(path)} | {default} | `{variable_name(path)}` "
             f"| {leaf.help} |"
         )
     (generated / "settings.md").write_text("\n".join(rows) + "\n", encoding="utf-8")

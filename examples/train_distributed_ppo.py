@@ -21,7 +21,7 @@ from little_gpt import LittleGpt
 from torch import nn
 from torch.distributions import Categorical
 
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.seeds import seed_everything
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--config", type=Path, help="a settings file")
     parser.add_argument("--updates", type=int, default=31)
     options = parser.parse_args()
-    settings = resolve(file=options.config, environment=os.environ).settings
+    settings = resolve_settings(file=options.config, environment=os.environ).settings
     with join_world() as world:
         asked = settings.distributed.num_gpus
         if world.is_first and asked not in (None, world.world_size):

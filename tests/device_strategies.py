@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nvml_stub.scenarios import gpu_uuid
-from torchmuster.devices.model import Device, DeviceProcess, Kind, Link, LinkKind, Node
-from torchmuster.devices.request import Claim, GpuId, Request
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Link, LinkKind, Node
+from torchmuster.devices.request import Claim, DeviceRequest, GpuId
 from torchmuster.units import GiB, MiB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -19,7 +19,7 @@ RTX_4090 = "NVIDIA GeForce RTX 4090"
 def gpu(index: int, **fields: Any) -> Device:
     """An idle A100, unless told otherwise."""
     usual: dict[str, Any] = {
-        "kind": Kind.CUDA,
+        "kind": DeviceKind.CUDA,
         "index": index,
         "uuid": gpu_uuid(index),
         "name": A100,
@@ -52,7 +52,7 @@ def split(parent: Device, *sizes: int) -> list[Device]:
 
 def integrated(index: int = 0, **fields: Any) -> Device:
     """An Intel GPU beside the others: its own maker, its own numbers."""
-    usual = {"kind": Kind.XPU, "uuid": f"XPU-0000:0{index}:02.0", "name": "Intel Arc"}
+    usual = {"kind": DeviceKind.XPU, "uuid": f"XPU-0000:0{index}:02.0", "name": "Intel Arc"}
     return gpu(index, **{**usual, "total_bytes": None, "used_bytes": None, **fields})
 
 
@@ -77,7 +77,7 @@ def claim(user: str = "carol", pid: int = 77, command: str = "python train.py") 
 
 
 def node(*devices: Device, links: Sequence[Link] = (), **fields: Any) -> Node:
-    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="a CPU")
+    cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="a CPU")
     return Node(
         hostname="box",
         taken_unix_s=1_700_000_000.0,
@@ -121,7 +121,7 @@ class Situation:
     """Everything that a choice depends on."""
 
     node: Node
-    request: Request
+    request: DeviceRequest
     environment: Mapping[str, str]
     claims: Mapping[str, Claim]
 
@@ -227,13 +227,13 @@ def _spellings(devices: Sequence[Device]) -> list[str]:
         spelling
         for one in devices
         for spelling in (one.number, one.uuid, one.uuid[:12])
-        if spelling != one.number or one.kind is Kind.CUDA
+        if spelling != one.number or one.kind is DeviceKind.CUDA
     ]
 
 
 @st.composite
 def _environments(draw: st.DrawFn, devices: Sequence[Device]) -> dict[str, str]:
-    ours = [one for one in devices if one.kind is Kind.CUDA]
+    ours = [one for one in devices if one.kind is DeviceKind.CUDA]
     odd = st.sampled_from(["", "-1", "0,0", "9", "1,9,0", "NoDevFiles"])
     forms = [st.none(), st.none(), st.none(), st.none(), odd]
     if ours:
@@ -245,14 +245,14 @@ def _environments(draw: st.DrawFn, devices: Sequence[Device]) -> dict[str, str]:
 
 
 @st.composite
-def _requests(draw: st.DrawFn, devices: Sequence[Device]) -> Request:
+def _requests(draw: st.DrawFn, devices: Sequence[Device]) -> DeviceRequest:
     ids: tuple[GpuId, ...] | None = None
     if devices and draw(st.integers(0, 2)) == 2:
         names = st.lists(st.sampled_from(_spellings(devices)), min_size=1, max_size=4, unique=True)
         ids = tuple(draw(names))
     sizes = st.sampled_from([None, None, None, 1, GiB, 20 * GiB, 80 * GiB, 81 * GiB])
     counts = [None, 1, 2, 2, 3, 4]
-    return Request(
+    return DeviceRequest(
         ids=ids,
         count=draw(st.sampled_from(counts if ids is None else [None, None, *range(1, len(ids))])),
         min_free_bytes=draw(sizes),
@@ -266,7 +266,7 @@ def situations(draw: st.DrawFn, quiet: bool = False) -> Situation:
     """Any machine and wish; or a quiet one, where the wish is met and only the choice is open."""
     if quiet:
         machine = draw(nodes(quiet=True))
-        wish = Request(count=draw(st.integers(2, 4)))
+        wish = DeviceRequest(count=draw(st.integers(2, 4)))
         return Situation(node=machine, request=wish, environment={}, claims={})
     machine = draw(nodes(quiet=draw(st.booleans())))
     uuids = [one.uuid for one in machine.accelerators]

@@ -6,10 +6,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, Chunk, Index, StoredTensor
-from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
+from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.tensor_file import head
+from torchmuster.checkpoints.tensor_file import (
+    ELEMENT_BYTES,
+    INDEX,
+    Chunk,
+    Index,
+    StoredTensor,
+    file_head,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,7 @@ def save(
     tied: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Save a checkpoint and commit it."""
-    return commit(store, write(store, step, tensors, ranks=ranks, tied=tied))
+    return commit_checkpoint(store, write(store, step, tensors, ranks=ranks, tied=tied))
 
 
 def write(
@@ -66,7 +72,10 @@ def write(
     }
     for rank, pieces in enumerate(of_rank):
         described = [(chunk.key, dtype, chunk.shape) for chunk, dtype, _ in pieces]
-        contents[f"rank-{rank:05d}.safetensors"] = [head(described), *(one[2] for one in pieces)]
+        contents[f"rank-{rank:05d}.safetensors"] = [
+            file_head(described),
+            *(one[2] for one in pieces),
+        ]
         contents[f"rank-{rank:05d}.json"] = [json.dumps({"python": [rank]}).encode()]
     files = {file: write_file(store, name, file, pieces) for file, pieces in contents.items()}
     return Manifest(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks, run_state
+from torchmuster.launch.history import node_records, run_state
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
 NOW = 2_000_000_000.0
@@ -95,8 +95,8 @@ def add_ranks(
         )
         for rank in range(count)
     )
-    content = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=pulses)
-    path = node_ranks.place(run, host, 0)
+    content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=pulses)
+    path = node_records.place(run, host, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.encode(content))
 

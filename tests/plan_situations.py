@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.hardware.cluster_file import parse_hardware
@@ -79,7 +79,7 @@ class Situation:
             path, _, value = one.partition("=")
             flags.append(Flag(flag=path, path=path, text=value))
         on = LAPTOP if self.hardware == "laptop" else parse_hardware(self.hardware)
-        return request_from_settings(resolve(flags=flags), on, folder=".")
+        return request_from_settings(resolve_settings(flags=flags), on, folder=".")
 
 
 _BATCH = "train.global_batch_size"

@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchmuster.diagnose.group_testing import SuspectedFault, TestGroup, TestOutcome, TestResult
 from torchmuster.diagnose.rounds import Pair
-from torchmuster.diagnose.search.model import Fault, Meeting, Outcome, Seen
 
 # In a meeting of many, who gets no answer asks again before it counts: else there is always one.
 TRIES_IN_A_MEETING = 3
@@ -40,8 +40,8 @@ class SimulatedGroup:
     As with real machines, it is told who got no answer from whom; but not who got wrong values.
     """
 
-    bad_nodes: Mapping[int, Fault] = field(default_factory=dict)
-    bad_links: Mapping[Pair, Fault] = field(default_factory=dict)
+    bad_nodes: Mapping[int, SuspectedFault] = field(default_factory=dict)
+    bad_links: Mapping[Pair, SuspectedFault] = field(default_factory=dict)
     seed: int = 0
     slow_ratio: float = 1.25
     noise: float = 0.05
@@ -57,45 +57,49 @@ class SimulatedGroup:
         self._touched = self._nodes | self._ends
 
     async def test(
-        self, meetings: Sequence[Meeting], *, without: frozenset[Pair]
-    ) -> Sequence[Outcome]:
+        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
+    ) -> Sequence[TestOutcome]:
         """Hold a round of meetings, and let the time pass that it takes."""
         outcomes = [self._outcome(meeting, without) for meeting in meetings]
         sizes = [len(side) for meeting in meetings for side in meeting]
         self.seconds += self.clock.round_s(
             max(sizes),
             told=sum(sizes),
-            failed=any(outcome.seen is Seen.FAILED for outcome in outcomes),
+            failed=any(outcome.seen is TestResult.FAILED for outcome in outcomes),
         )
         return outcomes
 
-    def _outcome(self, meeting: Meeting, without: frozenset[Pair]) -> Outcome:
-        links: dict[Pair, Fault] = {}
-        faults: list[Fault] = []
+    def _outcome(self, meeting: TestGroup, without: frozenset[Pair]) -> TestOutcome:
+        links: dict[Pair, SuspectedFault] = {}
+        faults: list[SuspectedFault] = []
         if not all(map(self._touched.isdisjoint, meeting)):  # which is seldom, and takes long
             links = self._bad_links(meeting, without)
             faults = [*self._bad_nodes(meeting), *links.values()]
-        if Fault.DEAD in faults:
-            dead = frozenset(link for link, fault in links.items() if fault is Fault.DEAD)
-            return Outcome(seen=Seen.FAILED, blamed=dead)
+        if SuspectedFault.DEAD in faults:
+            dead = frozenset(link for link, fault in links.items() if fault is SuspectedFault.DEAD)
+            return TestOutcome(seen=TestResult.FAILED, blamed=dead)
         if self._random.random() < self._fails_by_chance(meeting):
             one, other = map(self._random.choice, meeting)
-            return Outcome(seen=Seen.FAILED, blamed=frozenset({(min(one, other), max(one, other))}))
+            return TestOutcome(
+                seen=TestResult.FAILED, blamed=frozenset({(min(one, other), max(one, other))})
+            )
         ratio = self._random.gauss(1.0, self.noise)
         if not faults:
-            return Outcome(ratio=ratio)
+            return TestOutcome(ratio=ratio)
         wrong = any(
             self._random.random() < self.seen_chance
             for fault in faults
-            if fault is Fault.CORRUPTING
+            if fault is SuspectedFault.CORRUPTING
         )
-        slow = self.slow_ratio if Fault.SLOW in faults else 1.0
-        return Outcome(seen=Seen.WRONG if wrong else Seen.OK, ratio=ratio * slow)
+        slow = self.slow_ratio if SuspectedFault.SLOW in faults else 1.0
+        return TestOutcome(seen=TestResult.WRONG if wrong else TestResult.OK, ratio=ratio * slow)
 
-    def _bad_nodes(self, meeting: Meeting) -> list[Fault]:
+    def _bad_nodes(self, meeting: TestGroup) -> list[SuspectedFault]:
         return [self.bad_nodes[one] for side in meeting for one in self._nodes.intersection(side)]
 
-    def _bad_links(self, meeting: Meeting, without: frozenset[Pair]) -> dict[Pair, Fault]:
+    def _bad_links(
+        self, meeting: TestGroup, without: frozenset[Pair]
+    ) -> dict[Pair, SuspectedFault]:
         callers, called = (self._ends.intersection(side) for side in meeting)
         if not callers or not called:
             return {}
@@ -106,7 +110,7 @@ class SimulatedGroup:
             if (one, other) not in without
         }
 
-    def _fails_by_chance(self, meeting: Meeting) -> float:
+    def _fails_by_chance(self, meeting: TestGroup) -> float:
         links = len(meeting.callers) * len(meeting.called)
         if links == 1:
             return self.chance_failure

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 import nvml_stub  # noqa: E402
 from nvml_stub import scenarios  # noqa: E402
 from torchmuster.cli import gpus_table  # noqa: E402
-from torchmuster.devices.model import Device, DeviceProcess, Kind, Node  # noqa: E402
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node  # noqa: E402
 from torchmuster.devices.readers import nvml  # noqa: E402
 from torchmuster.devices.request import Claim  # noqa: E402
 from torchmuster.devices.visibility import visible  # noqa: E402
@@ -77,7 +77,7 @@ def _node() -> Node:
         scenario = nvml_stub.write(folder / "scenario.json", scenarios.eight_a100())
         before = os.environ.get(nvml_stub.SCENARIO_VARIABLE)
         os.environ[nvml_stub.SCENARIO_VARIABLE] = str(scenario)
-        seen = nvml.read()
+        seen = nvml.read_nvml()
         if before is None:
             del os.environ[nvml_stub.SCENARIO_VARIABLE]
         else:
@@ -86,7 +86,7 @@ def _node() -> Node:
         hostname="gpu-server",
         taken_unix_s=NOW,
         accelerators=tuple(_with_people(device) for device in seen.devices),
-        cpu=Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="CPU"),
+        cpu=Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="CPU"),
         links=seen.links,
         driver_version=seen.driver_version,
         cuda_version=seen.cuda_version,

@@ -22,10 +22,10 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 import nvml_stub  # noqa: E402
 from nvml_stub import scenarios  # noqa: E402
 from nvml_stub.scenarios import FIRST_PID, GIB, Scenario  # noqa: E402
-from torchmuster.devices.model import Device, Kind, Node  # noqa: E402
+from torchmuster.devices.model import Device, DeviceKind, Node  # noqa: E402
 from torchmuster.devices.readers import nvml  # noqa: E402
 from torchmuster.launch.hangs.heartbeat import Pulse  # noqa: E402
-from torchmuster.launch.history import node_ranks  # noqa: E402
+from torchmuster.launch.history import node_records  # noqa: E402
 from torchmuster.monitor import catalogue  # noqa: E402
 from torchmuster.monitor.views.top_app import TopApp  # noqa: E402
 from torchmuster.monitor.views.top_picture import HostFigures, TopPicture, TopWatch  # noqa: E402
@@ -69,10 +69,10 @@ def picture(ranks: int) -> TopPicture:
         steps = run.metrics / "steps.jsonl"
         steps.write_text(json.dumps(_LINE) + "\n")
         os.utime(steps, (NOW - 1, NOW - 1))
-        told = node_ranks.NodeRanks(
+        told = node_records.NodeRanks(
             host=HOST, attempt=0, at_unix_s=NOW, ranks=tuple(map(_pulse, range(ranks)))
         )
-        place = node_ranks.place(run, HOST, 0)
+        place = node_records.place(run, HOST, 0)
         place.parent.mkdir(parents=True)
         place.write_bytes(msgspec.json.encode(told))
         # As if it had been looked at for a while.
@@ -130,7 +130,7 @@ def _node(folder: Path, scenario: Scenario) -> Node:
     path = nvml_stub.write(folder / "scenario.json", scenario)
     before = os.environ.get(nvml_stub.SCENARIO_VARIABLE)
     os.environ[nvml_stub.SCENARIO_VARIABLE] = str(path)
-    seen = nvml.read()
+    seen = nvml.read_nvml()
     if before is None:
         del os.environ[nvml_stub.SCENARIO_VARIABLE]
     else:
@@ -139,7 +139,7 @@ def _node(folder: Path, scenario: Scenario) -> Node:
         hostname=HOST,
         taken_unix_s=NOW,
         accelerators=seen.devices,
-        cpu=Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="CPU"),
+        cpu=Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="CPU"),
         driver_version=seen.driver_version,
         cuda_version=seen.cuda_version,
     )

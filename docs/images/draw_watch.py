@@ -31,7 +31,7 @@ from torchmuster.launch.job import JobSpec  # noqa: E402
 from torchmuster.monitor.serving import Access, serving  # noqa: E402
 from torchmuster.monitor.views.live_page import LivePage  # noqa: E402
 from torchmuster.monitor.views.run_picture import RunWatch  # noqa: E402
-from torchmuster.monitor.views.run_report import report  # noqa: E402
+from torchmuster.monitor.views.run_report import run_report  # noqa: E402
 from torchmuster.runfolder import RunFolder  # noqa: E402
 
 LIGHT, DARK = 1, 0  # as Chromium counts them
@@ -118,7 +118,7 @@ def for_the_documents(folder: Path) -> None:
     with live(made_up(folder / "live", 8, "running")) as address:
         take(address, HERE / "watch-browser.png", width=1160, height=1780)
     page = folder / "report.html"
-    page.write_text(report(made_up(folder / "over", 8, "finished")))
+    page.write_text(run_report(made_up(folder / "over", 8, "finished")))
     take(page.as_uri(), HERE / "report.png", width=1160, height=1780)
 
 
@@ -128,7 +128,7 @@ def all_sizes(folder: Path, out: Path) -> None:
         run = made_up(folder / f"live-{ranks}", ranks, "running", bad=ranks == 1)
         page = folder / f"report-{ranks}.html"
         page.write_text(
-            report(made_up(folder / f"over-{ranks}", ranks, "finished", bad=ranks == 1))
+            run_report(made_up(folder / f"over-{ranks}", ranks, "finished", bad=ranks == 1))
         )
         with live(run) as address:
             for width, height in ((400, 3600), (1400, 1900)):

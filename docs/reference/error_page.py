@@ -8,9 +8,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from torchmuster.known_errors.all_rules import SUBJECTS
-from torchmuster.known_errors.explain import explain
-from torchmuster.known_errors.pasted_text import cleaned
+from torchmuster.known_errors.explain import SUBJECTS, clean_text, explain_text
 from torchmuster.known_errors.rule import Rule, expression, in_small_letters
 
 # Only the texts that rules may be written from: the others are there to be counted, not to be looked at.
@@ -46,12 +44,12 @@ def _texts_by_rule() -> dict[tuple[str, int], list[tuple[str, str]]]:
     """Return the lines by which texts were recognised, with their threads, for each rule that explained one first."""
     found: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for case in YAML(typ="safe").load(TEXTS.read_text(encoding="utf-8")):
-        explanations = explain(case["text"])
+        explanations = explain_text(case["text"])
         if not explanations or explanations[0].name != case["cause"]:
             continue
         line = explanations[0].evidence.strip()[:LONGEST]
         # As it stands alone it must lead to the same cause: that is what a reader will compare.
-        alone = explain(line)
+        alone = explain_text(line)
         if alone and alone[0].name == case["cause"]:
             place = _rule_for(case["cause"], line)
             if place is not None:
@@ -60,7 +58,7 @@ def _texts_by_rule() -> dict[tuple[str, int], list[tuple[str, str]]]:
 
 
 def _rule_for(name: str, line: str) -> tuple[str, int] | None:
-    text = in_small_letters(cleaned(line))
+    text = in_small_letters(clean_text(line))
     for subject in SUBJECTS:
         file = importlib.import_module(f"torchmuster.known_errors.{subject}")
         for number, rule in enumerate(file.RULES):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchmuster.decision import Decision
 from torchmuster.devices import cuda_driver, snapshot
-from torchmuster.devices.choose import choose, load
+from torchmuster.devices.choose import choose_devices, device_load
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.for_model import Strategy, choose_for_model
-from torchmuster.devices.identify import find
-from torchmuster.devices.model import Device, Kind, Node
-from torchmuster.devices.request import Claim, GpuId, Request
+from torchmuster.devices.identify import find_device
+from torchmuster.devices.model import Device, DeviceKind, Node
+from torchmuster.devices.request import Claim, DeviceRequest, GpuId
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import CudaAlreadyInitialised, MusterError
 from torchmuster.finding import Finding
@@ -99,7 +99,7 @@ class GpuIds(list[GpuId]):
 
 def get_available_gpus() -> list[GpuId]:
     """Return the ids of the GPUs that this process may see and that answer."""
-    return [_id(device) for device in _visible(snapshot.take()) if not device.trouble]
+    return [_id(device) for device in _visible(snapshot.take_snapshot()) if not device.trouble]
 
 
 def select_gpus(
@@ -112,7 +112,7 @@ def select_gpus(
     With a number, the least loaded are taken, and those on which others compute are passed over.
     GPUs that are named, or all of them, are taken as they are.
     """
-    decision = _select(snapshot.take(), gpu_ids, num_gpus, min_memory_mb)
+    decision = _select(snapshot.take_snapshot(), gpu_ids, num_gpus, min_memory_mb)
     return GpuIds(decision.value, decision.reason)
 
 
@@ -122,11 +122,11 @@ def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None
     The reason says how to split it: on one GPU, a copy on each (ddp), or sharded (fsdp). It knows the size only:
     for a model itself, with its batch and its precision, ``muster plan`` answers.
     """
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     decision = choose_for_model(
         node,
         round(model_size_gb * 10**9),
-        Request(count=num_gpus),
+        DeviceRequest(count=num_gpus),
         environment=os.environ,
         claims=_claims(node),
     )
@@ -139,8 +139,8 @@ def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
 
     Must come before anything uses CUDA; refuses if that is too late.
     """
-    node = snapshot.take()
-    _hide_all_but([find(node, one, os.environ) for one in gpu_ids])
+    node = snapshot.take_snapshot()
+    _hide_all_but([find_device(node, one, os.environ) for one in gpu_ids])
 
 
 def setup_gpu_environment(
@@ -152,25 +152,25 @@ def setup_gpu_environment(
     """
     import torch
 
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     if not _visible(node) and gpu_ids is None:
         _log.warning("using the CPU: %s", _why_no_gpu(node))
         return torch.device("cpu")
     chosen = _select(node, gpu_ids, num_gpus).value
     _hide_all_but(chosen)
-    return _torch_device(node, min(chosen, key=load))
+    return _torch_device(node, min(chosen, key=device_load))
 
 
 def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
     """Return the least loaded of these GPUs (or of all) as torch numbers it; the CPU without any."""
     import torch
 
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     if gpu_ids is None and not _visible(node):
         return torch.device("cpu")
     ids = None if gpu_ids is None else tuple(gpu_ids)
-    request = Request(ids=ids, count=1, share=True)
-    decision = choose(node, request, environment=os.environ, claims=_claims(node))
+    request = DeviceRequest(ids=ids, count=1, share=True)
+    decision = choose_devices(node, request, environment=os.environ, claims=_claims(node))
     _log.info("%s", decision.reason)
     return _torch_device(node, decision.value[0])
 
@@ -205,7 +205,7 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     """
     from torchmuster.diagnose.probes import communication
 
-    return communication.verify(rank, world_size, timeout_s)
+    return communication.verify_communication(rank, world_size, timeout_s)
 
 
 def benchmark_matmul(
@@ -263,13 +263,13 @@ def _select(
     num_gpus: int | None,
     min_memory_mb: int | None = None,
 ) -> Decision[tuple[Device, ...]]:
-    request = Request(
+    request = DeviceRequest(
         ids=None if gpu_ids is None else tuple(gpu_ids),
         count=num_gpus,
         min_total_bytes=None if min_memory_mb is None else min_memory_mb * MiB,
         share=num_gpus is None,
     )
-    decision = choose(node, request, environment=os.environ, claims=_claims(node))
+    decision = choose_devices(node, request, environment=os.environ, claims=_claims(node))
     _log.info("%s", decision.reason)
     return decision
 
@@ -294,7 +294,7 @@ def _torch_device(node: Node, device: Device) -> "torch.device":
     if usable is None:
         _log.warning("using the CPU: %s", _why_torch_sees_no_gpu(torch))
         return torch.device("cpu")
-    if device.kind is Kind.MPS:
+    if device.kind is DeviceKind.MPS:
         return torch.device("mps")
     return torch.device(usable.type, _torch_number(node, device))
 
@@ -315,25 +315,25 @@ def get_gpu_info() -> list[dict[str, Any]]:
             "processes": [process.pid for process in device.processes],
             "trouble": device.trouble,
         }
-        for device in _visible(snapshot.take())
+        for device in _visible(snapshot.take_snapshot())
     ]
 
 
 def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
     """Print a line about each GPU, or about these."""
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     if gpu_ids is None:
         devices = _visible(node)
         print(f"Available GPUs: {len(devices)}")
     else:
-        devices = [find(node, one, os.environ) for one in gpu_ids]
+        devices = [find_device(node, one, os.environ) for one in gpu_ids]
     for device in devices:
         print(_line(device))
 
 
 def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
     """Return (allocated, total, percent) of a GPU's memory, in MB, by all processes on it."""
-    device = find(snapshot.take(), gpu_id, os.environ)
+    device = find_device(snapshot.take_snapshot(), gpu_id, os.environ)
     used, total = _mb(device.used_bytes), _mb(device.total_bytes)
     if used is None or total is None:
         raise MusterError(
@@ -390,7 +390,7 @@ def _line(device: Device) -> str:
 
 def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
     loaded = sys.modules.get("torch")
-    if not cuda_driver.has_started() and not (loaded and loaded.cuda.is_initialized()):
+    if not cuda_driver.cuda_has_started() and not (loaded and loaded.cuda.is_initialized()):
         return
     names = ", ".join(device.number for device in devices) or "none"
     raise CudaAlreadyInitialised(
@@ -428,7 +428,7 @@ def _torch_number(node: Node, device: Device) -> int:
     pinned = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     alike = len({one.name for one in shown}) == 1
-    if pinned or by_bus or alike or device.kind is not Kind.CUDA:
+    if pinned or by_bus or alike or device.kind is not DeviceKind.CUDA:
         return shown.index(device)
     import torch
 

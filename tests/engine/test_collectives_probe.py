@@ -13,9 +13,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.exact_values import OPERATIONS, Seat, compare, numbers, sums
-from torchmuster.diagnose.probes.health import Quota
-from torchmuster.diagnose.probes.together import Absent, Hangs, Pulse, Together, in_time
+from torchmuster.diagnose.probes.collectives import Quota
+from torchmuster.diagnose.probes.exact_values import (
+    OPERATIONS,
+    Seat,
+    compare_values,
+    exact_numbers,
+    exact_sums,
+)
+from torchmuster.diagnose.probes.in_time import Absent, Hangs, ProbeHeartbeat, RankBarrier, in_time
 from torchmuster.diagnose.rank_record import Values
 
 pytestmark = pytest.mark.engine
@@ -28,23 +34,27 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 4000])
 def test_what_the_ranks_contribute_adds_up_exactly(size: int) -> None:
-    added = sum((numbers(rank, 2000, 5, CPU) for rank in range(size)), torch.zeros(2000))
-    assert compare(added, sums(size, 2000, 5, CPU)) == Values(compared=2000)
-    assert float(sums(size, 2000, 5, CPU).max()) < 2**24  # beyond, floats leave numbers out
+    added = sum((exact_numbers(rank, 2000, 5, CPU) for rank in range(size)), torch.zeros(2000))
+    assert compare_values(added, exact_sums(size, 2000, 5, CPU)) == Values(compared=2000)
+    assert float(exact_sums(size, 2000, 5, CPU).max()) < 2**24  # beyond, floats leave numbers out
 
 
 def test_what_is_missing_old_or_anothers_is_wrong() -> None:
-    own = numbers(1, 1000, 0, CPU)
-    for other in (torch.zeros(1000), numbers(0, 1000, 0, CPU), numbers(1, 1000, 1, CPU)):
-        assert compare(other, own).wrong > 900
+    own = exact_numbers(1, 1000, 0, CPU)
+    for other in (
+        torch.zeros(1000),
+        exact_numbers(0, 1000, 0, CPU),
+        exact_numbers(1, 1000, 1, CPU),
+    ):
+        assert compare_values(other, own).wrong > 900
 
 
 def test_a_single_wrong_value_is_counted_with_its_place() -> None:
-    got = numbers(0, 1_000_000, 0, CPU)
+    got = exact_numbers(0, 1_000_000, 0, CPU)
     got[765432] = float("nan")
-    values = compare(got, numbers(0, 1_000_000, 0, CPU))
+    values = compare_values(got, exact_numbers(0, 1_000_000, 0, CPU))
     assert (values.compared, values.wrong, values.place) == (1_000_000, 1, 765432)
-    assert values.expected == float(numbers(0, 1_000_000, 0, CPU)[765432])
+    assert values.expected == float(exact_numbers(0, 1_000_000, 0, CPU)[765432])
 
 
 @pytest.fixture
@@ -61,7 +71,7 @@ def test_each_collective_fills_what_is_compared(group_of_one: Seat, name: str) -
     call, pieces = OPERATIONS[name](group_of_one, 100, 0)
     call()
     for _, got, expected in pieces():
-        assert compare(got, expected) == Values(compared=100)
+        assert compare_values(got, expected) == Values(compared=100)
 
 
 def test_a_collective_that_does_nothing_is_wrong(
@@ -72,13 +82,13 @@ def test_a_collective_that_does_nothing_is_wrong(
     call()
     ((source, got, expected),) = pieces()
     assert source == 0
-    assert compare(got, expected).wrong == 100
+    assert compare_values(got, expected).wrong == 100
 
 
 def test_products_are_exact_in_every_precision() -> None:
     for precision in (torch.float32, torch.bfloat16, torch.float16):
         left, right, expected = matmul._factors(CPU, precision)
-        assert compare(torch.matmul(left, right), expected).wrong == 0
+        assert compare_values(torch.matmul(left, right), expected).wrong == 0
 
 
 def test_sums_in_less_precision_are_not_allowed_while_values_are_compared(
@@ -93,7 +103,7 @@ def test_sums_in_less_precision_are_not_allowed_while_values_are_compared(
 
     monkeypatch.setattr(matmul, "_measure", measured)
     assert [getattr(settings, name) for name in names] == [True, True]
-    matmul.run_all(CPU)
+    matmul.check_matmuls(CPU)
     assert seen == [False, False]
     assert [getattr(settings, name) for name in names] == [True, True]
 
@@ -108,7 +118,7 @@ def test_work_that_ends_in_time_gives_its_answer_or_its_error() -> None:
 
 
 def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
-    pulse, release = Pulse(), threading.Event()
+    pulse, release = ProbeHeartbeat(), threading.Event()
 
     def steady() -> str:
         for _ in range(22):
@@ -120,7 +130,7 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
     assert in_time(steady, 10.0, pulse) == "done"
     stuck = threading.Event()
     with pytest.raises(Hangs, match=r"no answer within 0.5 s"):
-        in_time(stuck.wait, 0.5, Pulse())
+        in_time(stuck.wait, 0.5, ProbeHeartbeat())
     stuck.set()
     for thread in threading.enumerate():
         if thread.name == "in-time":
@@ -130,17 +140,17 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
 def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
-        boards = [Together(store, rank, 4) for rank in range(3)]
+        boards = [RankBarrier(store, rank, 4) for rank in range(3)]
         at_once = threading.Barrier(3, timeout=GIVE_UP_S)
 
-        def share(board: Together) -> Absent:
+        def share(board: RankBarrier) -> Absent:
             at_once.wait()
             with pytest.raises(Absent) as caught:
                 board.share("here", board._rank, 3)
             return caught.value
 
         assert [error.ranks for error in pool.map(share, boards)] == [(3,)] * 3
-    late = Together(store, 3, 4)
+    late = RankBarrier(store, 3, 4)
     assert late.share("here", 3, 5) == [0, 1, 2, 3]
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
     ids=repr,
 )
 def test_plain_data_comes_back_as_it_was(value: object) -> None:
-    back = values.decode(values.encode("x", value))
+    back = values.decode_value(values.encode_value("x", value))
     assert back == value
     assert type(back) is type(value)
 
@@ -46,7 +46,7 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
     ids=str,
 )
 def test_tensors_come_back_with_type_and_shape(tensor: torch.Tensor) -> None:
-    back: Any = values.decode(values.encode("x", {"t": tensor}))
+    back: Any = values.decode_value(values.encode_value("x", {"t": tensor}))
     assert back["t"].dtype is tensor.dtype
     assert torch.equal(back["t"], tensor.detach())
     back["t"].zero_()  # its memory is its own
@@ -63,7 +63,7 @@ def test_tensors_come_back_with_type_and_shape(tensor: torch.Tensor) -> None:
     ids=str,
 )
 def test_arrays_come_back_with_type_and_shape(array: Any) -> None:
-    back: Any = values.decode(values.encode("x", array))
+    back: Any = values.decode_value(values.encode_value("x", array))
     assert numpy.array_equal(back, array)
     if isinstance(array, numpy.ndarray):
         assert back.dtype == array.dtype
@@ -71,7 +71,7 @@ def test_arrays_come_back_with_type_and_shape(array: Any) -> None:
 
 def test_a_state_dict_comes_back() -> None:
     model = torch.nn.Linear(2, 1)
-    back: Any = values.decode(values.encode("x", model.state_dict()))
+    back: Any = values.decode_value(values.encode_value("x", model.state_dict()))
     assert torch.equal(back["weight"], model.weight)
 
 
@@ -94,7 +94,7 @@ _CIRCLE.append(_CIRCLE)
 )
 def test_what_is_no_data_is_refused_by_name(value: object, what: str) -> None:
     with pytest.raises(Impossible) as refused:
-        values.encode("x", value)
+        values.encode_value("x", value)
     assert what in refused.value.what
     assert "torch tensors and numpy arrays" in refused.value.why
     assert "state_dict" in refused.value.fix

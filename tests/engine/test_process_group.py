@@ -24,9 +24,9 @@ from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.diagnose.probes import communication, exact_values
 from torchmuster.errors import Impossible, MusterError, NotNow
-from torchmuster.launch.probes import backend, meeting, membership, process_group
-from torchmuster.launch.probes.backend import Choice, Surroundings
-from torchmuster.launch.probes.meeting import Offer
+from torchmuster.launch.probes import membership, process_group
+from torchmuster.launch.probes.membership import Choice, Surroundings
+from torchmuster.launch.probes.process_group import Offer
 
 pytestmark = pytest.mark.engine
 
@@ -302,7 +302,7 @@ def at(
 
 
 def chosen(here: Surroundings, rank: int = 0, world_size: int = 1, **environment: str) -> Any:
-    return backend.choose("nccl", membership.read(rank, world_size, environment), here)
+    return membership.choose("nccl", membership.read(rank, world_size, environment), here)
 
 
 def test_each_rank_gets_the_gpu_of_its_local_rank() -> None:
@@ -377,26 +377,28 @@ def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> Offer:
 
 
 def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAssertion) -> None:
-    verdict = meeting.compare([offer(0), offer(1), offer(2, "gloo")])
+    verdict = process_group.compare([offer(0), offer(1), offer(2, "gloo")])
     assert verdict.backend == "gloo"
     assert verdict.why.startswith("rank 2 on node-2: ")
     assert verdict.why == snapshot
-    assert meeting.compare([offer(0, "gloo"), offer(1)]).why.startswith("rank 0 on node-0: ")
+    assert process_group.compare([offer(0, "gloo"), offer(1)]).why.startswith("rank 0 on node-0: ")
 
 
 def test_all_alike_stay_as_they_are() -> None:
-    assert meeting.compare([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
-    assert meeting.compare([offer(0, "gloo"), offer(1, "gloo")]) == meeting.Verdict(backend="gloo")
+    assert process_group.compare([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
+    assert process_group.compare([offer(0, "gloo"), offer(1, "gloo")]) == process_group.Verdict(
+        backend="gloo"
+    )
 
 
 def test_gpus_of_two_makes_use_gloo(snapshot: SnapshotAssertion) -> None:
-    verdict = meeting.compare([offer(0), offer(1, "xccl")])
+    verdict = process_group.compare([offer(0), offer(1, "xccl")])
     assert verdict.backend == "gloo"
     assert verdict.why == snapshot
 
 
 def test_two_ranks_with_one_gpu_are_found_out(snapshot: SnapshotAssertion) -> None:
-    verdict = meeting.compare([offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")])
+    verdict = process_group.compare([offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")])
     assert verdict.backend == "gloo"
     assert verdict.shared == ("a",)
     assert verdict.why == snapshot
@@ -407,12 +409,12 @@ def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> No
     members = [membership.read(rank, 3, {}) for rank in range(3)]
     offers = [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
 
-    def agree(rank: int) -> meeting.Verdict:
-        return meeting.agree(store, members[rank], offers[rank], limit)
+    def agree(rank: int) -> process_group.Verdict:
+        return process_group.agree(store, members[rank], offers[rank], limit)
 
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
-            assert list(pool.map(agree, range(3))) == [meeting.compare(offers)] * 3
+            assert list(pool.map(agree, range(3))) == [process_group.compare(offers)] * 3
 
 
 # ---- communication
@@ -441,7 +443,7 @@ def test_a_single_wrong_value_is_enough(
 ) -> None:
     distributed.setup_distributed(0, 1, "gloo")
     caplog.clear()
-    sums = exact_values.sums(1, 262144, 0, torch.device("cpu"))
+    sums = exact_values.exact_sums(1, 262144, 0, torch.device("cpu"))
     sums[77] = 0
     monkeypatch.setattr(communication, "_sum_over_ranks", lambda *_: sums)
     assert distributed.verify_gpu_communication(0, 1) is False

@@ -9,7 +9,7 @@ import torch
 
 from muster_command import Muster
 from patience import GIVE_UP_S
-from torchmuster.diagnose.machine.torch_at_work import PROBE, Trial, attempt, judge
+from torchmuster.diagnose.machine.torch_at_work import PROBE, Trial, judge_trial, try_torch
 from torchmuster.diagnose.probes.torch_at_work import _is_right
 from torchmuster.finding import Status
 
@@ -20,7 +20,7 @@ def trial_of(*before: str) -> Trial:
     """Run the probe after some lines that spoil something."""
     lines = [*before, "import runpy, sys", f"runpy.run_module({PROBE!r}, run_name='__main__')"]
     words = [sys.executable, "-c", "\n".join(lines)]
-    return attempt(words, dict(os.environ), within_s=GIVE_UP_S)
+    return try_torch(words, dict(os.environ), within_s=GIVE_UP_S)
 
 
 def test_this_machines_torch_works(muster: Muster) -> None:
@@ -41,14 +41,14 @@ def test_wrong_products_are_found() -> None:
         "    return product",
         "torch.mm = mm",
     )
-    (found,) = judge(trial_of(*spoil), python="python", gpus=False)
+    (found,) = judge_trial(trial_of(*spoil), python="python", gpus=False)
     assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
     assert found.what.startswith("cpu computes wrong values: 1 of ")
 
 
 def test_an_interface_that_is_not_there_stops_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ens5q9")
-    found = next(iter(judge(trial_of(), python="python", gpus=False)))
+    found = next(iter(judge_trial(trial_of(), python="python", gpus=False)))
     assert (found.name, found.status) == ("gloo-fails", Status.FAILURE)
     assert "ens5q9" in found.why
 

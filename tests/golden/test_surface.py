@@ -16,7 +16,7 @@ from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS, MusterError
 from torchmuster.monitor.catalogue import METRICS
-from torchmuster.notebook.command_line import parser as notebook_parser
+from torchmuster.notebook.command_line import magic_parser as notebook_parser
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_errors(surface: SnapshotAssertion) -> None:
 
 def test_settings(surface: SnapshotAssertion) -> None:
     lines = [
-        f"{path} ({fields.describe(path)}) = {leaf.default} ${variable_name(path)}"
+        f"{path} ({fields.describe_field(path)}) = {leaf.default} ${variable_name(path)}"
         for path, leaf in fields.leaves().items()
     ]
     assert "\n".join(lines) + "\n" == surface

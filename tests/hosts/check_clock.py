@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from hosts.examining import examiners_on
 from hosts.lab import Lab
 from torchmuster.diagnose.links.messages import Call, Target
-from torchmuster.diagnose.links.opening import Found, ask_to_call, serve_all
+from torchmuster.diagnose.links.reaching import OpenedListeners, ask_to_call, serve_all
 
 REPEATS = 20
 MANY = 200
 
 
-async def seconds_of(caller: Found, called: Sequence[Target], *, measure: bool) -> float:
+async def seconds_of(caller: OpenedListeners, called: Sequence[Target], *, measure: bool) -> float:
     """Return the median of what it takes one machine to call these."""
     taken = []
     for _ in range(REPEATS):

@@ -12,14 +12,14 @@ from typing import Any
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
 from patience import GIVE_UP_S
-from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.model import Link
-from torchmuster.diagnose.links.survey import survey
+from torchmuster.diagnose.links.survey import survey_links
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 
-_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.examiner"]
+_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.host_probe"]
 
 
 class LabExaminer:
@@ -95,11 +95,11 @@ def surveyed(lab: Lab) -> list[Link]:
 
     async def run() -> list[Link]:
         async with examiners_on(lab.hosts) as examiners:
-            return await survey(examiners)
+            return await survey_links(examiners)
 
     return asyncio.run(run())
 
 
 def found_in(lab: Lab) -> list[Finding]:
     """Return what is to be said about the links of a lab."""
-    return judge(surveyed(lab))
+    return judge_links(surveyed(lab))

@@ -25,11 +25,11 @@ from patience import BUSY_S
 _ASK = """
 import asyncio, json, sys, time
 from torchmuster.finding import Finding, Status
-from torchmuster.diagnose.away import why_all_away
+from torchmuster.diagnose.unreachable_hosts import why_all_unreachable
 name, *hosts = sys.argv[1:]
 trouble = Finding(name=name, status=Status.FAILURE, what="cannot take part", evidence="timed out")
 began = time.monotonic()
-found = asyncio.run(why_all_away(dict.fromkeys(range(len(hosts)), trouble), hosts))
+found = asyncio.run(why_all_unreachable(dict.fromkeys(range(len(hosts)), trouble), hosts))
 print(json.dumps([[one.as_json() for one in found.values()], time.monotonic() - began]))
 """
 # It promises 6 s; the rest is for starting programs.

@@ -21,7 +21,10 @@ from patience import BUSY_S
 
 _TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
 # Of an examiner that is being asked, and of ranks.
-_STAGES = {"examiner": "torchmuster.diagnose.examiner", "ranks": "torchmuster/launch/rank/start.py"}
+_STAGES = {
+    "examiner": "torchmuster.diagnose.host_probe",
+    "ranks": "torchmuster/launch/rank/start.py",
+}
 # Whoever is looked for stays where it is: a check could be over before anybody looks.
 _HELD = "import sys, time\nif {words!r} in ''.join(sys.orig_argv[2:3]):\n    time.sleep(1000)\n"
 

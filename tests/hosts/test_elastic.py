@@ -12,10 +12,10 @@ from hosts.launching import PATIENT, Transcript
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import BUSY_S
-from torchmuster.devices.snapshot import take
+from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import Watching
+from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
 
@@ -139,8 +139,8 @@ class Watched:
     """The runs of a folder as somebody sees them who sees the folder; rules are evaluated ten times as fast."""
 
     def __init__(self, runs: Path) -> None:
-        self._collector = Collector(runs, take, all_ranks=True)
-        self._watching = Watching([alert.faster(10.0) for alert in ALERTS])
+        self._collector = Collector(runs, take_snapshot, all_ranks=True)
+        self._watching = AlertWatch([alert.faster(10.0) for alert in ALERTS])
         self._samples: list[Sample] = []
 
     def look(self) -> None:

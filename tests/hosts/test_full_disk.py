@@ -7,7 +7,7 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from pathlib import Path
-from torchmuster.checkpoints.manifest import Manifest, commit, new_name, now_unix_s, write_file
+from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, now_unix_s, write_file
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.verify import newest_good
 from torchmuster.errors import MusterError
@@ -24,7 +24,7 @@ def save(step, mebibytes):
         manifest = Manifest(
             name=name, step=step, world_size=1, strategy="single", made_unix_s=now_unix_s(), files=files
         )
-        commit(store, manifest)
+        commit_checkpoint(store, manifest)
     except MusterError as error:
         print(str(error).replace(name, "NAME").replace(str(folder), "FOLDER"))
         print("left:", [one.name for one in (folder / name).iterdir()])

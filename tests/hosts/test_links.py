@@ -27,7 +27,7 @@ from hosts.faults import (
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import NoRoute, SlowLink
-from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.finding import Finding, Status
 
 WORDS = {"drop": "dropped", "refuse": "refused", "prohibit": "prohibited"}
@@ -66,7 +66,7 @@ def run_fix(host: Host, finding: Finding, word: str) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_healthy_hosts_give_no_finding_and_all_figures(make_lab: MakeLab, count: int) -> None:
     links = surveyed(make_lab(count, ssh=False))
-    assert judge(links) == []
+    assert judge_links(links) == []
     assert len(links) == count * (count - 1)
     for link in links:
         assert link.problem == ""
@@ -87,7 +87,7 @@ def test_further_interfaces_are_no_fault(make_lab: MakeLab, fault: Fault) -> Non
     lab = make_lab(2, ssh=False)
     with injected(lab, fault):
         links = surveyed(lab)
-    assert bad(judge(links)) == []
+    assert bad(judge_links(links)) == []
     assert {link.target.address for link in links} <= {
         "10.77.0.11",
         "10.77.0.12",
@@ -189,8 +189,8 @@ def test_the_other_network_is_taken_where_one_is_cut(make_lab: MakeLab) -> None:
     with injected(lab, SecondNetwork(), LinkCut(host="node2")):
         links = surveyed(lab)
     assert {link.target.address for link in links} == {"10.88.0.11", "10.88.0.12"}
-    assert bad(judge(links)) == []
-    (note,) = judge(links)
+    assert bad(judge_links(links)) == []
+    (note,) = judge_links(links)
     assert note.name == "address-passed-over"
     assert machines(note) == ["node1"]
     assert re.findall(r"10\.\S+ \(eth\d\)", note.what) == ["10.88.0.11 (eth1)", "10.77.0.11 (eth0)"]

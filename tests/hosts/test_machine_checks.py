@@ -33,7 +33,7 @@ from torchmuster.units import MiB
 _PROGRAM = """
 import importlib, json, os, sys
 from torchmuster.diagnose.check import Cost, Surroundings
-from torchmuster.diagnose.examination import examine
+from torchmuster.diagnose.host_checks import run_checks
 checks = [
     check
     for subject in sys.argv[1].split(",")
@@ -44,7 +44,7 @@ if sys.argv[2:] == ["nobody"]:  # only now: the folders of Python may be root's
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-examined = examine(Surroundings(), checks, at_most=Cost.SECONDS)
+examined = run_checks(Surroundings(), checks, at_most=Cost.SECONDS)
 print(json.dumps([one.as_json() for each in examined for one in each.findings]))
 """
 SUBJECTS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.train.world import World
 from torchmuster.worker.training import train_from_settings
 
@@ -23,7 +23,7 @@ def train_all(
 
 def _train(world: World, folder: Path, settings: Mapping[str, str]) -> list[float]:
     flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
-    train_from_settings(resolve(flags=flags).settings, world, folder)
+    train_from_settings(resolve_settings(flags=flags).settings, world, folder)
     dist.barrier()  # rank 0 writes the file that all read
     lines = (folder / "metrics" / "steps.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]

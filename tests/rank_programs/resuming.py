@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.train.checkpointing.policy import CheckpointSettings
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
@@ -267,7 +267,7 @@ def from_settings(world: World, folder: Path) -> dict[str, list[dict[str, Any]]]
             given = {"model.build": "own:model", "data.dataset": "own:data", "train.log_every": 1}
             given |= {f"train.{name}": value for name, value in part.items()}
             flags = [Flag(flag="", path=path, text=str(text)) for path, text in given.items()]
-            train_from_settings(resolve(flags=flags).settings, world, folder / title)
+            train_from_settings(resolve_settings(flags=flags).settings, world, folder / title)
             dist.barrier()
         lines[title] = _lines(folder / title / "metrics" / "steps.jsonl")
     return lines

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from patience import GIVE_UP_S
-from torchmuster.checkpoints.index import INDEX, Index
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed, read_manifest
+from torchmuster.checkpoints.manifest import MARKER, FileRecord, is_committed, read_manifest
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.devices.model import Device, Kind
+from torchmuster.checkpoints.tensor_file import INDEX, Index
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
 from torchmuster.train import seeds
@@ -225,9 +225,9 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         assert waited is not None
         found["waited"] = 0.2 < waited.waited_s <= waited.stall_s
         found["steps"] = [one.step for one in heard]
-        found["kept"] = [one.step for one in committed(store)]
+        found["kept"] = [one.step for one in is_committed(store)]
         if world.is_first:
-            store.delete(committed(store)[0].name)
+            store.delete(is_committed(store)[0].name)
         all_gather_object(None, world)
         other = Training(world, "ddp", seed=5)
         loaded = checkpointer.load(other.state())
@@ -293,10 +293,10 @@ def room_and_mode(world: World, folder: Path) -> dict[str, Any]:
     training = Training(world, "ddp")
     state = training.state()
     found: dict[str, Any] = {}
-    read = cpu.read
+    read = cpu.read_cpu
     try:
         for name, free in (("much", 10**9), ("little", 2000 if world.global_rank else 10**9)):
-            cpu.read = _host(free)  # type: ignore[assignment]
+            cpu.read_cpu = _host(free)  # type: ignore[assignment]
             for mode in ("auto", "async"):
                 with Checkpointer(
                     FolderStore(folder / "room"), world, strategy="ddp", mode=mode
@@ -310,7 +310,7 @@ def room_and_mode(world: World, folder: Path) -> dict[str, Any]:
                         assert report is not None
                         found["sync stalls"] = report.stall_s >= report.took_s
     finally:
-        cpu.read = read
+        cpu.read_cpu = read
     found["not shared"] = _on_disks_of_their_own(world, folder, state)
     store = FolderStore(folder / "empty")
     if world.is_first:  # killed in the middle of a save
@@ -338,7 +338,7 @@ def _on_disks_of_their_own(world: World, folder: Path, state: dict[str, Any]) ->
 
 def _host(free_bytes: int) -> Callable[[], Device]:
     return lambda: Device(
-        kind=Kind.CPU,
+        kind=DeviceKind.CPU,
         index=0,
         uuid="CPU-0",
         name="CPU",
@@ -360,7 +360,7 @@ def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
         training.train(1)
         training.save(checkpointer)
         checkpointer.wait()
-        newest = committed(store)[0]
+        newest = is_committed(store)[0]
         intact = folder / "intact"
         place = Path(store.where) / newest.name
         if world.is_first:
@@ -521,7 +521,7 @@ def _save_to(store: Store, service: Service | None, world: World) -> list[tuple[
             if service is not None and not goes:
                 service.again()
             all_gather_object(None, world)
-            said.append((report.problem, [one.step for one in committed(store)]))
+            said.append((report.problem, [one.step for one in is_committed(store)]))
         at_save = training.step - 1
         loaded = checkpointer.load(training.state())
         assert loaded is not None

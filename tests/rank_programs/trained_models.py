@@ -10,7 +10,7 @@ import torch
 
 import tiny_models
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import World
 from torchmuster.worker import training
@@ -38,7 +38,9 @@ def make_and_train(
         flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
         asked = _Asked()
         with mock.patch.object(training, "Trainer", asked):
-            training.train_from_settings(resolve(flags=flags).settings, world, Path(run_folder))
+            training.train_from_settings(
+                resolve_settings(flags=flags).settings, world, Path(run_folder)
+            )
         answers[name] = asked.logits
     return answers
 

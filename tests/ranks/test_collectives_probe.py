@@ -9,7 +9,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ranks.conftest import Ran, Torchrun
-from torchmuster.diagnose import collectives
+from torchmuster.diagnose import collectives, wrong_values
 from torchmuster.diagnose.rank_record import RankRecord, records_from
 from torchmuster.finding import Finding, Status
 
@@ -41,7 +41,7 @@ def test_good_ranks_compare_every_value_and_nothing_is_found(
     torchrun: Torchrun, ranks: int
 ) -> None:
     records = probe(torchrun, ranks=ranks)
-    assert collectives.judge(records) == []
+    assert collectives.judge_collectives(records) == []
     for record in records:
         assert record.ended
         assert record.trouble is None
@@ -61,7 +61,7 @@ def test_one_wrong_value_in_a_million_is_found_with_its_rank(
     torchrun: Torchrun, fault: str, snapshot: SnapshotAssertion
 ) -> None:
     records = probe(torchrun, fault, ranks=3)
-    finding = only(collectives.judge(records))
+    finding = only(collectives.judge_collectives(records))
     assert finding.name == "wrong-values"
     _device, rank, does = finding.what.partition("(rank 1) ")
     assert rank
@@ -75,16 +75,16 @@ def test_one_wrong_value_in_a_million_is_found_with_its_rank(
 
 def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Torchrun) -> None:
     records = probe(torchrun, "p2p-zeros", ranks=3)
-    finding = only(collectives.judge(records))
+    finding = only(collectives.judge_collectives(records))
     assert finding.name == "p2p-wrong"
     assert "(rank 1) exchanges with others" in finding.what
-    assert collectives.second_try(records) == {"NCCL_P2P_DISABLE": "1"}
+    assert wrong_values.second_try(records) == {"NCCL_P2P_DISABLE": "1"}
 
 
 def test_a_hang_ends_in_time_and_names_the_rank(
     torchrun: Torchrun, snapshot: SnapshotAssertion
 ) -> None:
-    finding = only(collectives.judge(probe(torchrun, "hang", ranks=3)))
+    finding = only(collectives.judge_collectives(probe(torchrun, "hang", ranks=3)))
     assert finding.name == "collective-hangs"
     _device, rank, does = finding.what.partition("(rank 1) ")
     assert rank
@@ -92,7 +92,7 @@ def test_a_hang_ends_in_time_and_names_the_rank(
 
 
 def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
-    finding = only(collectives.judge(probe(torchrun, "wrong-matmul")))
+    finding = only(collectives.judge_collectives(probe(torchrun, "wrong-matmul")))
     assert finding.name == "wrong-device"
     assert "(rank 1) computes wrongly: " in finding.what
     # The third row of 256 columns, and five more.
@@ -102,6 +102,6 @@ def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["slow", "slow-matmul"])
 def test_a_slow_device_is_found(torchrun: Torchrun, fault: str) -> None:
-    (finding,) = collectives.judge(probe(torchrun, fault))
+    (finding,) = collectives.judge_collectives(probe(torchrun, fault))
     assert finding.name == "slow-device"
     assert "(rank 1) computes at " in finding.what

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from muster_command import Muster
-from torchmuster.labs import course, desk
+from torchmuster.labs import lesson as course
+from torchmuster.labs import workspace
 
 pytestmark = pytest.mark.ranks
 
 
 def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path) -> None:
     lesson = course.lesson("communication")
-    at = desk.start(lesson, own_machine / "labs")
+    at = workspace.start_workspace(lesson, own_machine / "labs")
     wrong = lesson.solution().replace(
         "return bool(value", "print('sum', value)\n    return bool(1 or value"
     )
@@ -51,7 +52,7 @@ def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path
 
 
 def test_a_report_of_a_starter_says_what_is_missing(muster: Muster, own_machine: Path) -> None:
-    desk.start(course.lesson("lost-node"), own_machine / "labs")
+    workspace.start_workspace(course.lesson("lost-node"), own_machine / "labs")
     done = muster("lab", "report")
     assert done.code == 1
     assert "the report of lost-node needs code that runs: not done yet" in done.err

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from ruamel.yaml import YAML
 
-from torchmuster.labs import course, desk, grading, measuring, report
+from torchmuster.labs import grading, measurements, workspace
+from torchmuster.labs import lesson as course
 from torchmuster.labs.grading import Paper, Verdict
 from torchmuster.labs.lesson import ANYWHERE, Lesson
 
@@ -52,7 +53,7 @@ def test_starter_solution_and_every_planted_mistake(name: str, tmp_path: Path) -
         file.write_text(text, encoding="utf-8")
         papers.append(Paper(file=str(file), exercises=exercises))
 
-    starter, solution, *others = grading.grade(lesson, papers, deadline_s=DEADLINE_S)
+    starter, solution, *others = grading.grade_paper(lesson, papers, deadline_s=DEADLINE_S)
 
     assert list(solution) == [Verdict(exercise=one) for one in everything]
     assert grading.points(lesson, solution) == lesson.points
@@ -81,10 +82,10 @@ def test_every_word_is_planted_and_names_belong_to_one_lab() -> None:
 
 @pytest.mark.parametrize("name", course.NAMES)
 def test_the_report_of_a_solution_shows_its_measurements(name: str, tmp_path: Path) -> None:
-    at = desk.start(course.lesson(name), tmp_path)
+    at = workspace.start_workspace(course.lesson(name), tmp_path)
     at.file.write_text(at.lesson.solution(), encoding="utf-8")
-    answer = measuring.measure(at)
-    page = report.page(at, answer)
+    answer = measurements.measure_lesson(at)
+    page = measurements.lab_page(at, answer)
     assert "<svg" in page
     assert "<table" in page
     assert page.count("Not answered yet") == len(at.lesson.questions)

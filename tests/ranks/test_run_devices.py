@@ -15,7 +15,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from ranks.launched import WAITING, launched
-from torchmuster.launch.history import node_devices, run_state
+from torchmuster.launch.history import node_records, run_state
 from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
@@ -69,7 +69,7 @@ def test_the_machine_s_gpus_are_told_in_the_run_s_folder(server: Path, muster: M
         run.wait_for("waiting 0", "waiting 1")
         (folder,) = list_runs(server / "runs")
         deadline_s = time.monotonic() + GIVE_UP_S
-        while not (told := node_devices.read(folder, time.time())):
+        while not (told := node_records.read_node_devices(folder, time.time())):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         run.send(signal.SIGINT)

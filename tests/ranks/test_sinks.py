@@ -42,14 +42,14 @@ def folder(own_machine: Path) -> Path:
 
 def _await_step(run: Launched, sink: str, step: int) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (far := sent.read(run.run, sink)) is None or far.train.step < step:
+    while (far := sent.read_sent(run.run, sink)) is None or far.train.step < step:
         assert time.monotonic() < deadline, f"{sink} has not got step {step}\n{run}"
         time.sleep(0.05)
 
 
 def _await_trouble(run: Launched, sink: str) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (far := sent.read(run.run, sink)) is None or not far.trouble:
+    while (far := sent.read_sent(run.run, sink)) is None or not far.trouble:
         assert time.monotonic() < deadline, f"{sink} has no trouble\n{run}"
         time.sleep(0.05)
 

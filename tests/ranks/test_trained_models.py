@@ -15,8 +15,8 @@ from rank_programs import trained_models
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
-from torchmuster.config.written import as_yaml
+from torchmuster.config.resolve import resolve_settings
+from torchmuster.config.written import settings_yaml
 from torchmuster.runfolder import RunFolder, create
 
 pytestmark = pytest.mark.ranks
@@ -75,9 +75,11 @@ def trained(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Tr
     runs, wanted = {}, {}
     for name, settings in RUNS.items():
         flags = {**USUAL, **settings}
-        resolved = resolve(flags=[Flag(flag="--set", path=k, text=v) for k, v in flags.items()])
+        resolved = resolve_settings(
+            flags=[Flag(flag="--set", path=k, text=v) for k, v in flags.items()]
+        )
         runs[name] = create(folder / "runs", name)
-        runs[name].config.write_text(as_yaml(resolved))
+        runs[name].config.write_text(settings_yaml(resolved))
         wanted[name] = (str(runs[name].path), flags)
     logits, _ = run_ranks(trained_models.make_and_train, 2, str(folder), MODELS, wanted)
     return Trained(folder=folder, runs=runs, logits=logits)

@@ -15,26 +15,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulated_group import SimulatedGroup
+from torchmuster.diagnose.group_testing import LinkSearch, SuspectedFault, find_bad
 from torchmuster.diagnose.rounds import Pair
-from torchmuster.diagnose.search.find import Links, find_bad
-from torchmuster.diagnose.search.model import Fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What is looked for. With ``Links.NONE`` machines are bad, else links are."""
 
-    links: Links
-    faults: Collection[Fault] = tuple(Fault)
+    links: LinkSearch
+    faults: Collection[SuspectedFault] = tuple(SuspectedFault)
     # A slow link is looked for only where collectives use it.
-    may_be: Sequence[Fault] = tuple(Fault)
+    may_be: Sequence[SuspectedFault] = tuple(SuspectedFault)
 
 
 KINDS = {
-    "machines": Kind(links=Links.NONE),
-    "links of collectives": Kind(links=Links.COLLECTIVES),
-    "any link": Kind(links=Links.EVERY, may_be=(Fault.DEAD, Fault.CORRUPTING)),
-    "any dead link": Kind(links=Links.EVERY, faults=(Fault.DEAD,), may_be=(Fault.DEAD,)),
+    "machines": Kind(links=LinkSearch.NONE),
+    "links of collectives": Kind(links=LinkSearch.COLLECTIVES),
+    "any link": Kind(
+        links=LinkSearch.EVERY, may_be=(SuspectedFault.DEAD, SuspectedFault.CORRUPTING)
+    ),
+    "any dead link": Kind(
+        links=LinkSearch.EVERY, faults=(SuspectedFault.DEAD,), may_be=(SuspectedFault.DEAD,)
+    ),
 }
 # How the simulated groups differ from what the search assumes of them.
 AS_ASSUMED = "as assumed"
@@ -55,12 +58,12 @@ ODD_SIZE, ODD_BAD = 1_000, (0, 5)
 
 
 def bad_links(
-    count: int, number: int, fault: Fault, links: Links, chosen: random.Random
-) -> dict[Pair, Fault]:
-    found: dict[Pair, Fault] = {}
+    count: int, number: int, fault: SuspectedFault, links: LinkSearch, chosen: random.Random
+) -> dict[Pair, SuspectedFault]:
+    found: dict[Pair, SuspectedFault] = {}
     while len(found) < number:
         one = chosen.randrange(count)
-        if links is Links.EVERY:
+        if links is LinkSearch.EVERY:
             other = chosen.randrange(count)
         else:
             other = (one + 2 ** chosen.randrange((count - 1).bit_length())) % count
@@ -70,14 +73,14 @@ def bad_links(
 
 
 def search(
-    count: int, kind: str, fault: Fault, number: int, seed: int, world: str = AS_ASSUMED
+    count: int, kind: str, fault: SuspectedFault, number: int, seed: int, world: str = AS_ASSUMED
 ) -> dict[str, Any]:
     """Search once."""
     wanted = KINDS[kind]
     chosen = random.Random(f"{count} {kind} {fault} {number} {seed}")
-    nodes: dict[int, Fault] = {}
-    between: dict[Pair, Fault] = {}
-    if wanted.links is Links.NONE:
+    nodes: dict[int, SuspectedFault] = {}
+    between: dict[Pair, SuspectedFault] = {}
+    if wanted.links is LinkSearch.NONE:
         nodes = dict.fromkeys(chosen.sample(range(count), number), fault)
     else:
         between = bad_links(count, number, fault, wanted.links, chosen)
@@ -98,7 +101,7 @@ def search(
 
 
 def line(
-    count: int, kind: str, fault: Fault, number: int, seeds: int, world: str = AS_ASSUMED
+    count: int, kind: str, fault: SuspectedFault, number: int, seeds: int, world: str = AS_ASSUMED
 ) -> dict[str, Any]:
     """Search with several seeds, and sum up."""
     runs = [search(count, kind, fault, number, seed, world) for seed in range(seeds)]
@@ -132,7 +135,7 @@ def lines_at(
 def odd_lines(seeds: int) -> Iterator[dict[str, Any]]:
     """Yield a line for each kind of search in a group that is not as the search assumes."""
     for world in list(WORLDS)[1:]:
-        fault = Fault.SLOW if "noise" in WORLDS[world] else Fault.CORRUPTING
+        fault = SuspectedFault.SLOW if "noise" in WORLDS[world] else SuspectedFault.CORRUPTING
         for kind, wanted in KINDS.items():
             if fault in wanted.may_be:
                 for number in ODD_BAD:

@@ -14,18 +14,18 @@ import sys
 import time
 from pathlib import Path
 
-from torchmuster.devices.acquire import acquire
+from torchmuster.devices.acquire import acquire_devices
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node
 from torchmuster.devices.readers import cpu, nvml
-from torchmuster.devices.request import Request
+from torchmuster.devices.request import DeviceRequest
 
-CPU = cpu.read()
+CPU = cpu.read_cpu()
 
 
 def look() -> Node:
     """The GPUs and their links through the real binding, without what else a machine has."""
-    seen = nvml.read()
+    seen = nvml.read_nvml()
     return Node(
         hostname="crowd",
         taken_unix_s=time.time(),
@@ -64,9 +64,11 @@ def member(slot: int, rounds: int, folder: Path, seed: int) -> None:
     claims = Claims(folder / "claims")
     progress = os.open(folder / f"slot-{slot}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     while os.fstat(progress).st_size < rounds:
-        request = Request(count=chance.randint(1, 3))
+        request = DeviceRequest(count=chance.randint(1, 3))
         started = time.monotonic()
-        with acquire(claims, look, request, environment={}, wait_s=120, command=["member"]) as held:
+        with acquire_devices(
+            claims, look, request, environment={}, wait_s=120, command=["member"]
+        ) as held:
             waited = time.monotonic() - started
             numbers = [device.index for device in held.decision.value]
             alone = [witness.enter(number) for number in numbers]
@@ -113,7 +115,9 @@ def main(members: int, rounds: int, kills: int, folder: Path, seed: int) -> None
         else:
             time.sleep(0.01)
     notes = "".join((folder / f"slot-{slot}").read_text() for slot in range(members))
-    left = Claims(folder / "claims").glance(device.uuid for device in nvml.read().devices).claimed
+    left = (
+        Claims(folder / "claims").glance(device.uuid for device in nvml.read_nvml().devices).claimed
+    )
     print(
         json.dumps(
             {

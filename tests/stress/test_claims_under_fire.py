@@ -49,8 +49,8 @@ def test_the_witness_would_see_a_double_grant(
 ) -> None:
     machine(scenarios.eight_a100_idle())
     without_locks = (
-        "import runpy, sys; from torchmuster.devices import locks\n"
-        "locks.try_lock = lambda file: True\n"
+        "import runpy, sys; from torchmuster.devices import claims\n"
+        "claims.try_lock = lambda file: True\n"
         f"runpy.run_path({str(CROWD)!r}, run_name='__main__')"
     )
     done = subprocess.run(

@@ -14,9 +14,9 @@ import pytest
 
 from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
-from torchmuster.devices.snapshot import take
+from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import Watching
+from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 
 pytestmark = [pytest.mark.stress, pytest.mark.alone, pytest.mark.ranks]
@@ -58,9 +58,9 @@ class Quiet:
     """Watches a folder of runs as it is, and faster."""
 
     def __init__(self, runs: Path) -> None:
-        self._collector = Collector(runs, take)
+        self._collector = Collector(runs, take_snapshot)
         faster = [alert.faster(FASTER) for alert in ALERTS]
-        self._watching = {"as it is": Watching(), "faster": Watching(faster)}
+        self._watching = {"as it is": AlertWatch(), "faster": AlertWatch(faster)}
         self.heard: list[str] = []
 
     def look(self) -> None:

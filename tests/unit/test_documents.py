@@ -11,8 +11,7 @@ import pytest
 
 from plan_situations import ANSWERS
 from torchmuster.cli.main import root_parser
-from torchmuster.known_errors.all_rules import all_rules
-from torchmuster.known_errors.explain import explain
+from torchmuster.known_errors.explain import all_rules, explain_text
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "docs" / "reference"
@@ -85,7 +84,7 @@ def test_every_known_error_is_on_its_page_and_its_texts_lead_to_it() -> None:
         name, _, body = section.partition("\n")
         seen = re.search(r"```text\n(.*?)\n```\n\nSeen in", body, re.DOTALL)
         for line in seen[1].splitlines() if seen else []:
-            assert explain(line)[0].name == name, line
+            assert explain_text(line)[0].name == name, line
             texts += 1
     assert texts > 100  # enough to be found by
 

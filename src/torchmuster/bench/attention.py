@@ -11,8 +11,7 @@ from torchmuster.bench.report.report import Picture, Report, Table
 from torchmuster.bench.statistics import estimate
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Curve, lines
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Curve, amount_text, line_chart
 from torchmuster.units import format_bytes
 
 PROGRAM = "torchmuster.bench.probes.attention"
@@ -318,7 +317,7 @@ def _memory_cell(one: MeasuredAttention) -> str:
 
 def _time(samples: Sequence[float]) -> str:
     found = estimate(samples)
-    return f"{amount(found.median, 's')} ±{found.noise:.0%}"
+    return f"{amount_text(found.median, 's')} ±{found.noise:.0%}"
 
 
 def _kinds(answer: AttentionAnswer) -> list[str]:
@@ -341,7 +340,7 @@ def _pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
     times = [_curve(answer, kind) for kind in _kinds(answer)]
     yield Picture(
         title="time by length",
-        svg=lines(
+        svg=line_chart(
             f"Forward and backward of attention on {name}",
             Axis(title="length of the sequence", log=True),
             Axis(title="time", unit="s", log=True),
@@ -362,7 +361,7 @@ def _pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
     ]
     yield Picture(
         title="memory by length",
-        svg=lines(
+        svg=line_chart(
             "Memory of forward and backward, beside queries, keys and values",
             Axis(title="length of the sequence", log=True),
             Axis(title="memory", unit="B", log=True),

@@ -11,8 +11,7 @@ from torchmuster.bench.record import BenchRecord
 from torchmuster.bench.report.report import Picture, Report, Table
 from torchmuster.bench.statistics import estimate
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Curve, lines
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Curve, amount_text, line_chart
 from torchmuster.units import format_bytes
 
 BENCH = "collectives"
@@ -136,8 +135,8 @@ def _verdict(one: _Seen, measured: MeasuredCollective) -> Finding:
     return Finding(
         name=f"speed-{one.operation}",
         status=Status.OK,
-        what=f"{one.operation}: {amount(estimate(samples).median, 's')} for {format_bytes(smallest)}, "
-        f"at most {amount(peak.bytes_s.median, 'B/s')} bus bandwidth "
+        what=f"{one.operation}: {amount_text(estimate(samples).median, 's')} for {format_bytes(smallest)}, "
+        f"at most {amount_text(peak.bytes_s.median, 'B/s')} bus bandwidth "
         f"(at {format_bytes(peak.size_bytes)}); {reached}",
     )
 
@@ -208,18 +207,20 @@ def _lines_table(seen: list[_Seen]) -> Table:
         if one.fit is None:
             continue
         fit = one.fit
-        latency = f"from {amount(fit.latency_low_s, 's')} to {amount(fit.latency_high_s, 's')}"
+        latency = (
+            f"from {amount_text(fit.latency_low_s, 's')} to {amount_text(fit.latency_high_s, 's')}"
+        )
         bus, sure = "unknown", ""
         if fit.bytes_s and fit.bytes_low_s:
-            bus = amount(fit.bytes_s * one.factor, "B/s")
-            sure = f"from {amount(fit.bytes_low_s * one.factor, 'B/s')}"
+            bus = amount_text(fit.bytes_s * one.factor, "B/s")
+            sure = f"from {amount_text(fit.bytes_low_s * one.factor, 'B/s')}"
             if fit.bytes_high_s:
-                sure += f" to {amount(fit.bytes_high_s * one.factor, 'B/s')}"
+                sure += f" to {amount_text(fit.bytes_high_s * one.factor, 'B/s')}"
         half = one.shape.half_at_bytes
         rows.append(
             (
                 one.operation,
-                amount(fit.latency_s, "s"),
+                amount_text(fit.latency_s, "s"),
                 latency,
                 bus,
                 sure,
@@ -241,9 +242,11 @@ def _by_size_tables(measured: MeasuredCollective, seen: list[_Seen]) -> tuple[Ta
     for place, first in enumerate(seen[0].points):
         size = format_bytes(first.size_bytes)
         taken = (estimate(measured.times[one.operation][first.size_bytes]) for one in seen)
-        times.append((size, *(f"{amount(one.median, 's')} ± {one.noise:.0%}" for one in taken)))
+        times.append(
+            (size, *(f"{amount_text(one.median, 's')} ± {one.noise:.0%}" for one in taken))
+        )
         bandwidths.append(
-            (size, *(amount(one.points[place].bytes_s.median, "B/s") for one in seen))
+            (size, *(amount_text(one.points[place].bytes_s.median, "B/s") for one in seen))
         )
     sizes = "; ".join(f"{one.operation}: {OPERATIONS[one.operation].size}" for one in seen)
     return (
@@ -270,7 +273,9 @@ def _pictures(seen: list[_Seen]) -> Iterator[Picture]:
     ]
     yield Picture(
         title="Bus bandwidth by size",
-        svg=lines("Bus bandwidth by size", size, Axis(title="bus bandwidth", unit="B/s"), curves),
+        svg=line_chart(
+            "Bus bandwidth by size", size, Axis(title="bus bandwidth", unit="B/s"), curves
+        ),
         caption="What the narrowest link carries. It should grow with the size and then stay: a dip is a "
         "size to avoid. Bars are 95 % intervals.",
     )
@@ -286,7 +291,7 @@ def _pictures(seen: list[_Seen]) -> Iterator[Picture]:
     ]
     yield Picture(
         title="Time by size",
-        svg=lines("Time by size", size, Axis(title="time", unit="s", log=True), taken),
+        svg=line_chart("Time by size", size, Axis(title="time", unit="s", log=True), taken),
         caption="Flat on the left: there a message costs its latency, however small it is, and messages "
         "are better sent together.",
     )

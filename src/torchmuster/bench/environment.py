@@ -50,7 +50,7 @@ class Environment:
 
 def environment_here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
     """Look at this machine before something is measured on it. Takes a moment, to see how busy it is."""
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     devices = visible(node.accelerators, os.environ).devices if device == "gpu" else ()
     return Environment(
         host=node.hostname,

@@ -11,8 +11,7 @@ from torchmuster.bench.record import BenchRecord, Json, Series
 from torchmuster.bench.report.report import Picture, Report, Table
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Bar, bars
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Bar, amount_text, bar_chart
 from torchmuster.units import format_bytes, plural
 
 _UNKNOWN = "-"
@@ -120,8 +119,8 @@ def _starting(chosen: Read) -> Finding:
     return Finding(
         name="data-start",
         status=Status.OK,
-        what=f"the first batch comes after {amount(first, 's')}, with the start of "
-        f"{chosen.reading.name}; that of a later epoch after {amount(later, 's')}",
+        what=f"the first batch comes after {amount_text(first, 's')}, with the start of "
+        f"{chosen.reading.name}; that of a later epoch after {amount_text(later, 's')}",
         why="workers that read samples with numbers stay from epoch to epoch; those of a stream start anew",
     )
 
@@ -138,8 +137,8 @@ def _pinning(answer: LoaderAnswer) -> Finding:
     return Finding(
         name="data-pinning",
         status=Status.OK,
-        what=f"a batch of {format_bytes(answer.batch_bytes)} takes {amount(pinned, 's')} to the device "
-        f"from pinned memory, {amount(plain, 's')} from ordinary memory",
+        what=f"a batch of {format_bytes(answer.batch_bytes)} takes {amount_text(pinned, 's')} to the device "
+        f"from pinned memory, {amount_text(plain, 's')} from ordinary memory",
         why="on CUDA devices workers of muster train pin what they read",
     )
 
@@ -167,7 +166,7 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
                     str(one.reading.prefetch),
                     f"{one.rate.median:,.0f}",
                     f"{one.rate.noise * 100:.0f} %",
-                    amount(statistics.median(one.first_batch_s), "s"),
+                    amount_text(statistics.median(one.first_batch_s), "s"),
                 )
                 for one in measured.by_prefetch
             ),
@@ -181,8 +180,8 @@ def _row(one: Read, first: Read) -> tuple[str, ...]:
         f"{one.rate.median:,.0f}",
         f"{one.rate.noise * 100:.0f} %",
         f"{ratio:.2f} x",
-        amount(statistics.median(one.first_batch_s), "s"),
-        amount(statistics.median(one.next_epoch_s), "s"),
+        amount_text(statistics.median(one.first_batch_s), "s"),
+        amount_text(statistics.median(one.next_epoch_s), "s"),
         _UNKNOWN if one.busy_cores is None else f"{one.busy_cores:.1f}",
         _UNKNOWN if one.busy_threads is None else str(one.busy_threads),
     )
@@ -193,7 +192,7 @@ def _pictures(measured: MeasuredLoader) -> Iterator[Picture]:
     shown = {one.reading: one for one in reads}.values()
     yield Picture(
         title="samples a second",
-        svg=bars(
+        svg=bar_chart(
             "Samples a second by the number of workers",
             "samples/s",
             [

@@ -11,8 +11,7 @@ from torchmuster.bench.report.report import Picture, Report, Table
 from torchmuster.bench.statistics import Estimate, estimate
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Bar, Curve, bars, lines
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Bar, Curve, amount_text, bar_chart, line_chart
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.catalogue import Gpu
 from torchmuster.plan.job import Work
@@ -336,8 +335,8 @@ def _of_peak(rates: Sequence[Rate], card: Gpu | None, name: str) -> Iterator[Fin
             why="nothing is faster than its peak: the figure of the catalogue is not this card's, or the "
             "measurement is wrong",
             fix="compare the peak with the maker's data sheet; until then trust no share and no MFU of it",
-            evidence=f"peak {amount(most.peak_flops_s or 0.0, 'FLOP/s')} ({card.source if card else ''}), "
-            f"measured {amount(most.flops_s.median, 'FLOP/s')}",
+            evidence=f"peak {amount_text(most.peak_flops_s or 0.0, 'FLOP/s')} ({card.source if card else ''}), "
+            f"measured {amount_text(most.flops_s.median, 'FLOP/s')}",
         )
         return
     if not known:
@@ -397,7 +396,9 @@ def _tables(answer: MatmulAnswer, rates: Sequence[Rate]) -> Iterator[Table]:
             title="all linear layers of one forward",
             head=("number type", "time"),
             rows=tuple(
-                (kind, amount(total_s(rates, kind), "s")) for kind in types_of(rates) if not both
+                (kind, amount_text(total_s(rates, kind), "s"))
+                for kind in types_of(rates)
+                if not both
             ),
             note="Shapes that were measured in all number types.",
         )
@@ -407,14 +408,14 @@ def _cell(rate: Rate | None) -> str:
     if rate is None:
         return "left out"
     share = "" if rate.share is None else f" ({rate.share:.0%})"
-    return f"{amount(rate.flops_s.median, 'FLOP/s')} ±{rate.flops_s.noise:.0%}{share}"
+    return f"{amount_text(rate.flops_s.median, 'FLOP/s')} ±{rate.flops_s.noise:.0%}{share}"
 
 
 def _pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
     if any(one.product.shape.layer for one in rates):
         yield Picture(
             title="rate by layer",
-            svg=bars(
+            svg=bar_chart(
                 f"Products of linear layers on {name}",
                 "FLOP/s",
                 [
@@ -432,7 +433,7 @@ def _pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
         return
     yield Picture(
         title="rate by size",
-        svg=lines(
+        svg=line_chart(
             f"Products of square matrices on {name}",
             Axis(title="rows and columns", log=True),
             Axis(title="rate", unit="FLOP/s", log=True),
@@ -443,7 +444,7 @@ def _pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
     if gains := speed_ups(rates):
         yield Picture(
             title="speed-up over the CPU",
-            svg=lines(
+            svg=line_chart(
                 f"{name} over the CPU of this machine, same number type",
                 Axis(title="rows and columns", log=True),
                 Axis(title="times as fast", log=True),

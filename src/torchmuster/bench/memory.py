@@ -10,8 +10,7 @@ from torchmuster.bench.record import Series
 from torchmuster.bench.report.report import Picture, Table
 from torchmuster.bench.statistics import estimate
 from torchmuster.decision import Decision
-from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Curve, Stack, amount_text, line_chart, stacked_chart
 from torchmuster.plan.job import Candidate, Recompute, Work
 from torchmuster.plan.proof.comparison import signed_percent
 from torchmuster.plan.record import TraceRecord, TraceRequest
@@ -369,7 +368,7 @@ def _row(
         more = signed_percent(took.median / plain.usual_s)
     return (
         *(way.name, str(way.blocks), format_bytes(way.peak_bytes), known),
-        *(amount(took.median, "s"), f"{took.noise * 100:.0f} %", less, more),
+        *(amount_text(took.median, "s"), f"{took.noise * 100:.0f} %", less, more),
     )
 
 
@@ -387,7 +386,9 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
     if bars:
         yield Picture(
             title="memory by stage",
-            svg=stacked("The peak of each stage, and what of it is there afterwards", "B", bars),
+            svg=stacked_chart(
+                "The peak of each stage, and what of it is there afterwards", "B", bars
+            ),
             caption=f"In {main.precision}"
             + "".join(f", and below the second step in {of.precision}" for of in others)
             + ". The second step is what all later ones are like.",
@@ -396,7 +397,7 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
     if len(curve) > 1:
         yield Picture(
             title="peak and time",
-            svg=lines(
+            svg=line_chart(
                 "Peak memory of a step over its time",
                 Axis(title="time of a step", unit="s"),
                 Axis(title="peak", unit="B"),

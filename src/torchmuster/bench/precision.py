@@ -14,8 +14,7 @@ from torchmuster.bench.stability import Course
 from torchmuster.bench.statistics import Estimate, estimate
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Bar, Curve, bars, lines
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Bar, Curve, amount_text, bar_chart, line_chart
 from torchmuster.plan.job import Work
 from torchmuster.units import format_bytes
 
@@ -347,7 +346,7 @@ def _table(
         rows.append(
             (
                 way.precision,
-                f"{amount(one.step_s.median, 's')} ±{one.step_s.noise:.0%}",
+                f"{amount_text(one.step_s.median, 's')} ±{one.step_s.noise:.0%}",
                 f"{one.gain:.2f}",
                 format_bytes(way.peak_bytes),
                 f"{one.memory_share:.0%}",
@@ -374,7 +373,7 @@ def _table(
 def _pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
     yield Picture(
         title="time of a step",
-        svg=bars(
+        svg=bar_chart(
             "Time of a training step",
             "s",
             [
@@ -383,7 +382,7 @@ def _pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
                     value=one.step_s.median,
                     low=one.step_s.low,
                     high=one.step_s.high,
-                    label=f"{amount(one.step_s.median, 's')} ({one.gain:.2f}x)",
+                    label=f"{amount_text(one.step_s.median, 's')} ({one.gain:.2f}x)",
                 )
                 for one in compared
             ],
@@ -392,7 +391,7 @@ def _pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
     )
     yield Picture(
         title="losses",
-        svg=lines(
+        svg=line_chart(
             "Losses from the same weights with the same data",
             Axis(title="step"),
             Axis(title="loss"),

@@ -26,8 +26,7 @@ from torchmuster.bench.scaling import (
 )
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import Axis, Curve, Stack, amount_text, line_chart, stacked_chart
 
 BENCH = "scaling"
 _GOOD_FORECAST = 0.15
@@ -195,7 +194,7 @@ def _outlook(one: ScalingForecast, seen: Sequence[Scaled]) -> Finding:
 
 
 def _rate(samples_s: float) -> str:
-    return amount(samples_s, "samples/s")
+    return amount_text(samples_s, "samples/s")
 
 
 def _speed_table(seen: Sequence[Scaled]) -> Table:
@@ -216,7 +215,7 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
                 one.mode,
                 str(one.ranks),
                 str(one.portion),
-                f"{amount(one.step_s.median, 's')} ± {one.step_s.noise:.0%}",
+                f"{amount_text(one.step_s.median, 's')} ± {one.step_s.noise:.0%}",
                 _rate(one.throughput.median),
                 f"{one.speed_up.median:.2f}",
                 f"{one.speed_up.low:.2f} to {one.speed_up.high:.2f}",
@@ -268,7 +267,7 @@ def _pictures(seen: Sequence[Scaled], checks: Sequence[CheckedForecast]) -> Iter
     curves.append(Curve(name="ideal", points=[(1, 1), (most, most)], dashed=True))
     yield Picture(
         title="Speed-up",
-        svg=lines(
+        svg=line_chart(
             "Speed-up over one rank", Axis(title="ranks"), Axis(title="times as fast"), curves
         ),
         caption="The nearer to the dashed line, the more of each further rank arrives. Bars are 95 % "
@@ -276,7 +275,7 @@ def _pictures(seen: Sequence[Scaled], checks: Sequence[CheckedForecast]) -> Iter
     )
     yield Picture(
         title="Where the time goes",
-        svg=stacked(
+        svg=stacked_chart(
             "Where a step's time goes",
             "%",
             [

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torchmuster.bench.report.report import Picture, Table
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Curve, lines
+from torchmuster.pages.charts import Axis, Curve, line_chart
 
 Case = Literal["large losses", "large activations"]
 CASES: tuple[Case, ...] = ("large losses", "large activations")
@@ -123,7 +123,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
             continue
         yield Picture(
             title=f"losses of {case}",
-            svg=lines(
+            svg=line_chart(
                 f"A model with {case}, in each precision",
                 Axis(title="step"),
                 Axis(title="loss"),
@@ -139,7 +139,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
     if scaled:
         yield Picture(
             title="loss scale of fp16",
-            svg=lines(
+            svg=line_chart(
                 "fp16's loss scale: halved when a gradient overflows, doubled after steps without",
                 Axis(title="step"),
                 Axis(title="scale", log=True),

@@ -8,18 +8,38 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from torchmuster.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, name_in_adapter
-from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, MOST_BYTES, Chunk, Index
 from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.tensor_file import head, read_head
+from torchmuster.checkpoints.tensor_file import (
+    ELEMENT_BYTES,
+    INDEX,
+    MOST_BYTES,
+    Chunk,
+    Index,
+    file_head,
+    read_file_head,
+)
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.units import format_bytes
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# peft's name for the only adapter of a model, which is not in its files.
+_DEFAULT = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
+
+
+def name_in_adapter(name: str) -> str | None:
+    """Return the name that a weight of a model with LoRA has in peft's file; None for one of the base model."""
+    if ".lora_" not in name:
+        return None
+    return _DEFAULT.sub(r"\1", name)
+
 
 _MODEL = "model."
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
@@ -217,7 +237,7 @@ def _write_heads(folder: Path, files: Mapping[str, list[str]], index: Index) -> 
         # By size of elements, so that each tensor lies at a multiple of its own, as readers want it.
         names = sorted(unsorted, key=lambda one: -ELEMENT_BYTES[index.tensors[one].dtype])
         described = [(one, index.tensors[one].dtype, index.tensors[one].shape) for one in names]
-        beginning = head(described, metadata={"format": "pt"})
+        beginning = file_head(described, metadata={"format": "pt"})
         end = len(beginning)
         for one in names:
             places[one] = _Place(file=file, begin=end)
@@ -244,7 +264,7 @@ def _copy_chunks(
     for source, chunks in sorted(by_source.items()):
         try:
             with store.open(name, source) as stream:
-                entries = read_head(stream, sizes.get(source, 0))
+                entries = read_file_head(stream, sizes.get(source, 0))
                 for tensor, chunk in sorted(chunks, key=lambda one: entries[one[1].key].begin):
                     stored = index.tensors[tensor]
                     entry = entries[chunk.key]
@@ -300,7 +320,7 @@ def _exported(folder: Path) -> Exported:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with file.open("rb") as stream:
-            entries = read_head(stream, file.stat().st_size)
+            entries = read_file_head(stream, file.stat().st_size)
         tensors += len(entries)
         size_bytes += sum(one.end - one.begin for one in entries.values())
     others = sorted(one.name for one in folder.iterdir() if ".safetensors" not in one.name)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
+from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, names_in_order
 
 # How file systems say that a folder cannot be synchronised (some shared ones cannot).
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
@@ -33,7 +33,7 @@ class FolderStore:
         """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
         try:
             with os.scandir(self._folder) as entries:
-                return in_order([one.name for one in entries if one.is_dir()])
+                return names_in_order([one.name for one in entries if one.is_dir()])
         except FileNotFoundError:
             return []
 

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from torchmuster.checkpoints.store import MARKER as MARKER  # who reads manifests looks for it here
-from torchmuster.checkpoints.store import Store, is_file_name, read_small, step_of
-from torchmuster.checkpoints.strict_json import decode
+from torchmuster.checkpoints.store import Store, decode_strictly, is_file_name, read_small, step_of
 from torchmuster.errors import MusterError
 from torchmuster.redaction import harmless
 
@@ -83,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def from_json(cls, text: bytes) -> "Manifest":
         """Read a manifest strictly; raises :class:`UnreadableManifest` or :class:`ForeignVersion`."""
         try:
-            content = decode(text, dict[str, Any])
+            content = decode_strictly(text, dict[str, Any])
         except ValueError as error:
             raise UnreadableManifest(f"it is not JSON as expected: {error}") from None
         version = content.pop("format", None)
@@ -169,7 +168,7 @@ def sha256_of(
     return digest.hexdigest()
 
 
-def commit(store: Store, manifest: Manifest) -> Manifest:
+def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
     """Make a checkpoint of the files: write its marker. Return the manifest as it was written.
 
     All files have to be seen from here: ranks that write to disks of their own have not saved anything.
@@ -184,7 +183,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
             why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from here",
             fix="save to a folder that all machines share, or to object storage",
         )
-    newest = max((one.serial for one in committed(store)), default=0)
+    newest = max((one.serial for one in is_committed(store)), default=0)
     manifest = msgspec.structs.replace(manifest, serial=newest + 1)
     write_file(store, manifest.name, MARKER, [manifest.to_json()])
     return manifest
@@ -207,7 +206,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     return manifest
 
 
-def committed(store: Store) -> list[Manifest]:
+def is_committed(store: Store) -> list[Manifest]:
     """Return the manifests that can be read, the newest first. Their files are not looked at."""
     manifests = []
     for name in store.names():

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 from fsspec.core import url_to_fs
 
-from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
+from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, names_in_order
 from torchmuster.errors import MusterError
 from torchmuster.redaction import redact_text
 
@@ -42,7 +42,7 @@ class ObjectStore:
 
     def names(self) -> list[str]:
         """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
-        return in_order([one.rsplit("/", 1)[-1] for one in self._listed(self._root)])
+        return names_in_order([one.rsplit("/", 1)[-1] for one in self._listed(self._root)])
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:

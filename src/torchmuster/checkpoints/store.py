@@ -6,7 +6,9 @@ what somebody wrote into a manifest cannot name a file elsewhere.
 
 import re
 from contextlib import AbstractContextManager
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
+
+import msgspec
 
 from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless
@@ -80,7 +82,7 @@ def checked_file(file: str) -> str:
     return file
 
 
-def in_order(names: list[str]) -> list[str]:
+def names_in_order(names: list[str]) -> list[str]:
     """Return those that are names of checkpoints, in the order of their steps."""
     steps = {one: step_of(one) for one in names}
     return sorted(
@@ -97,3 +99,14 @@ def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
             if len(content) > most_bytes:
                 raise ValueError(f"{file} is larger than {most_bytes} bytes")
     return bytes(content)
+
+
+T = TypeVar("T")
+
+
+def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Read JSON of exactly this type; ValueError says what is wrong with it."""
+    try:
+        return msgspec.json.decode(text, type=kind, strict=True)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(harmless(str(error))) from None

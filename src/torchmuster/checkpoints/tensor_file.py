@@ -7,19 +7,116 @@ The format is 8 bytes for the length of the head, the head as JSON, then the ten
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
+from msgspec import Meta
 
-from torchmuster.checkpoints.index import ELEMENT_BYTES, Extents
-from torchmuster.checkpoints.strict_json import decode
+from torchmuster.checkpoints.store import decode_strictly, is_file_name
 from torchmuster.redaction import harmless
+
+INDEX = "index.json"
+# What a thousand ranks with a thousand sharded tensors each write is a third of it.
+MOST_BYTES = 2**30
+
+# The types of safetensors that torch has too, with the size of an element in bytes.
+ELEMENT_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+_Extent = Annotated[int, Meta(ge=0, le=2**53)]
+Extents = Annotated[tuple[_Extent, ...], Meta(max_length=64)]
+_Name = Annotated[str, Meta(max_length=2000)]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a tensor: where it begins within the tensor, its shape, and where it is stored."""
+
+    offset: Extents
+    shape: Extents
+    file: _Name
+    key: _Name
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor; ``dtype`` is the word that safetensors has for it, such as F32, BF16 or I64."""
+
+    dtype: str
+    shape: Extents
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All tensors by name. ``tied`` tells other names of the same tensor: name -> name in ``tensors``."""
+
+    tensors: Mapping[_Name, StoredTensor]
+    tied: Mapping[_Name, _Name] = {}
+
+    def to_json(self) -> bytes:
+        """Return the index as a file's content."""
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Index":
+        """Read an index strictly; ValueError says what is wrong with it."""
+        try:
+            index = decode_strictly(text, cls)
+        except ValueError as error:
+            raise ValueError(f"{INDEX} cannot be read: {error}") from None
+        for name, tensor in index.tensors.items():
+            problem = _problem(tensor)
+            if problem:
+                raise ValueError(f"{INDEX}: {harmless(name)[:200]} {problem}")
+        for name, other in index.tied.items():
+            if other not in index.tensors:
+                raise ValueError(f"{INDEX}: {harmless(name)[:200]} is tied to what is not there")
+        return index
+
+
+def _problem(tensor: StoredTensor) -> str:
+    """Say what is wrong with a tensor's description, if anything is."""
+    if tensor.dtype not in ELEMENT_BYTES:
+        return f"is of an unknown type, {harmless(tensor.dtype)[:40]!r}"
+    covered = 0
+    for chunk in tensor.chunks:
+        if not is_file_name(chunk.file):
+            return f"is said to be in {harmless(chunk.file)[:100]!r}, which is not a file's name"
+        places = zip(chunk.offset, chunk.shape, tensor.shape, strict=False)
+        if not len(chunk.offset) == len(chunk.shape) == len(tensor.shape) or any(
+            begin + extent > end for begin, extent, end in places
+        ):
+            return "has a piece that lies outside of it"
+        covered += math.prod(chunk.shape)
+    if covered != math.prod(tensor.shape):
+        return f"has {math.prod(tensor.shape)} elements, its pieces have {covered}"
+    return ""
+
 
 # The same as in the safetensors package.
 _MOST_HEAD_BYTES = 100_000_000
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of a file; ``begin`` and ``end`` are counted from the file's beginning."""
 
     dtype: str
@@ -34,7 +131,7 @@ class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def head(
+def file_head(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -51,22 +148,22 @@ def head(
     return len(text).to_bytes(8, "little") + text
 
 
-def read_head(stream: BinaryIO, size_bytes: int) -> dict[str, Entry]:
+def read_file_head(stream: BinaryIO, size_bytes: int) -> dict[str, FileEntry]:
     """Read which tensors a file has, and where; ValueError if it is not such a file, or has bytes too few."""
     stream.seek(0)
     length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= min(_MOST_HEAD_BYTES, size_bytes - 8):
         raise ValueError("it does not begin as a safetensors file")
     try:
-        content = decode(stream.read(length), dict[str, msgspec.Raw])
+        content = decode_strictly(stream.read(length), dict[str, msgspec.Raw])
         content.pop("__metadata__", None)
-        written = {key: decode(one, _Written) for key, one in content.items()}
+        written = {key: decode_strictly(one, _Written) for key, one in content.items()}
     except ValueError as error:
         raise ValueError(f"its head cannot be read: {error}") from None
     return {key: _placed(key, one, 8 + length, size_bytes) for key, one in written.items()}
 
 
-def _placed(key: str, written: _Written, start: int, size_bytes: int) -> Entry:
+def _placed(key: str, written: _Written, start: int, size_bytes: int) -> FileEntry:
     begin, end = (start + one for one in written.data_offsets)
     element_bytes = ELEMENT_BYTES.get(written.dtype)
     if element_bytes is None:
@@ -75,4 +172,4 @@ def _placed(key: str, written: _Written, start: int, size_bytes: int) -> Entry:
         raise ValueError(f"{harmless(key)[:200]} is said to lie outside of the file")
     if math.prod(written.shape) * element_bytes != end - begin:
         raise ValueError(f"{harmless(key)[:200]} has a shape that does not fit its size")
-    return Entry(dtype=written.dtype, shape=written.shape, begin=begin, end=end)
+    return FileEntry(dtype=written.dtype, shape=written.shape, begin=begin, end=end)

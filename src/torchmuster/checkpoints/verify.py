@@ -1,5 +1,6 @@
 """Whether a checkpoint is what was written, and which is the newest that is."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ from torchmuster.checkpoints.manifest import (
     ForeignVersion,
     Manifest,
     UnreadableManifest,
-    committed,
+    is_committed,
     read_manifest,
     sha256_of,
 )
 from torchmuster.checkpoints.store import MARKER, Store, step_of
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 
 _FIX = "delete it and use an older one, as a run does by itself; if nobody changed it, examine the disk"
@@ -23,7 +25,7 @@ def _not_said(count: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CheckpointState:
     """The newest good checkpoint, and what was wrong with those that were passed over."""
 
     name: str
@@ -31,7 +33,7 @@ class Found:
     rejected: tuple[Finding, ...] = ()
 
 
-def verify(
+def verify_checkpoint(
     store: Store, name: str, *, on_bytes: Callable[[int], None] = _not_said
 ) -> list[Finding]:
     """Read every file of a checkpoint; [] if each is what was written. ``on_bytes`` hears of each piece."""
@@ -41,14 +43,14 @@ def verify(
 def _verified(
     store: Store, name: str, on_bytes: Callable[[int], None]
 ) -> tuple[Manifest | None, list[Finding]]:
-    manifest, findings = look(store, name)
+    manifest, findings = look_at_checkpoint(store, name)
     if manifest is not None and not findings:
         for file, record in manifest.files.items():
             findings += verify_file(store, name, file, record, on_bytes=on_bytes)
     return manifest, findings
 
 
-def look(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
+def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
     """Read the manifest and compare the files' sizes, which is quick; no findings: it looks good."""
     try:
         manifest = read_manifest(store, name)
@@ -92,7 +94,7 @@ def verify_file(
     return []
 
 
-def newest_good(store: Store, *, at_most_step: int | None = None) -> Found | None:
+def newest_good(store: Store, *, at_most_step: int | None = None) -> CheckpointState | None:
     """Return the newest checkpoint of which every file is what was written; None if there is none.
 
     What is newer and is not good comes with it as findings; nothing is passed over in silence.
@@ -101,14 +103,14 @@ def newest_good(store: Store, *, at_most_step: int | None = None) -> Found | Non
     for name in newest_first(store, at_most_step=at_most_step):
         manifest, findings = _verified(store, name, _not_said)
         if manifest is not None and not findings:
-            return Found(name=name, manifest=manifest, rejected=tuple(rejected))
+            return CheckpointState(name=name, manifest=manifest, rejected=tuple(rejected))
         rejected += findings
     return None
 
 
 def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
     """Return all names, the one saved last first; one whose marker tells nothing, before all of smaller steps."""
-    serials = {one.name: one.serial for one in committed(store)}
+    serials = {one.name: one.serial for one in is_committed(store)}
     order, latest = [], 0
     for name in store.names():
         step = step_of(name) or 0
@@ -121,7 +123,7 @@ def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
 
 def committed_steps(store: Store) -> list[int]:
     """Return the steps of all committed checkpoints, the smallest first; their files are not read."""
-    return sorted(one.step for one in committed(store))
+    return sorted(one.step for one in is_committed(store))
 
 
 def _unfinished(store: Store, name: str) -> Finding:
@@ -188,3 +190,53 @@ def _foreign(store: Store, name: str, why: str) -> Finding:
         fix="install the version that wrote it, or use an older checkpoint",
         evidence=f"{store.where}/{name}/{MARKER}",
     )
+
+
+def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[str]:
+    """Delete all but the newest ``keep`` checkpoints, and what older saves left unfinished.
+
+    Nothing is deleted before a good one is found, from the newest on; what is newer than that is left for people
+    to look at. A good one is one whose files were all read; of ``just_committed``, whose files this process
+    read back as it wrote them, only the sizes are compared again. Returns what was deleted; what cannot be
+    deleted stays, and the next time it is tried again.
+    """
+    if keep < 1:
+        raise ValueError("at least one checkpoint is kept")
+    manifests = is_committed(store)
+    good = next((one for one in manifests if _is_good(store, one, just_committed)), None)
+    if good is None:
+        return []
+    older = manifests[manifests.index(good) + 1 :]
+    doomed = [one.name for one in older[keep - 1 :]] + _unfinished_names(store, good)
+    return [name for name in doomed if _deleted(store, name)]
+
+
+def sweep_unfinished(store: Store) -> list[str]:
+    """Delete all that has no marker: only for who alone saves there, and does not save now."""
+    return [name for name in _without_marker(store) if _deleted(store, name)]
+
+
+def _is_good(store: Store, manifest: Manifest, just_committed: str) -> bool:
+    if manifest.name == just_committed:
+        return not look_at_checkpoint(store, manifest.name)[1]
+    return not verify_checkpoint(store, manifest.name)
+
+
+def _unfinished_names(store: Store, good: Manifest) -> list[str]:
+    """Return those without a marker that a later save has made useless."""
+    return [name for name in _without_marker(store) if (step_of(name) or 0) <= good.step]
+
+
+def _without_marker(store: Store) -> list[str]:
+    return [
+        name
+        for name in store.names()
+        if any(one.name == "checkpoint-unfinished" for one in look_at_checkpoint(store, name)[1])
+    ]
+
+
+def _deleted(store: Store, name: str) -> bool:
+    with contextlib.suppress(OSError, MusterError):
+        store.delete(name)
+        return True
+    return False

@@ -70,7 +70,7 @@ def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
     from torchmuster.devices.model import label_all
     from torchmuster.devices.visibility import visible
 
-    seen = visible(snapshot.take().accelerators, os.environ).devices
+    seen = visible(snapshot.take_snapshot().accelerators, os.environ).devices
     if options.device == "gpu" and not seen:
         raise Impossible(
             "asked to measure on a GPU",
@@ -123,3 +123,13 @@ def new_folder(bench: str) -> Path:
         number += 1
         folder = Path(f"{stem}-{number}")
     return folder
+
+
+_MOST = 10**7  # more is a slip of the hand
+
+
+def size(text: str) -> int:
+    """Return a size; what is none is refused with an example."""
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 1024")
+    return int(text)

@@ -121,7 +121,9 @@ def _sees_gpus(spec: JobSpec) -> bool:
     from torchmuster.devices import snapshot
     from torchmuster.devices.visibility import visible
 
-    return spec.device != "cpu" and bool(visible(snapshot.take().accelerators, os.environ).devices)
+    return spec.device != "cpu" and bool(
+        visible(snapshot.take_snapshot().accelerators, os.environ).devices
+    )
 
 
 def examine(
@@ -162,13 +164,13 @@ def _tell(
     from torchmuster.diagnose import report
     from torchmuster.diagnose.result import headline
 
-    report.write(run.path, result)
+    report.write_check_report(run.path, result)
     if as_json:
-        output.print_json(report.as_json(result))
+        output.print_json(report.check_json(result))
     elif shown:
         width = shutil.get_terminal_size().columns
-        print(report.text(result, width=width, colour=output.wants_colour(sys.stdout)))
+        print(report.check_text(result, width=width, colour=output.wants_colour(sys.stdout)))
         took = format_seconds(result.seconds)
         print(f"\n{headline(result)}, in {took}; report: {html or run.report}")
     if html is not None:
-        html.write_text(report.page(result), encoding="utf-8")
+        html.write_text(report.check_page(result), encoding="utf-8")

@@ -1,23 +1,152 @@
 """``muster checkpoint``: what was saved, whether it is whole, and its weights as a folder for others."""
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from torchmuster.checkpoints.adapters import ADAPTER_CONFIG
-from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
 from torchmuster.checkpoints.manifest import Manifest
-from torchmuster.checkpoints.store import step_of
-from torchmuster.checkpoints.verify import look, verify
-from torchmuster.cli import export_check, output, parsers
-from torchmuster.cli.checkpoint_places import Meant, meant_by
-from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.checkpoints.places import open_store, place_of
+from torchmuster.checkpoints.store import Store, step_of
+from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
+from torchmuster.cli import output, parsers
+from torchmuster.config.resolve import resolve_settings
+from torchmuster.config.settings import Settings
+from torchmuster.errors import ConfigError, ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
+from torchmuster.runfolder import RunFolder, find
 from torchmuster.units import format_bytes, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meant:
+    """A store, one of its checkpoints if one was named, and the run if they are a run's."""
+
+    store: Store
+    wanted: str = ""
+    run: RunFolder | None = None
+
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints that are meant, the newest first."""
+        names = newest_first(self.store)
+        if not self.wanted:
+            return names
+        step = int(self.wanted) if self.wanted.isdecimal() and len(self.wanted) < 16 else None
+        chosen = [
+            one
+            for one in names
+            if one == self.wanted or (step is not None and step_of(one) == step)
+        ]
+        if not chosen:
+            known = ", ".join(names[:5])
+            raise Impossible(
+                f"there is no checkpoint {harmless(self.wanted)!r} in {self.store.where}",
+                why=f"the newest are: {known}" if known else "there is none at all",
+                fix="give a name, or the number of a step: muster checkpoint ls shows them",
+            )
+        return chosen
+
+    def model_files(self) -> Path | None:
+        """Return the folder with what belongs to the run's model next to its weights, if the run has one."""
+        return self.run.model if self.run is not None and self.run.model.is_dir() else None
+
+    def is_own_model(self) -> bool:
+        """Say whether the weights are of a model that the user's code builds, which alone knows their names."""
+        settings = _settings_of(self.run) if self.run is not None else None
+        if settings is None:
+            return False
+        return settings.model.build is not None and settings.model.lora_rank is None
+
+    def dtype(self) -> str:
+        """Return the dtype that the run holds the weights of its base model in."""
+        settings = _settings_of(self.run) if self.run is not None else None
+        return (settings.model.torch_dtype if settings else None) or "float32"
+
+
+def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
+    """Find what is meant by a run's id or folder, a folder, a URL, or one checkpoint's own folder or name."""
+    if step_of(place) is not None and not wanted:
+        place, wanted = "last", place
+    parent, _, last = place.rstrip("/").rpartition("/")
+    if parent and step_of(last) is not None:
+        place, wanted = parent, last
+    if "://" in place:
+        return Meant(store=open_store(place), wanted=wanted)
+    folder = Path(place)
+    if folder.is_dir() and not RunFolder(folder).marker.is_file():
+        return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
+    run = find(place, runs)
+    settings = _settings_of(run)
+    given = settings.checkpoint.folder if settings else None
+    return Meant(store=open_store(place_of(run, given)), wanted=wanted, run=run)
+
+
+def _run_above(folder: Path) -> RunFolder | None:
+    run = RunFolder(folder.absolute().parent)
+    return run if run.marker.is_file() else None
+
+
+def _settings_of(run: RunFolder) -> Settings | None:
+    """Return the settings that a run was started with; a script of one's own has none."""
+    if not run.config.is_file():
+        return None
+    try:
+        return resolve_settings(file=run.config).settings
+    except ConfigError:  # of another version; its checkpoints may be readable all the same
+        return None
+
+
+_PROGRAM = "torchmuster.worker.exported"
+# Nothing is fetched, and progress bars belong to whoever loads the model for use.
+_SURROUNDINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def check_export(folder: Path) -> str:
+    """Raise an error if the folder would load wrong weights; return why that is not known here, or nothing."""
+    return _ask(folder, [])
+
+
+def merge(folder: Path, *, dtype: str) -> None:
+    """Put the whole model in the place of a LoRA adapter; raise an error if that cannot be done here."""
+    unchecked = _ask(folder, ["--merge", "--dtype", dtype])
+    if unchecked:
+        raise MusterError(
+            "the adapter cannot be merged here",
+            why=unchecked,
+            fix="export it without --merge, or run this where the base model, transformers and peft are",
+        )
+
+
+def _ask(folder: Path, flags: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", _PROGRAM, str(folder), *flags],
+        env={**os.environ, **_SURROUNDINGS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return f"the check ended with exit code {done.returncode}: {last}"
+    if "what" in answer:
+        raise MusterError(answer["what"], why=answer["why"], fix=answer["fix"])
+    return str(answer.get("unchecked", ""))
+
 
 _SAID_EVERY_S = 5.0
 
@@ -96,7 +225,7 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     meant = _place(options)
-    rows = [(name, *look(meant.store, name)) for name in meant.names()]
+    rows = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
     if options.json:
         output.print_json([_as_json(*row) for row in rows])
         return ExitCode.GOOD
@@ -160,8 +289,10 @@ def _verify(options: argparse.Namespace) -> int:
     meant = _place(options)
     rows = []
     for name in meant.names():
-        manifest, _ = look(meant.store, name)
-        findings = verify(meant.store, name, on_bytes=_Progress(f"{name}: read", manifest))
+        manifest, _ = look_at_checkpoint(meant.store, name)
+        findings = verify_checkpoint(
+            meant.store, name, on_bytes=_Progress(f"{name}: read", manifest)
+        )
         rows.append((name, manifest, findings))
         if not options.json:
             _show_verdict(name, manifest, findings)
@@ -195,17 +326,17 @@ def _export(options: argparse.Namespace) -> int:
             fix="leave out --merge, or give a LoRA run",
         )
     name = _good_one(meant)
-    manifest, _ = look(meant.store, name)
+    manifest, _ = look_at_checkpoint(meant.store, name)
     unchecked = ""
 
     def finish(folder: Path) -> None:
         nonlocal unchecked
         if options.merge:
             output.say("adding the adapter to the base model's weights")
-            export_check.merge(folder, dtype=meant.dtype())
+            merge(folder, dtype=meant.dtype())
         elif any((folder / one).is_file() for one in ("config.json", ADAPTER_CONFIG)):
             output.say("checking the export with the library that loads it")
-            unchecked = export_check.check(folder)
+            unchecked = check_export(folder)
 
     done = export_weights(
         meant.store,
@@ -240,8 +371,10 @@ def _good_one(meant: Meant) -> str:
     """Return the checkpoint to export, all of it read and found good; say which ones were not."""
     names = meant.names()
     for name in names:
-        manifest, _ = look(meant.store, name)
-        findings = verify(meant.store, name, on_bytes=_Progress(f"{name}: read", manifest))
+        manifest, _ = look_at_checkpoint(meant.store, name)
+        findings = verify_checkpoint(
+            meant.store, name, on_bytes=_Progress(f"{name}: read", manifest)
+        )
         if not findings:
             return name
         output.show_findings(findings, sys.stderr)

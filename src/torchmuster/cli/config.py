@@ -8,7 +8,7 @@ from pathlib import Path
 from torchmuster.cli import output, parsers
 from torchmuster.config import fields
 from torchmuster.config.layers import Flag, Source, Strength, variable_name
-from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.errors import ExitCode
 from torchmuster.redaction import printable, redact_mapping
 
@@ -96,7 +96,7 @@ def settings_from(options: argparse.Namespace) -> Resolved:
     if options.gpu_ids is not None:
         text = ",".join(options.gpu_ids)
         flags.append(Flag(flag="--gpu-ids", path="distributed.gpu_ids", text=text))
-    return resolve(file=options.config, environment=os.environ, flags=flags)
+    return resolve_settings(file=options.config, environment=os.environ, flags=flags)
 
 
 def _show(options: argparse.Namespace) -> ExitCode:
@@ -138,7 +138,7 @@ def _source(path: str, source: Source, colour: bool) -> str:
 
 
 def _check(options: argparse.Namespace) -> ExitCode:
-    resolved = resolve(file=options.file)
+    resolved = resolve_settings(file=options.file)
     given = sum(source.strength is Strength.FILE for source in resolved.sources.values())
     total = len(fields.leaves())
     if options.json:
@@ -149,7 +149,7 @@ def _check(options: argparse.Namespace) -> ExitCode:
 
 
 def _schema(_: argparse.Namespace) -> ExitCode:
-    from torchmuster.config.schema import json_schema
+    from torchmuster.config.written import json_schema
 
     output.print_json(json_schema())
     return ExitCode.GOOD

@@ -51,9 +51,11 @@ def _run(options: argparse.Namespace) -> ExitCode:
 
 
 def _explain(options: argparse.Namespace) -> ExitCode:
-    from torchmuster.known_errors.as_finding import findings_of
+    from torchmuster.known_errors.explain import explanations_as_findings
 
-    findings = findings_of(sys.stdin.read() if options.explain == "-" else options.explain)
+    findings = explanations_as_findings(
+        sys.stdin.read() if options.explain == "-" else options.explain
+    )
     if options.json:
         output.print_json({"findings": [one.as_json() for one in findings]})
     else:
@@ -63,7 +65,7 @@ def _explain(options: argparse.Namespace) -> ExitCode:
 
 def _list(only: Sequence[str]) -> ExitCode:
     from torchmuster.diagnose.check import Cost
-    from torchmuster.diagnose.examination import chosen_of
+    from torchmuster.diagnose.host_checks import chosen_of
     from torchmuster.diagnose.machine.all_checks import by_subject
 
     for subject, checks in by_subject(only).items():
@@ -77,7 +79,7 @@ def _list(only: Sequence[str]) -> ExitCode:
 
 def _examine(options: argparse.Namespace) -> ExitCode:
     from torchmuster.diagnose.check import Check, Cost, Surroundings
-    from torchmuster.diagnose.examination import examine
+    from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine.all_checks import by_subject
 
     def still_waiting(checks: Sequence[Check]) -> None:
@@ -87,7 +89,7 @@ def _examine(options: argparse.Namespace) -> ExitCode:
     began = time.monotonic()
     subjects = by_subject(options.only)
     subject_of = {check.name: name for name, checks in subjects.items() for check in checks}
-    examined = examine(
+    examined = run_checks(
         Surroundings(),
         [check for checks in subjects.values() for check in checks],
         at_most=Cost.SECONDS if options.deep else Cost.INSTANT,

@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from torchmuster.devices import snapshot
     from torchmuster.monitor.collecting.collector import Collector
-    from torchmuster.monitor.exposition import exposition
+    from torchmuster.monitor.metric import exposition
     from torchmuster.monitor.serving import serving
 
     with contextlib.ExitStack() as stack:
-        look = stack.enter_context(snapshot.listening())
+        look = stack.enter_context(snapshot.listening_to_events())
         collector = Collector(options.runs, look, all_ranks=options.all_ranks)
         text, _ = exposition(collector.samples(), "")  # what is missing shows now
         if options.once:

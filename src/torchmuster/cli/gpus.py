@@ -1,18 +1,229 @@
 """``muster gpus``: the accelerators of this machine, who uses them, how they are joined."""
 
 import argparse
+import dataclasses
+import math
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torchmuster.cli import gpus_pick, output, parsers
+from torchmuster.cli import output, parsers
+from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
 from torchmuster.devices.claims import Claims
-from torchmuster.devices.model import Node
+from torchmuster.devices.model import Device, Node
 from torchmuster.devices.readers import nvml
-from torchmuster.devices.request import Claim
-from torchmuster.devices.visibility import visible
-from torchmuster.errors import ExitCode
+from torchmuster.devices.request import Claim, DeviceRequest
+from torchmuster.devices.visibility import variables_for, visible
+from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.finding import exit_code
+from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from torchmuster.devices.acquire import HeldDevices
+
+# While waiting, somebody is told what stands in the way at least this often.
+_REPORT_EVERY_S = 9.0
+
+
+def add_parser(actions: Any) -> None:
+    """Add ``pick`` to the actions of ``muster gpus``."""
+    parser = parsers.add_action(
+        actions,
+        "pick",
+        "choose GPUs and print their UUIDs, or run a command on them",
+        usage="muster gpus pick [options] [-- command …]",
+        more="A command after -- is run on the GPUs, and holds them against everybody else who picks\n"
+        "for as long as it runs. GPUs on which others compute are passed over unless --share is given.",
+        examples=[
+            "muster gpus pick --num 2 --min-free 30GiB -- torchrun --nproc-per-node 2 train.py",
+            "muster gpus pick --num 4 --wait 2h -- python train.py    wait two hours at most",
+            "muster gpus pick --for-model 14GB        as many as training a 7B model in bf16 takes",
+            "gpus=$(muster gpus pick --num 2) && export CUDA_VISIBLE_DEVICES=$gpus",
+        ],
+    )
+    parser.add_argument(
+        "--num", type=_count, metavar="N", help="how many (default: 1, or all --gpu-ids)"
+    )
+    parser.add_argument("--gpu-ids", nargs="+", metavar="ID", help="from these: numbers or UUIDs")
+    parser.add_argument("--min-free", type=_size, metavar="SIZE", help="memory free on each: 30GiB")
+    parser.add_argument(
+        "--min-total", type=_size, metavar="SIZE", help="memory of each in all: 40GiB"
+    )
+    parser.add_argument(
+        "--for-model", type=_size, metavar="SIZE", help="as many as train weights of this size"
+    )
+    parser.add_argument("--share", action="store_true", help="also GPUs on which others compute")
+    parser.add_argument(
+        "--wait",
+        nargs="?",
+        type=_duration,
+        const=math.inf,
+        default=0.0,
+        metavar="TIME",
+        help="wait until they are free, for at most 10m, 2h, … if given",
+    )
+    # Left alone where it is not given: ``muster gpus --json pick`` has said it already.
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, for programs"
+    )
+    parser.set_defaults(run=_run_pick, command=None)
+
+
+def _run_pick(options: argparse.Namespace) -> int:
+    # Imported on use: plain ``muster gpus`` needs none of it.
+    from torchmuster.devices.acquire import acquire_devices
+    from torchmuster.devices.choose import choose_devices
+
+    if options.command == []:
+        raise Impossible("there is nothing to run after --", fix="give a command, or leave -- out")
+    if options.watch:
+        raise Impossible("--watch shows GPUs and picks none", fix="leave out --watch, or pick")
+    claims = Claims.here(os.environ)
+    request, story = _request(options, claims)
+    if not options.command and not options.wait:  # nothing is taken, so nothing needs to be locked
+        node = snapshot.take_snapshot_with_history()
+        taken = claims.glance(one.uuid for one in node.accelerators).in_the_way
+        decision = choose_devices(node, request, environment=os.environ, claims=taken)
+        return _print(decision, story, options.json)
+    held = acquire_devices(
+        claims,
+        snapshot.take_snapshot_with_history,
+        request,
+        environment=os.environ,
+        wait_s=options.wait,
+        on_wait=_reporter(request),
+        command=options.command or None,
+    )
+    if options.command:
+        return _become(options.command, held, story)
+    held.release()
+    return _print(held.decision, story, options.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Story:
+    """Why a request is what it is, where it was made from a model's size."""
+
+    strategy: str | None = None
+    words: str = ""
+
+
+def _request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRequest, _Story]:
+    request = DeviceRequest(
+        ids=None if options.gpu_ids is None else _ids(options.gpu_ids),
+        count=options.num,
+        min_free_bytes=options.min_free,
+        min_total_bytes=options.min_total,
+        share=options.share,
+    )
+    if options.for_model is not None:
+        from torchmuster.devices.for_model import shape_for_model
+
+        node = snapshot.take_snapshot_with_history()
+        shape = shape_for_model(
+            node,
+            options.for_model,
+            request,
+            environment=os.environ,
+            claims=claims.glance(one.uuid for one in node.accelerators).in_the_way,
+        )
+        story = _Story(strategy=shape.value.strategy, words=f"{shape.reason}; ")
+        return shape.value.request, story
+    if request.ids is None and request.count is None:
+        request = dataclasses.replace(request, count=1)
+    return request, _Story()
+
+
+def _ids(words: Sequence[str]) -> tuple[str, ...]:
+    """Take ``0 2`` and ``0,2`` alike."""
+    return tuple(one for word in words for one in word.split(",") if one)
+
+
+def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool) -> int:
+    variables = variables_for(decision.value)
+    reason = story.words + decision.reason
+    if as_json:
+        devices = [
+            {"number": one.number, "uuid": one.uuid, "name": one.name} for one in decision.value
+        ]
+        answer = {"devices": devices, "environment": variables, "strategy": story.strategy}
+        output.print_json({**answer, "reason": reason})
+        return ExitCode.GOOD
+    output.say(reason)
+    output.say("not claimed: to hold them for a run, put the command after --")
+    # Where the vendor's variable takes no UUIDs, what it does take.
+    print(next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value))
+    return ExitCode.GOOD
+
+
+def _become(command: list[str], held: "HeldDevices", story: _Story) -> int:
+    """Turn into the command: its signals and exit code are its own, and the claim lives with it."""
+    environment = _changed(os.environ, variables_for(held.decision.value))
+    output.say(story.words + held.decision.reason)
+    held.hand_over(environment)
+    sys.stdout.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and programs inherit that
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        held.release()
+        raise Impossible(
+            f"cannot run {command[0]!r}",
+            why=error.strerror or str(error),
+            fix="check the command after --",
+        ) from error
+
+
+def _changed(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    merged = {**environment, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _reporter(request: DeviceRequest) -> Callable[[MusterError], None]:
+    """Return what to do at each vain try: say at once, and then regularly, what is in the way."""
+    started = time.monotonic()
+    last_said = -math.inf
+
+    def report(error: MusterError) -> None:
+        nonlocal last_said
+        now = time.monotonic()
+        if now - last_said >= _REPORT_EVERY_S:
+            last_said = now
+            waited = format_seconds(now - started)
+            output.say(f"waiting for {request} ({waited}): {error.why}")
+
+    return report
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; write 1, 2, 3, …")
+    return number
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size < MiB:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1 MiB; write the unit: {text}GiB")
+    return size
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")
     parser.set_defaults(run=_run)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
-    gpus_pick.add_parser(actions)
+    add_parser(actions)
 
 
 def _run(options: argparse.Namespace) -> ExitCode:
@@ -60,14 +271,14 @@ def _run(options: argparse.Namespace) -> ExitCode:
 
 
 def _look() -> tuple[Node, dict[str, Claim]]:
-    node = snapshot.take_with_history()
+    node = snapshot.take_snapshot_with_history()
     return node, Claims.here(os.environ).glance(one.uuid for one in node.accelerators).claimed
 
 
 def _watch(options: argparse.Namespace) -> ExitCode:
     from torchmuster.cli import gpus_table
 
-    with nvml.kept_open(), gpus_table.live(links=options.links, uuids=options.uuids) as update:
+    with nvml.keep_nvml_open(), gpus_table.live(links=options.links, uuids=options.uuids) as update:
         while True:
             node, held = _look()
             update(node, visible(node.accelerators, os.environ), held)

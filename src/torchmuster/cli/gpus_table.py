@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torchmuster.cli import output
-from torchmuster.devices import topology
-from torchmuster.devices.conditions import WORTH_MENTIONING_IDLE_S, in_use_by
+from torchmuster.devices import choose
 from torchmuster.devices.model import Device, DeviceProcess, Node
 from torchmuster.devices.processes import age_s
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.devices.request import Claim
+from torchmuster.devices.request import WORTH_MENTIONING_IDLE_S, Claim, in_use_by
 from torchmuster.devices.visibility import Visible
 from torchmuster.finding import render
 from torchmuster.units import GiB, format_bytes, format_seconds, plural
@@ -265,7 +264,7 @@ def _hint(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
     if not free:
         return Text("none free; wait for one: muster gpus pick --wait -- python train.py", "dim")
     together = len([one for one in free if one.mig_index is None]) or 1
-    joined = topology.in_words(node, free)
+    joined = choose.describe_link(node, free)
     text = f"{plural(len(free), 'GPU')} free" + (f", {joined}" if joined else "")
     return Text(f"{text}; take: muster gpus pick --num {together} -- python train.py", "dim")
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
-from torchmuster.labs import course, desk, grading, measuring, report
-from torchmuster.labs.desk import Desk
+from torchmuster.labs import grading, measurements, workspace
+from torchmuster.labs import lesson as course
+from torchmuster.labs.workspace import Workspace
 from torchmuster.runfolder import write_atomically
 
 
@@ -90,14 +91,14 @@ def _add_labs_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labs",
         type=Path,
-        default=desk.DEFAULT_ROOT,
+        default=workspace.DEFAULT_ROOT,
         metavar="DIR",
         help="where your labs are (labs)",
     )
 
 
 def _list(options: argparse.Namespace) -> int:
-    desks = desk.all_desks(options.labs)
+    desks = workspace.all_workspaces(options.labs)
     if options.json:
         output.print_json([_as_json(one) for one in desks])
         return ExitCode.GOOD
@@ -112,7 +113,7 @@ def _list(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _as_json(one: Desk) -> dict[str, object]:
+def _as_json(one: Workspace) -> dict[str, object]:
     return {
         "name": one.lesson.name,
         "title": one.lesson.title,
@@ -124,12 +125,12 @@ def _as_json(one: Desk) -> dict[str, object]:
     }
 
 
-def _points(one: Desk) -> int:
+def _points(one: Workspace) -> int:
     grade = one.grade()
     return grade.points if grade else 0
 
 
-def _state(one: Desk) -> str:
+def _state(one: Workspace) -> str:
     if not one.file.is_file():
         return "not started"
     grade = one.grade()
@@ -145,7 +146,7 @@ def _start(options: argparse.Namespace) -> int:
     if options.solution:
         sys.stdout.write(lesson.solution())
         return ExitCode.GOOD
-    started = desk.start(lesson, options.labs)
+    started = workspace.start_workspace(lesson, options.labs)
     print(f"read     {started.folder / 'reading.md'}")
     print(f"fill in  {started.file}: {len(lesson.exercises)} exercises, {lesson.points} points")
     print(f"then     muster lab check {lesson.name}")
@@ -153,18 +154,18 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    at = desk.find(options.name, options.labs)
+    at = workspace.find_workspace(options.name, options.labs)
     lesson = at.lesson
     names = tuple(one.name for one in lesson.exercises)
     if options.only is not None:
         names = (lesson.exercise(options.only).name,)
     of = at.fingerprint()
     paper = grading.Paper(file=str(at.file.resolve()), exercises=names)
-    (verdicts,) = grading.grade(lesson, [paper], say=output.say)
+    (verdicts,) = grading.grade_paper(lesson, [paper], say=output.say)
     got = grading.points(lesson, verdicts)
     if options.only is None:
-        at.keep(desk.Grade(of=of, points=got, verdicts=verdicts))
-    findings = [grading.as_finding(lesson, one) for one in verdicts]
+        at.keep(workspace.Grade(of=of, points=got, verdicts=verdicts))
+    findings = [grading.mistake_finding(lesson, one) for one in verdicts]
     possible = sum(lesson.exercise(name).points for name in names)
     if options.json:
         told = [one.as_json() for one in findings]
@@ -176,9 +177,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    at = desk.find(options.name, options.labs)
-    answer = measuring.measure(at, output.say)
-    write_atomically(at.report, report.page(at, answer))
+    at = workspace.find_workspace(options.name, options.labs)
+    answer = measurements.measure_lesson(at, output.say)
+    write_atomically(at.report, measurements.lab_page(at, answer))
     print(f"report: {at.report}")
     open_questions = sum(not one for one in at.answers())
     if open_questions:

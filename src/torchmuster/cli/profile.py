@@ -15,7 +15,7 @@ from torchmuster.cli.job_flags import count
 from torchmuster.cli.scripts import script_from
 from torchmuster.config.here import check_here
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
-from torchmuster.config.written import as_words
+from torchmuster.config.written import settings_arguments
 from torchmuster.devices import snapshot
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
@@ -189,7 +189,7 @@ def _device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
     """Return where the ranks compute, and how many GPUs there are for them."""
     if options.device == "cpu":
         return "cpu", 0
-    seen = len(visible(snapshot.take().accelerators, os.environ).devices)
+    seen = len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
     if seen or options.device == "gpu":
         return "gpu", seen
     return "cpu", 0
@@ -224,7 +224,7 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
         )
     # Nobody looks for a profile among the runs of a tracker.
     needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
-    words = (_WORKER, *as_words(resolved, needed))
+    words = (_WORKER, *settings_arguments(resolved, needed))
     return (*words, "--device", "cpu") if device == "cpu" else words
 
 

@@ -24,10 +24,10 @@ def with_report(run: RunFolder, work: Callable[[], int]) -> int:
 
 def write(run: RunFolder, path: Path) -> None:
     """Write the page of a run to a file."""
-    from torchmuster.monitor.views.run_report import report
+    from torchmuster.monitor.views.run_report import run_report
 
     try:
-        write_atomically(path, report(run), durable=False)
+        write_atomically(path, run_report(run), durable=False)
     except OSError as error:
         raise Impossible(
             f"the report cannot be written to {path}",

@@ -56,18 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from torchmuster.devices import snapshot
     from torchmuster.monitor.views.top_picture import TopWatch
-    from torchmuster.monitor.views.top_screen import TopView, screen
+    from torchmuster.monitor.views.top_screen import TopView, top_screen
 
     run = find(options.which, options.runs) if options.which else None
     live = not options.once and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     app = _app() if live else None
     view = TopView(order=options.sort)
     with contextlib.ExitStack() as stack:
-        watch = TopWatch(options.runs, stack.enter_context(snapshot.listening()), only=run)
+        watch = TopWatch(
+            options.runs, stack.enter_context(snapshot.listening_to_events()), only=run
+        )
         first = watch.look(time.time())
         if app is None:
             time.sleep(_BETWEEN_S)
-            output.print_styled(screen(watch.look(time.time()), output.width(), view))
+            output.print_styled(top_screen(watch.look(time.time()), output.width(), view))
             return ExitCode.GOOD
         error = app(
             first, lambda: watch.look(time.time()), every_s=options.interval, view=view

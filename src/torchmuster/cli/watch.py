@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.monitor.alerts.webhook import Webhook
+    from torchmuster.monitor.alerts.watching import Webhook
     from torchmuster.monitor.views.run_picture import RunWatch
-    from torchmuster.monitor.views.run_screen import screen
+    from torchmuster.monitor.views.run_screen import run_screen
 
     _refuse_flags_without_browser(options)
     run = find(options.which, options.runs)
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     watch = RunWatch(run)
     if options.once:
-        output.print_styled(screen(watch.look(time.time()), output.width()))
+        output.print_styled(run_screen(watch.look(time.time()), output.width()))
         return ExitCode.GOOD
     with contextlib.ExitStack() as stack:
         webhook = stack.enter_context(Webhook(options.webhook)) if options.webhook else None
@@ -130,12 +130,12 @@ def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
     from rich.console import Console
     from rich.live import Live
 
-    from torchmuster.monitor.views.run_screen import screen
+    from torchmuster.monitor.views.run_screen import run_screen
 
     live = stack.enter_context(
         Live(console=Console(), auto_refresh=False, vertical_overflow="crop")
     )
-    return lambda picture: live.update(screen(picture, output.width()), refresh=True)
+    return lambda picture: live.update(run_screen(picture, output.width()), refresh=True)
 
 
 def _in_browser(

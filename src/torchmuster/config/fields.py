@@ -49,17 +49,17 @@ def is_text(path: str) -> bool:
     return all(isinstance(one, kinds) for one in _alternatives(leaves()[path].type))
 
 
-def describe(path: str) -> str:
+def describe_field(path: str) -> str:
     """Say in words what a setting accepts: ``a whole number of at least 1``."""
     return _describe(leaves()[path].type)
 
 
 def describe_item(path: str) -> str:
     """Say in words what each item of a list accepts."""
-    return describe(path).removeprefix(_LIST)
+    return describe_field(path).removeprefix(_LIST)
 
 
-def suggest(name: str, known: Collection[str]) -> str:
+def suggest_name(name: str, known: Collection[str]) -> str:
     """Return "did you mean …?" with the nearest known name, or nothing if none is near.
 
     Only the last part of a dotted name is compared, first in its own section: a shared
@@ -128,7 +128,7 @@ def _word(info: inspect.Type) -> str:
     raise TypeError(f"no words for settings of type {info!r}")
 
 
-def convert(path: str, value: object) -> object:
+def convert_value(path: str, value: object) -> object:
     """Check a value against its setting's type; raises :class:`msgspec.ValidationError`."""
     converted: object = msgspec.convert(value, leaves()[path].type, strict=True)
     if isinstance(converted, float) and not math.isfinite(converted):

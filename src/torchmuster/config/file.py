@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.config import fields, yaml12
-from torchmuster.config.layers import Entry, Layer, Source, Strength
+from torchmuster.config.layers import Layer, SettingValue, Source, Strength
 from torchmuster.errors import Mistake
 from torchmuster.units import KiB
 
@@ -82,7 +82,7 @@ class _Reader:
                 self.read_mapping(key, value, path)
         elif path in fields.leaves():
             self._layer.entries.append(
-                Entry(
+                SettingValue(
                     path=path,
                     value=yaml12.value_of(value),
                     source=Source(strength=Strength.FILE, where=self._where(_written(key, value))),
@@ -91,7 +91,7 @@ class _Reader:
             )
         else:
             known = [*fields.leaves(), *fields.sections()]
-            self._mistake(key, f"{path} is not a setting", fields.suggest(path, known))
+            self._mistake(key, f"{path} is not a setting", fields.suggest_name(path, known))
 
     def _items(self, node: "Node") -> tuple[str, ...]:
         from ruamel.yaml.nodes import SequenceNode

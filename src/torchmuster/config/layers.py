@@ -42,7 +42,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SettingValue:
     """One value as it was written, before its type is checked; for a list, its items' places."""
 
     path: str
@@ -55,7 +55,7 @@ class Entry:
 class Layer:
     """What one place says, and what is wrong with how it says it."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SettingValue] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
 
 
@@ -98,7 +98,7 @@ def from_flags(flags: Iterable[Flag]) -> Layer:
             _add_text(layer, flag.path, flag.text, Source(strength=Strength.FLAG, where=flag.flag))
         else:
             what = f"{flag.path} is not a setting"
-            fix = fields.suggest(flag.path, fields.leaves())
+            fix = fields.suggest_name(flag.path, fields.leaves())
             if flag.path in fields.sections():
                 what = f"{flag.path} is a group of settings"
                 inside = [path for path in fields.leaves() if path.startswith(f"{flag.path}.")]
@@ -133,4 +133,4 @@ def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
         except yaml12.Unreadable as error:
             layer.mistakes.append(Mistake(where=source.where, what=str(error)))
             return
-    layer.entries.append(Entry(path=path, value=value, source=source))
+    layer.entries.append(SettingValue(path=path, value=value, source=source))

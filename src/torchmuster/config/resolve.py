@@ -10,9 +10,9 @@ import msgspec
 from torchmuster.config import fields
 from torchmuster.config.file import from_file
 from torchmuster.config.layers import (
-    Entry,
     Flag,
     Layer,
+    SettingValue,
     Source,
     Strength,
     from_environment,
@@ -37,7 +37,7 @@ class Resolved:
         return {path: _get(self.settings, path) for path in fields.leaves()}
 
 
-def resolve(
+def resolve_settings(
     *,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -47,7 +47,7 @@ def resolve(
     layers = [from_file(file)] if file else []
     layers += [from_environment(environment or {}), from_flags(flags)]
     mistakes = [mistake for layer in layers for mistake in _check(layer)]
-    chosen: dict[str, Entry] = {}
+    chosen: dict[str, SettingValue] = {}
     for layer in layers:  # weakest first, so that stronger ones overwrite
         chosen.update({entry.path: entry for entry in layer.entries})
     if not mistakes:
@@ -61,10 +61,10 @@ def resolve(
 def _check(layer: Layer) -> list[Mistake]:
     """Check each value's type and replace it by the converted one."""
     mistakes = list(layer.mistakes)
-    converted: list[Entry] = []
+    converted: list[SettingValue] = []
     for entry in layer.entries:
         try:
-            value = fields.convert(entry.path, entry.value)
+            value = fields.convert_value(entry.path, entry.value)
         except msgspec.ValidationError:
             mistakes += _explain(entry)
         else:
@@ -73,7 +73,7 @@ def _check(layer: Layer) -> list[Mistake]:
     return sorted(mistakes, key=_position)
 
 
-def _reconcile_gpus(chosen: dict[str, Entry]) -> list[Mistake]:
+def _reconcile_gpus(chosen: dict[str, SettingValue]) -> list[Mistake]:
     """Make ``num_gpus`` and ``gpu_ids`` agree: the stronger one counts.
 
     A stronger ``num_gpus`` picks that many of the listed GPUs; a stronger ``gpu_ids`` replaces the
@@ -94,7 +94,7 @@ def _reconcile_gpus(chosen: dict[str, Entry]) -> list[Mistake]:
     return [Mistake(where=count.source.where, what=what, fix="change one, or leave one out")]
 
 
-def _build(chosen: Mapping[str, Entry]) -> Settings:
+def _build(chosen: Mapping[str, SettingValue]) -> Settings:
     groups: dict[str, dict[str, object]] = {}
     for path, entry in chosen.items():
         section, _, name = path.rpartition(".")
@@ -111,9 +111,9 @@ def _get(settings: Settings, path: str) -> object:
     return value
 
 
-def _explain(entry: Entry) -> list[Mistake]:
+def _explain(entry: SettingValue) -> list[Mistake]:
     """Say what is wrong with a value; in a list, with each wrong item, at its own place."""
-    accepts, where = fields.describe(entry.path), entry.source.where
+    accepts, where = fields.describe_field(entry.path), entry.source.where
     items = entry.value if fields.is_list(entry.path) and isinstance(entry.value, list) else []
     wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
     if not wrong:
@@ -132,7 +132,7 @@ def _explain(entry: Entry) -> list[Mistake]:
 
 def _fits(path: str, value: object) -> bool:
     try:
-        fields.convert(path, value)
+        fields.convert_value(path, value)
     except msgspec.ValidationError:
         return False
     return True
@@ -168,7 +168,7 @@ def _hint(accepts: str, value: object) -> str:
     if accepts.startswith("a whole number") and isinstance(value, float) and value.is_integer():
         return f"write it as {int(value)}"
     if accepts.startswith("one of ") and isinstance(value, str):
-        return fields.suggest(value.lower(), accepts.removeprefix("one of ").split(", "))
+        return fields.suggest_name(value.lower(), accepts.removeprefix("one of ").split(", "))
     return ""
 
 

@@ -1,15 +1,64 @@
 """Settings written down again: as a file for people, and as words for a command line."""
 
+import argparse
 import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from torchmuster.config import fields
-from torchmuster.config.layers import Strength
+from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
+from torchmuster.config.settings import Settings
 from torchmuster.redaction import redact_mapping
 
 
-def as_yaml(resolved: Resolved) -> str:
+def json_schema() -> dict[str, Any]:
+    """Return a self-contained JSON Schema (2020-12) of the settings file."""
+    (reference,), components = msgspec.json.schema_components(
+        [Settings], ref_template="#/$defs/{name}"
+    )
+    for one in components.values():
+        one["additionalProperties"] = False  # an unknown key is an error, in the editor as well
+    properties = components[Settings.__name__]["properties"]
+    for name, group in fields.sections().items():
+        properties[name] = {
+            "description": components[group.__name__]["description"],
+            "anyOf": [properties[name], {"type": "null"}],  # a section with nothing below it
+        }
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "torchmuster settings",
+        **reference,
+        "$defs": components,
+    }
+    plain: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(schema)
+    )  # a default may be a tuple
+    return plain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the worker's arguments to a parser."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="KEY=VALUE")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument(
+        "--run-folder",
+        type=Path,
+        metavar="DIR",
+        help="where checkpoints, metrics and weights go; a run that is there goes on; else runs/…",
+    )
+
+
+def _setting(text: str) -> Flag:
+    path, _, value = text.partition("=")
+    return Flag(flag=f"--set {path}", path=path, text=value)
+
+
+def settings_yaml(resolved: Resolved) -> str:
     """Return every setting as a settings file, each with its source; secrets are taken out."""
     lines: list[str] = []
     begun = ""
@@ -24,7 +73,7 @@ def as_yaml(resolved: Resolved) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_words(resolved: Resolved, chosen: Iterable[str]) -> list[str]:
+def settings_arguments(resolved: Resolved, chosen: Iterable[str]) -> list[str]:
     """Return ``--set path=value`` for those of the chosen settings that were given somewhere."""
     words: list[str] = []
     values = resolved.values()

@@ -8,18 +8,120 @@ whole machine does not leave seven idle GPUs waiting for the eighth.
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torchmuster.decision import Decision
-from torchmuster.devices import locks, waiting
-from torchmuster.devices.choose import choose
+from torchmuster.devices import claims
+from torchmuster.devices import claims as locks
+from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.processes import command_of_this_process
-from torchmuster.devices.request import Request
+from torchmuster.devices.processes import command_of_this_process, user_of_this_process
+from torchmuster.devices.request import Claim, DeviceRequest
+from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import MusterError, NotNow
 from torchmuster.redaction import printable
+
+# A waiter that has not looked for this long (stopped by Ctrl-Z, say) holds nobody up.
+STALE_WAITER_S = 10.0
+
+
+class Ticket:
+    """This process's place in the queue."""
+
+    def __init__(self, queue: Path, request: DeviceRequest, environment: Mapping[str, str]) -> None:
+        name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.path = queue / name
+        self._lock = claims.open_own(self.path)
+        claims.try_lock(self._lock)
+        variables = {name for stages in STAGES.values() for stage in stages for name in stage}
+        wish: dict[str, object] = {
+            "pid": os.getpid(),
+            "user": user_of_this_process(),
+            "request": {key: value for key, value in vars(request).items() if value is not None},
+            "environment": {key: environment[key] for key in variables & environment.keys()},
+        }
+        claims.write_json(self._lock, wish)
+
+    def still_here(self) -> None:
+        """Show that the waiter is awake."""
+        os.utime(self._lock)
+
+    def place(self) -> int:
+        """Return how many stand before this one."""
+        return sum(path.name < self.path.name for path in self.path.parent.iterdir())
+
+    def give_back(self) -> None:
+        """Leave the queue."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def promised_devices(
+    queue: Path, node: Node, taken: Mapping[str, Claim], *, ahead_of: Ticket | None
+) -> dict[str, Claim]:
+    """Return the devices that earlier waiters would be given now: they are not to be had."""
+    promises: dict[str, Claim] = {}
+    for path in sorted(queue.iterdir()):
+        if ahead_of is not None and path.name >= ahead_of.path.name:
+            break
+        if all(one.uuid in taken or one.uuid in promises for one in node.accelerators):
+            break  # nothing is left to promise
+        for wish in _read_living(path):
+            promises |= _would_take(wish, node, {**taken, **promises})
+    return promises
+
+
+def _read_living(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield what a ticket says, if its owner lives and is awake; clear it away if it is dead."""
+    try:
+        file = claims.open_to_look(path)
+    except OSError:
+        return
+    try:
+        if claims.try_lock(file):
+            _unlink_if_allowed(path)
+            claims.drop_lock(file)
+        elif time.time() - os.fstat(file).st_mtime < STALE_WAITER_S:
+            yield claims.read_json(file)
+    finally:
+        os.close(file)
+
+
+def _would_take(
+    wish: Mapping[str, Any], node: Node, taken: Mapping[str, Claim]
+) -> dict[str, Claim]:
+    """Return what a waiter would be given now; nothing if it cannot be served or makes no sense."""
+    try:
+        stored = dict(wish["request"])
+        if "ids" in stored:
+            stored["ids"] = tuple(stored["ids"])
+        environment = {str(key): str(value) for key, value in wish["environment"].items()}
+        request = DeviceRequest(**stored)
+        free = sum(one.uuid not in taken for one in node.accelerators)
+        if free < (request.count or 1):
+            return {}  # spares the work of a refusal that nobody reads
+        decision = choose_devices(node, request, environment=environment, claims=taken)
+        waiter = Claim(
+            pid=int(wish["pid"]),
+            user=printable([str(wish["user"])]),
+            command="first in the queue",
+            since_unix_s=node.taken_unix_s,
+        )
+    except (MusterError, TypeError, KeyError, AttributeError, ValueError):
+        return {}
+    return {device.uuid: waiter for device in decision.value}
+
+
+def _unlink_if_allowed(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # somebody else's in a sticky folder; it does no harm
+
 
 # A waiter looks at the machine this often, and at the claims in between.
 POLL_S = 1.0
@@ -27,7 +129,7 @@ _PEEK_S, _MAX_PEEK_S = 0.01, 0.25
 
 
 @dataclass(kw_only=True)
-class Held:
+class HeldDevices:
     """Devices that this process holds, until :meth:`release` or its end."""
 
     decision: Decision[tuple[Device, ...]]
@@ -38,7 +140,7 @@ class Held:
         """Give the devices back; safe to call twice."""
         while self.locks:
             lock = self.locks.pop()
-            locks.drop(lock)
+            locks.drop_lock(lock)
             os.close(lock)
 
     def hand_over(self, environment: dict[str, str]) -> None:
@@ -47,23 +149,23 @@ class Held:
         for lock in self.locks:
             os.set_inheritable(lock, True)
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> "HeldDevices":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-def acquire(
+def acquire_devices(
     claims: Claims,
     look: Callable[[], Node],
-    request: Request,
+    request: DeviceRequest,
     *,
     environment: Mapping[str, str],
     wait_s: float = 0.0,
     on_wait: Callable[[MusterError], None] = lambda _: None,
     command: Sequence[str] | None = None,
-) -> Held:
+) -> HeldDevices:
     """Choose devices and lock them as one step, waiting up to ``wait_s`` for them.
 
     ``look`` takes a fresh snapshot at each try. ``on_wait`` is told, at each try that fails, what
@@ -71,7 +173,7 @@ def acquire(
     """
     shown = command_of_this_process() if command is None else printable(command)
     deadline = time.monotonic() + wait_s
-    ticket: waiting.Ticket | None = None
+    ticket: Ticket | None = None
     try:
         while True:
             node = look()
@@ -81,16 +183,16 @@ def acquire(
                     ticket.still_here()
                 table = claims.look(uuids)
                 # What is claimed is promised to nobody, also where the claim is our own.
-                promised = waiting.promised(claims.queue, node, table.claimed, ahead_of=ticket)
+                promised = promised_devices(claims.queue, node, table.claimed, ahead_of=ticket)
                 taken = promised | table.in_the_way
                 try:
-                    decision = choose(node, request, environment=environment, claims=taken)
+                    decision = choose_devices(node, request, environment=environment, claims=taken)
                     return _lock(claims, decision, shown)
                 except NotNow as error:
                     if time.monotonic() >= deadline:
                         raise
                     obstacle = error
-                ticket = ticket or waiting.Ticket(claims.queue, request, environment)
+                ticket = ticket or Ticket(claims.queue, request, environment)
             on_wait(obstacle)
             next_try = min(time.monotonic() + POLL_S, deadline)
             _await_release(claims, uuids, table.free, ticket, until=next_try)
@@ -103,7 +205,7 @@ def _await_release(
     claims: Claims,
     uuids: Sequence[str],
     free: Mapping[str, int],
-    ticket: waiting.Ticket,
+    ticket: Ticket,
     until: float,
 ) -> None:
     """Sleep until a device has come free that may be for this waiter, or until it is time.
@@ -122,10 +224,10 @@ def _await_release(
             return
 
 
-def _lock(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> Held:
+def _lock(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> HeldDevices:
     """Lock what was chosen, all or nothing."""
     token = os.urandom(8).hex()
-    held = Held(decision=decision, locks=[], tokens=(*claims.tokens, token))
+    held = HeldDevices(decision=decision, locks=[], tokens=(*claims.tokens, token))
     try:
         for device in decision.value:
             held.locks.append(claims.take(device.uuid, command, token))

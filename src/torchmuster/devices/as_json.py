@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torchmuster.devices.conditions import in_use_by
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import Claim
+from torchmuster.devices.request import Claim, in_use_by
 from torchmuster.devices.visibility import Visible
+from torchmuster.units import MiB
 
 
 def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
@@ -44,3 +44,15 @@ def _without_token(claim: Claim) -> dict[str, Any]:
 
 def _plain(device: Device) -> dict[str, Any]:
     return {**asdict(device), "number": device.number, "free_bytes": device.free_bytes}
+
+
+def device_numbers(device: Device) -> dict[str, float]:
+    """Return what is measured of a device now; what could not be read is not there."""
+    numbers = {
+        "utilisation_percent": device.utilisation_percent,
+        "temperature_c": device.temperature_c,
+        "power_w": device.power_w,
+        "used_memory_mb": None if device.used_bytes is None else device.used_bytes / MiB,
+    }
+    known = {name: number for name, number in numbers.items() if number is not None}
+    return {f"gpu {device.number}/{name}": float(number) for name, number in known.items()}

@@ -7,25 +7,181 @@ with more free memory, then the newer architecture, then the lowest numbers.
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torchmuster.decision import Decision
-from torchmuster.devices import refusal, topology
-from torchmuster.devices.conditions import Obstacle, in_use_by, obstacle
-from torchmuster.devices.identify import candidates
-from torchmuster.devices.model import Device, Node, label_all
-from torchmuster.devices.request import Claim, Request
-from torchmuster.errors import Impossible
-from torchmuster.units import GiB, format_bytes
+from torchmuster.devices.identify import device_candidates
+from torchmuster.devices.model import Device, LinkKind, Node, label_all
+from torchmuster.devices.request import Claim, DeviceRequest, Obstacle, in_use_by, obstacle
+from torchmuster.devices.visibility import visible
+from torchmuster.errors import DevicesBusy, Impossible, MusterError, TooFewDevices
+from torchmuster.finding import Status
+from torchmuster.units import GiB, format_bytes, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A request that cannot be met now: everything needed to say why and what would work."""
+
+    node: Node
+    request: DeviceRequest
+    offered: Sequence[Device]
+    obstacles: Mapping[str, Obstacle]
+    claims: Mapping[str, Claim]
+    environment: Mapping[str, str]
+    wanted: int
+
+    def error(self) -> MusterError:
+        """Return the error to raise: DevicesBusy if waiting can help, else TooFewDevices."""
+        able = len(self.offered) - len(self.obstacles)
+        lasting = sum(not one.passing for one in self.obstacles.values())
+        have = f"{able} can be had" if able else "none can be had"
+        ways = [shlex.join(["muster", "gpus", "pick", *one.as_flags()]) for one in self.nearest()]
+        if len(self.offered) - lasting >= self.wanted:
+            waiting = shlex.join(["muster", "gpus", "pick", *self.request.as_flags(), "--wait"])
+            return DevicesBusy(
+                f"asked for {self.request}: {have} now",
+                why=self._why(),
+                fix="\n".join([waiting, *ways]),
+            )
+        if not ways:  # what mends the driver, if that is what is wrong, comes first
+            ways = [one.fix for one in self.node.findings if one.status is Status.FAILURE]
+            ways.append("run on the CPU: start the program without picking GPUs")
+        return TooFewDevices(
+            f"asked for {self.request}: {have} here", why=self._why(), fix="\n".join(ways)
+        )
+
+    def nearest(self) -> list[DeviceRequest]:
+        """Return the nearest requests that would be granted now.
+
+        One condition is relaxed at a time, as little as possible; only if no single one is enough,
+        all of them together, and which GPUs are meant last of all.
+        """
+        single = [
+            self._with_less_memory(),
+            replace(self.request, share=True),
+            self._with_fewer(self.request),
+        ]
+        if self.request.ids is not None:
+            single.append(replace(self.request, ids=None, count=self.wanted))
+        works = [one for one in dict.fromkeys(single) if one != self.request and self._works(one)]
+        if works:
+            return works
+        bare = replace(self.request, share=True, min_free_bytes=None, min_total_bytes=None)
+        loosest = [self._with_fewer(one) for one in (bare, replace(bare, ids=None))]
+        return [one for one in loosest if self._works(one)][:1]
+
+    def _with_less_memory(self) -> DeviceRequest:
+        """Lower one memory condition to what the last of the wanted devices has, else both."""
+        asked = self.request
+        free, total = asked.min_free_bytes, asked.min_total_bytes
+        for kept_free, kept_total in ((None, total), (free, None), (None, None)):
+            bare = replace(asked, min_free_bytes=kept_free, min_total_bytes=kept_total)
+            able = self._able(bare)
+            if len(able) < self.wanted:
+                continue
+            lowered = replace(
+                asked,
+                min_free_bytes=self._lowered(free, [one.free_bytes for one in able]),
+                min_total_bytes=self._lowered(total, [one.total_bytes for one in able]),
+            )
+            if self._works(lowered):
+                return lowered
+        return asked
+
+    def _lowered(self, asked: int | None, have: Sequence[int | None]) -> int | None:
+        last = sorted((one or 0 for one in have), reverse=True)[self.wanted - 1]
+        return min(asked or 0, last) or None
+
+    def _with_fewer(self, request: DeviceRequest) -> DeviceRequest:
+        # One is worth a try even if there is none: alone, a MIG slice will do.
+        return replace(request, count=max(min(len(self._able(request)), self.wanted), 1))
+
+    def _able(self, request: DeviceRequest) -> list[Device]:
+        offered = device_candidates(self.node, request, self.environment)
+        return [one for one in offered if obstacle(one, request, self.claims) is None]
+
+    def _works(self, request: DeviceRequest) -> bool:
+        return len(self._able(request)) >= (request.count or self.wanted)
+
+    def _why(self) -> str:
+        node = self.node
+        if not node.accelerators:
+            known = "".join(f"; {one.what}" for one in node.findings)
+            return f"no GPU can be seen on {node.hostname}{known}"
+        shown = visible(node.accelerators, self.environment)
+        ours = [one for one in node.accelerators if one.kind is node.main_kind]
+        seen = [one for one in ours if one in shown.devices]
+        slices = sum(one.mig_index is not None for one in seen)
+        text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
+        if slices:
+            text += f" and {plural(slices, 'MIG slice')} (one to a process)"
+        if hidden := {shown.hidden_by[one.uuid] for one in ours if one.uuid in shown.hidden_by}:
+            text += f" visible ({', '.join(sorted(hidden))})"
+        blocked = [one for one in self.offered if one.uuid in self.obstacles]
+        return text + (f"; {describe_refusal(blocked, self.obstacles)}" if blocked else "")
+
+
+# So many devices are told one by one; beyond, those in the same situation together.
+_ONE_BY_ONE = 4
+
+
+def describe_refusal(devices: Sequence[Device], obstacles: Mapping[str, Obstacle]) -> str:
+    """List what stands in the way: ``GPU 3 is in use by alice (pid 4242)``."""
+    groups: dict[str, list[Device]] = {}
+    for one in devices:
+        found = obstacles[one.uuid]
+        text = found.text if len(devices) <= _ONE_BY_ONE else found.brief
+        groups.setdefault(text, []).append(one)
+    return "; ".join(
+        f"{label_all(group)} {'is' if len(group) == 1 else 'are'} {text}"
+        for text, group in groups.items()
+    )
+
+
+_WORDS = {
+    LinkKind.PIX: "one PCIe switch",
+    LinkKind.PXB: "several PCIe switches",
+    LinkKind.PHB: "the CPU's PCIe host bridge",
+    LinkKind.NODE: "PCIe within one NUMA node",
+    LinkKind.SYS: "PCIe across CPU sockets",
+}
+
+
+def link_strength(node: Node, a: Device, b: Device) -> int:
+    """Order links by speed: any NVLink before any PCIe, more lanes before fewer; 0 if unknown."""
+    link = node.link(a, b)
+    return 0 if link is None else 100 * (1 + link.kind) + link.lanes
+
+
+def set_strength(node: Node, members: Sequence[Device]) -> tuple[int, int]:
+    """Order sets: first by the weakest link (a ring is as fast as that), then by the sum."""
+    strengths = [link_strength(node, a, b) for a, b in itertools.combinations(members, 2)]
+    return min(strengths, default=0), sum(strengths)
+
+
+def describe_link(node: Node, members: Sequence[Device]) -> str:
+    """Say how a set is joined, by its weakest link; empty if that is not known."""
+    links = [node.link(a, b) for a, b in itertools.combinations(members, 2)]
+    known = [link for link in links if link is not None]
+    if not known or len(known) < len(links):
+        return ""
+    weakest = min(known, key=lambda link: (link.kind, link.lanes))
+    if weakest.kind is LinkKind.NVLINK:
+        return f"joined by NVLink ({weakest.short})"
+    return f"joined by {_WORDS[weakest.kind]} ({weakest.short})"
+
 
 # Sets are compared one by one while all of them together have no more links than this; beyond, sets
 # are grown from each possible member.
 _EXHAUSTIVE_LINKS = 50_000
 
 
-def choose(
+def choose_devices(
     node: Node,
-    request: Request,
+    request: DeviceRequest,
     *,
     environment: Mapping[str, str],
     claims: Mapping[str, Claim] | None = None,
@@ -37,7 +193,7 @@ def choose(
             fix="run on the CPU: start the program without picking GPUs",
         )
     claims = claims or {}
-    offered = candidates(node, request, environment)
+    offered = device_candidates(node, request, environment)
     obstacles = {
         one.uuid: found for one in offered if (found := obstacle(one, request, claims)) is not None
     }
@@ -47,7 +203,7 @@ def choose(
     else:
         wanted = len(offered) if request.ids is not None else len(eligible)
     if len(eligible) < wanted or not eligible:
-        refused = refusal.Refused(
+        refused = Refused(
             node=node,
             request=request,
             offered=offered,
@@ -61,7 +217,7 @@ def choose(
     return Decision(value=chosen, reason=_reason(node, request, offered, obstacles, chosen))
 
 
-def load(device: Device) -> tuple[bool, int, int]:
+def device_load(device: Device) -> tuple[bool, int, int]:
     """How loaded a device is, coarsely, so that noise decides nothing: in use, busy, full."""
     return (
         bool(in_use_by(device)),
@@ -71,10 +227,10 @@ def load(device: Device) -> tuple[bool, int, int]:
 
 
 def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, ...]:
-    ranked = sorted(eligible, key=lambda one: (load(one), _number(one)))
-    limit = load(ranked[count - 1])
-    sure = [one for one in ranked if load(one) < limit]
-    equal = [one for one in ranked if load(one) == limit]
+    ranked = sorted(eligible, key=lambda one: (device_load(one), _number(one)))
+    limit = device_load(ranked[count - 1])
+    sure = [one for one in ranked if device_load(one) < limit]
+    equal = [one for one in ranked if device_load(one) == limit]
     best = min(_sets(node, sure, equal, count), key=lambda members: _rank(node, members))
     # In the order in which they were named or made visible: that is how torch will number them.
     members = {one.uuid for one in best}
@@ -98,8 +254,8 @@ def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int)
     """Grow a set, each time by the device that is most like it and best connected to it."""
     model = members[0].name
     left = {one.uuid: one for one in pool}
-    weakest = {one.uuid: min(topology.strength(node, one, m) for m in members) for one in pool}
-    total = {one.uuid: sum(topology.strength(node, one, m) for m in members) for one in pool}
+    weakest = {one.uuid: min(link_strength(node, one, m) for m in members) for one in pool}
+    total = {one.uuid: sum(link_strength(node, one, m) for m in members) for one in pool}
     constant = {one.uuid: (-(one.free_bytes or 0), _number(one)) for one in pool}
     unlike = {one.uuid: one.name != model for one in pool}
     while len(members) < count:
@@ -109,7 +265,7 @@ def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int)
         newest = left.pop(best)
         members.append(newest)
         for uuid, one in left.items():
-            added = topology.strength(node, one, newest)
+            added = link_strength(node, one, newest)
             weakest[uuid] = min(weakest[uuid], added)
             total[uuid] += added
     return members
@@ -117,7 +273,7 @@ def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int)
 
 def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:
     """Order sets from best to worst: alike, connected, roomy, modern, low numbers."""
-    weakest, total = topology.set_strength(node, members)
+    weakest, total = set_strength(node, members)
     return (
         len({(one.kind, one.name, one.total_bytes) for one in members}),
         -weakest,
@@ -138,7 +294,7 @@ def _number(device: Device) -> tuple[str, tuple[int, int]]:
 
 def _reason(
     node: Node,
-    request: Request,
+    request: DeviceRequest,
     offered: Sequence[Device],
     obstacles: Mapping[str, Obstacle],
     chosen: Sequence[Device],
@@ -152,10 +308,10 @@ def _reason(
     free = [one.free_bytes for one in chosen if one.free_bytes is not None]
     if free:
         parts.append(f"{format_bytes(min(free))} free" + (" on each" if several else ""))
-    if connection := topology.in_words(node, chosen):
+    if connection := describe_link(node, chosen):
         parts.append(connection)
     if len(chosen) < len(offered) - len(obstacles):
         parts.append("the least loaded")
     text = f"asked for {request}: {', '.join(parts)}"
     blocked = [one for one in offered if one.uuid in obstacles]
-    return f"{text}; {refusal.in_words(blocked, obstacles)}" if blocked else text
+    return f"{text}; {describe_refusal(blocked, obstacles)}" if blocked else text

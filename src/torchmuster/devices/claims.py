@@ -11,6 +11,7 @@ can be had again, each by a further file of that token, so picks within a claim 
 Claims bind those who use them. GPUs that others use without a claim show as in use.
 """
 
+import json
 import os
 import random
 import re
@@ -21,11 +22,92 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.devices import locks
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.request import Claim
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.redaction import printable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+AVAILABLE = fcntl is not None
+# Others may have put anything there: links are not followed, a pipe is not waited for.
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_ONLY = os.O_RDONLY | _SAFELY
+_READ_WRITE = os.O_RDWR | _SAFELY
+
+
+def try_lock(file: int) -> bool:
+    """Take the lock if nobody has it. It is dropped when the last copy of ``file`` is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def drop_lock(file: int) -> None:
+    """Drop the lock. Closing the file alone would leave it with a child forked in the meantime."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def open_to_look(path: Path) -> int:
+    """Open a file only to see whether it is locked and what it says."""
+    file = os.open(path, _READ_ONLY)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a file")
+    return file
+
+
+def open_own(path: Path) -> int:
+    """Make a new file that only this user writes and everybody may read."""
+    made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+    os.fchmod(made, 0o644)  # whatever the umask says
+    return made
+
+
+def open_shared(path: Path) -> int:
+    """Open a file that all users may lock and write, making it if need be.
+
+    Opening and making are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
+    that belongs to somebody else (fs.protected_regular).
+    """
+    while True:
+        try:
+            return os.open(path, _READ_WRITE)
+        except FileNotFoundError:
+            try:
+                made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:
+                continue
+            os.fchmod(made, 0o666)  # whatever the umask says
+            return made
+        except OSError as error:
+            raise Impossible(
+                f"GPUs cannot be claimed: {path} cannot be opened",
+                why=error.strerror or str(error),
+                fix="make it a plain file that all users may write, or let every user of this "
+                "machine set TORCHMUSTER_CLAIMS_DIR to a local folder where that is so",
+            ) from error
+
+
+def read_json(file: int) -> dict[str, object]:
+    """Read what a file says. Anybody may have written it: anything but an object is nothing."""
+    try:
+        stored = json.loads(os.pread(file, 64 * 1024, 0))
+    except (ValueError, RecursionError, OSError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def write_json(file: int, values: dict[str, object]) -> None:
+    """Replace what a file says."""
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(values).encode(), 0)
+
 
 # Holds the tokens of the claims that a program runs under, outermost first.
 TOKEN_VARIABLE = "TORCHMUSTER_CLAIM"  # noqa: S105
@@ -33,7 +115,7 @@ _GATE_PATIENCE_S = 10.0
 _GLANCE_PATIENCE_S = 1.0
 
 
-def folder(environment: Mapping[str, str]) -> Path:
+def claims_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder that all users of this machine share for claims.
 
     It must be the same for everybody, so it depends on the machine and not on who asks.
@@ -50,7 +132,7 @@ def folder(environment: Mapping[str, str]) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ClaimsTable:
     """Who holds which device, what of that is in this process's way, and what it could take.
 
     ``free`` has the time each was last taken (0: never), so that a change can be told.
@@ -82,18 +164,18 @@ class Claims:
     def here(cls, environment: Mapping[str, str]) -> "Claims":
         """Return the claims of this machine, under the tokens that this process was handed."""
         tokens = environment.get(TOKEN_VARIABLE, "").split(",")
-        return cls(folder(environment), [one for one in tokens if one])
+        return cls(claims_folder(environment), [one for one in tokens if one])
 
     @property
     def queue(self) -> Path:
         """The folder in which those who wait stand in line."""
         return self._folder / "queue"
 
-    def glance(self, uuids: Iterable[str]) -> Table:
+    def glance(self, uuids: Iterable[str]) -> ClaimsTable:
         """Look without wanting to take anything: makes nothing, never waits long."""
         uuids = list(uuids)
-        if not locks.AVAILABLE or not self._folder.is_dir():
-            return Table(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
+        if not AVAILABLE or not self._folder.is_dir():
+            return ClaimsTable(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
         try:
             with self.gate(_GLANCE_PATIENCE_S):
                 return self.look(uuids)
@@ -102,9 +184,9 @@ class Claims:
         ):  # the folder is read-only, or the gate is stuck: locks can still be seen
             return self.look(uuids)
 
-    def look(self, uuids: Iterable[str]) -> Table:
+    def look(self, uuids: Iterable[str]) -> ClaimsTable:
         """Look, under the gate. A lock that can be had is held by nobody."""
-        table = Table(claimed={}, in_the_way={}, free={})
+        table = ClaimsTable(claimed={}, in_the_way={}, free={})
         for uuid in uuids:
             place = self._place(uuid)
             if place.outermost is not None:
@@ -121,8 +203,8 @@ class Claims:
         The claim is the file descriptor that is returned: it ends when all copies are closed.
         """
         place = self._place(uuid)
-        lock = locks.open_shared(place.path)
-        if not locks.try_lock(lock):
+        lock = open_shared(place.path)
+        if not try_lock(lock):
             os.close(lock)
             raise NotNow(
                 f"the lock of {uuid} was taken without the gate",
@@ -138,7 +220,7 @@ class Claims:
             "since_unix_s": time.time(),
             "token": token,
         }
-        locks.write_json(lock, claim)
+        write_json(lock, claim)
         return lock
 
     def _place(self, uuid: str) -> _Place:
@@ -168,16 +250,16 @@ class Claims:
     def gate(self, patience_s: float | None = None) -> Iterator[None]:
         """Hold the lock under which claims are looked at and changed."""
         patience_s = _GATE_PATIENCE_S if patience_s is None else patience_s
-        if not locks.AVAILABLE:
+        if not AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
                 why="claims rest on flock, which Windows does not have",
                 fix="pick without a command and without --wait; nothing is claimed then",
             )
         self._make_folders()
-        gate = locks.open_shared(self._folder / "gate.lock")
+        gate = open_shared(self._folder / "gate.lock")
         deadline = time.monotonic() + patience_s
-        while not locks.try_lock(gate):
+        while not try_lock(gate):
             if time.monotonic() > deadline:
                 os.close(gate)
                 raise NotNow(
@@ -190,7 +272,7 @@ class Claims:
         try:
             yield
         finally:
-            locks.drop(gate)
+            drop_lock(gate)
             os.close(gate)
 
     def _make_folders(self) -> None:
@@ -212,14 +294,14 @@ class Claims:
 def _look_at(path: Path) -> tuple[Claim | None, int]:
     """Return who holds a lock; or nobody, and when it was last taken."""
     try:
-        lock = locks.open_to_look(path)
+        lock = open_to_look(path)
     except FileNotFoundError:
         return None, 0
     except OSError as error:
         return _unreadable(error), 0
-    if locks.try_lock(lock):
+    if try_lock(lock):
         last_taken = os.fstat(lock).st_mtime_ns
-        locks.drop(lock)
+        drop_lock(lock)
         os.close(lock)
         return None, last_taken
     claim = _read_claim(lock)
@@ -229,7 +311,7 @@ def _look_at(path: Path) -> tuple[Claim | None, int]:
 
 def _read_claim(lock: int) -> Claim:
     """Read who holds a lock. The file is writable by all, so its words are checked and cleaned."""
-    stored = locks.read_json(lock)
+    stored = read_json(lock)
     pid, since = stored.get("pid"), stored.get("since_unix_s")
     return Claim(
         pid=pid if isinstance(pid, int) else 0,

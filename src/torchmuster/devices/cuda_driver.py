@@ -6,7 +6,7 @@ import os
 _NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def has_started() -> bool:
+def cuda_has_started() -> bool:
     """Ask the driver library if it is loaded; neither loads nor starts it.
 
     The driver reads ``CUDA_VISIBLE_DEVICES`` when it starts. ``torch.cuda.is_available()`` is enough

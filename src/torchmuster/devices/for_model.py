@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.decision import Decision
-from torchmuster.devices.choose import choose
-from torchmuster.devices.identify import candidates
+from torchmuster.devices.choose import choose_devices
+from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import Claim, Request
+from torchmuster.devices.request import Claim, DeviceRequest
 from torchmuster.errors import DevicesBusy, Impossible, MusterError, TooFewDevices
 from torchmuster.units import format_bytes, plural
 
@@ -32,7 +32,7 @@ Strategy = Literal["single", "ddp", "fsdp"]
 class Shape:
     """A way to lay a model out: what to ask for, and how it is split."""
 
-    request: Request
+    request: DeviceRequest
     strategy: Strategy
 
 
@@ -52,14 +52,14 @@ def states_decide(states_bytes: int, memory_bytes: int) -> bool:
 def choose_for_model(
     node: Node,
     model_bytes: int,
-    request: Request,
+    request: DeviceRequest,
     *,
     environment: Mapping[str, str],
     claims: Mapping[str, Claim] | None = None,
 ) -> Decision[Placement]:
     """Choose the fewest devices that hold a model in training, or as many as are asked for."""
     shape = shape_for_model(node, model_bytes, request, environment=environment, claims=claims)
-    chosen = choose(node, shape.value.request, environment=environment, claims=claims)
+    chosen = choose_devices(node, shape.value.request, environment=environment, claims=claims)
     placement = Placement(devices=chosen.value, strategy=shape.value.strategy)
     return Decision(value=placement, reason=f"{shape.reason}; {chosen.reason}")
 
@@ -67,7 +67,7 @@ def choose_for_model(
 def shape_for_model(
     node: Node,
     model_bytes: int,
-    request: Request,
+    request: DeviceRequest,
     *,
     environment: Mapping[str, str],
     claims: Mapping[str, Claim] | None = None,
@@ -91,14 +91,14 @@ def shape_for_model(
     for state, holders in ((node, claims), (_emptied(node), None)):
         for shape, how in _shapes(node, whole, request):
             try:
-                choose(state, shape.request, environment=environment, claims=holders)
+                choose_devices(state, shape.request, environment=environment, claims=holders)
             except (TooFewDevices, DevicesBusy):
                 continue
             return Decision(value=shape, reason=f"{story}: {how}")
     raise _too_large(node, request, environment, whole, story)
 
 
-def _shapes(node: Node, whole: int, request: Request) -> Iterator[tuple[Shape, str]]:
+def _shapes(node: Node, whole: int, request: DeviceRequest) -> Iterator[tuple[Shape, str]]:
     """Yield the ways to hold ``whole`` bytes, the simplest first, each with its words."""
 
     def shape(count: int, each: int, strategy: Strategy) -> Shape:
@@ -130,13 +130,13 @@ def _emptied(node: Node) -> Node:
 
 
 def _too_large(
-    node: Node, request: Request, environment: Mapping[str, str], whole: int, story: str
+    node: Node, request: DeviceRequest, environment: Mapping[str, str], whole: int, story: str
 ) -> MusterError:
     """Say how much is missing, in GPUs of the size that is here."""
     what = f"{story}, and that does not fit here"
-    together = candidates(node, request, environment)
+    together = device_candidates(node, request, environment)
     # Where every GPU is split, one MIG slice was all that could be tried.
-    alone = candidates(node, dataclasses.replace(request, count=1), environment)
+    alone = device_candidates(node, dataclasses.replace(request, count=1), environment)
     usable = [one for one in together or alone if not one.trouble]
     sizes = sorted((one.total_bytes for one in usable if one.total_bytes), reverse=True)
     if not sizes:

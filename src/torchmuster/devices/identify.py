@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import GpuId, Request
+from torchmuster.devices.request import DeviceRequest, GpuId
 from torchmuster.devices.visibility import Visible, visible
 from torchmuster.errors import NoSuchDevice
 
 SHOW_IDS = "muster gpus --uuids  # shows the numbers and UUIDs to use"
 
 
-def find(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
+def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
     """Return the one visible device that an id names: a number, a UUID or a unique beginning."""
     shown = visible(node.accelerators, environment)
     text = str(gpu_id).strip()
@@ -54,7 +54,9 @@ def _unusable(device: Device, shown: Visible) -> NoSuchDevice:
     )
 
 
-def candidates(node: Node, request: Request, environment: Mapping[str, str]) -> tuple[Device, ...]:
+def device_candidates(
+    node: Node, request: DeviceRequest, environment: Mapping[str, str]
+) -> tuple[Device, ...]:
     """Return the devices a request may be met from, before its conditions are looked at."""
     # A CUDA process sees one MIG slice at most, so slices cannot be members of a set.
     alone = request.count == 1
@@ -63,7 +65,7 @@ def candidates(node: Node, request: Request, environment: Mapping[str, str]) -> 
         return tuple(
             one for one in shown if one.kind is node.main_kind and (alone or one.mig_index is None)
         )
-    named = tuple(find(node, one, environment) for one in request.ids)
+    named = tuple(find_device(node, one, environment) for one in request.ids)
     if len({one.uuid for one in named}) < len(named):
         raise NoSuchDevice(
             f"asked for {request}: one GPU is named twice",

@@ -12,7 +12,7 @@ from functools import cached_property
 from torchmuster.finding import Finding
 
 
-class Kind(enum.StrEnum):
+class DeviceKind(enum.StrEnum):
     """The device type in torch's own word (``torch.device("cuda")``), except that ROCm is told apart."""
 
     CUDA = "cuda"
@@ -61,7 +61,7 @@ class Device:
     (see ``snapshot.listening``).
     """
 
-    kind: Kind
+    kind: DeviceKind
     index: int
     uuid: str
     name: str
@@ -112,7 +112,7 @@ class Device:
     @property
     def label(self) -> str:
         """How messages call it: ``GPU 2``, ``GPU 2:1`` (MIG) or ``CPU``."""
-        return "CPU" if self.kind is Kind.CPU else f"GPU {self.number}"
+        return "CPU" if self.kind is DeviceKind.CPU else f"GPU {self.number}"
 
     @property
     def compute_processes(self) -> tuple[DeviceProcess, ...]:
@@ -176,12 +176,12 @@ class Node:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def main_kind(self) -> Kind:
+    def main_kind(self) -> DeviceKind:
         """The kind that a run uses: one torch build drives one kind, so an integrated GPU of another
         vendor is not among the devices that numbers and counts speak of.
         """
         present = {device.kind for device in self.accelerators}
-        return next((kind for kind in Kind if kind in present), Kind.CPU)
+        return next((kind for kind in DeviceKind if kind in present), DeviceKind.CPU)
 
     def link(self, a: Device, b: Device) -> Link | None:
         """Return the link between two devices, if it is known."""

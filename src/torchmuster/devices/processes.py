@@ -11,7 +11,7 @@ from torchmuster.devices.model import Device, DeviceProcess
 from torchmuster.redaction import printable
 
 
-def identify(devices: Sequence[Device]) -> tuple[Device, ...]:
+def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the devices with every process's owner, command and times filled in."""
     pids = {process.pid for device in devices for process in device.processes}
     known = {pid: _look_up(pid) for pid in pids}

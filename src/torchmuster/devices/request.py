@@ -1,9 +1,10 @@
 """What is asked for, and who has claimed what: the inputs of a choice besides the snapshot."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchmuster.units import GiB, MiB, format_bytes, plural
+from torchmuster.devices.model import Device
+from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
 
 GpuId = int | str
 
@@ -24,7 +25,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DeviceRequest:
     """What is asked for. Without ``ids`` and ``count``: every device that meets the conditions.
 
     ``ids`` are numbers, UUIDs or unique beginnings of UUIDs; with ``count`` as well, that many of
@@ -70,3 +71,74 @@ def _rounded_down(count: int) -> str:
         return f"{count // MiB}MiB"
     whole, tenths = divmod(count * 10 // GiB, 10)
     return f"{whole}.{tenths}GiB" if tenths else f"{whole}GiB"
+
+
+# Memory in use that no visible process accounts for: above this, somebody in another container is
+# taken to be there. An idle driver and a desktop stay well below.
+UNEXPLAINED_USE_BYTES = 1 * GiB
+# A holder that has done nothing for this long is said to be idle.
+WORTH_MENTIONING_IDLE_S = 60
+UNKNOWN_USER = "an unknown user"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why a device cannot be taken, as the end of a sentence about it: whole, and in brief.
+
+    ``passing`` obstacles may go away by themselves, so waiting can help.
+    """
+
+    text: str
+    brief: str
+    passing: bool
+
+
+def obstacle(
+    device: Device, request: DeviceRequest, claims: Mapping[str, Claim]
+) -> Obstacle | None:
+    """Return the first thing in the way, lasting ones before passing ones; None if it can be had."""
+    if device.trouble:
+        return _lasting(f"not answering ({device.trouble})")
+    if device.compute_prohibited:
+        return _lasting("in compute mode 'prohibited'")
+    if device.total_bytes is None and (request.min_total_bytes or request.min_free_bytes):
+        return _lasting("not saying how much memory it has")
+    if (device.total_bytes or 0) < (request.min_total_bytes or 0):
+        return _lasting(f"too small ({format_bytes(device.total_bytes or 0)} in all)")
+    if (device.usable_bytes or 0) < (request.min_free_bytes or 0):
+        return _lasting(f"too small ({format_bytes(device.usable_bytes or 0)} when empty)")
+    if request.min_free_bytes and device.free_bytes is None:
+        return _lasting("not saying how much of its memory is free")
+    if claim := claims.get(device.uuid):
+        return Obstacle(text=f"claimed by {claim}", brief=f"claimed by {claim.user}", passing=True)
+    if not request.share and (users := in_use_by(device)):
+        names = sorted({one.user or UNKNOWN_USER for one in device.compute_processes})
+        brief = f"in use by {', '.join(names)}" if names else "in use"
+        return Obstacle(text=f"in use by {users}", brief=brief, passing=True)
+    if (device.free_bytes or 0) < (request.min_free_bytes or 0):
+        text = f"too full ({format_bytes(device.free_bytes or 0)} free)"
+        return Obstacle(text=text, brief="too full", passing=True)
+    return None
+
+
+def in_use_by(device: Device) -> str:
+    """Say who computes on a device; empty if nobody does."""
+    if device.compute_processes:
+        return ", ".join(
+            f"{one.user or UNKNOWN_USER} (pid {one.pid}{_idle(one.idle_s)})"
+            for one in device.compute_processes
+        )
+    unexplained = (device.used_bytes or 0) - sum(one.memory_bytes or 0 for one in device.processes)
+    if unexplained > UNEXPLAINED_USE_BYTES:
+        return f"a process that cannot be seen from here ({format_bytes(unexplained)})"
+    return ""
+
+
+def _lasting(text: str) -> Obstacle:
+    return Obstacle(text=text, brief=text, passing=False)
+
+
+def _idle(seconds: float | None) -> str:
+    if seconds is None or seconds < WORTH_MENTIONING_IDLE_S:
+        return ""
+    return f", idle {format_seconds(seconds)}"

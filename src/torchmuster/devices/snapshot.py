@@ -1,61 +1,253 @@
 """One look at this machine: every accelerator, the CPU, who uses what, what looks wrong."""
 
 import dataclasses
+import json
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from torchmuster.devices import activity, processes
-from torchmuster.devices.model import Node
+from torchmuster.devices import processes
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
 from torchmuster.devices.readers import amd, apple, cpu, intel, nvml, nvml_events
-from torchmuster.devices.symptoms import symptoms
+from torchmuster.finding import Finding, Status
+from torchmuster.runfolder import write_atomically
+from torchmuster.units import format_bytes, plural
+
+# A process that waits still wakes its threads now and then; below this share of one core between
+# two looks it did no work. Launching GPU kernels takes far more.
+IDLE_CORE_SHARE = 0.02
 
 
-def take() -> Node:
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What the last look at a process saw."""
+
+    seen_unix_s: float
+    cpu_s: float
+    active_unix_s: float
+
+
+Record = dict[str, Sighting]
+
+
+def update_sightings(record: Mapping[str, Sighting], node: Node) -> tuple[Node, Record]:
+    """Return the node with idle times filled in, and the record for the next look."""
+    now = node.taken_unix_s
+    fresh: Record = {}
+    for device in node.accelerators:
+        for process in device.processes:
+            key = _key(process)
+            if key is not None:
+                before = record.get(key)
+                idle = before is not None and not _worked(device, process, before, now)
+                # A clock that was set back must not make the last activity lie in the future.
+                active = min(before.active_unix_s, now) if before and idle else now
+                if key in fresh:  # on several devices: active on one of them is active
+                    active = max(active, fresh[key].active_unix_s)
+                cpu_s = process.cpu_s or 0.0
+                fresh[key] = Sighting(seen_unix_s=now, cpu_s=cpu_s, active_unix_s=active)
+
+    def with_idle(process: DeviceProcess) -> DeviceProcess:
+        key = _key(process)
+        if key is None or key not in record:
+            return process
+        return dataclasses.replace(process, idle_s=now - fresh[key].active_unix_s)
+
+    accelerators = tuple(
+        dataclasses.replace(device, processes=tuple(map(with_idle, device.processes)))
+        for device in node.accelerators
+    )
+    return dataclasses.replace(node, accelerators=accelerators), fresh
+
+
+def _key(process: DeviceProcess) -> str | None:
+    """Name a process for good, as pids come again; None if it does not compute or is not known."""
+    if not process.compute or process.started_unix_s is None or process.cpu_s is None:
+        return None
+    return f"{process.pid}@{process.started_unix_s:.2f}"
+
+
+def _worked(device: Device, process: DeviceProcess, before: Sighting, now: float) -> bool:
+    """Say whether a process has worked since it was last seen."""
+    if process.utilisation_percent or _busy_alone(device, process):
+        return True
+    elapsed = max(now - before.seen_unix_s, 0.001)
+    return ((process.cpu_s or 0.0) - before.cpu_s) / elapsed > IDLE_CORE_SHARE
+
+
+def _busy_alone(device: Device, process: DeviceProcess) -> bool:
+    """A busy device with one process on it is busy through that process."""
+    return bool(device.utilisation_percent) and device.compute_processes == (process,)
+
+
+def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None:
+    """Return where the record is kept: the user's state folder, if there is one."""
+    given = environment.get("XDG_STATE_HOME")
+    try:
+        state = Path(given) if given else Path.home() / ".local" / "state"
+    except RuntimeError:  # a user without a home, as in containers
+        return None
+    # One for each host: clusters share home folders.
+    return state / "torchmuster" / f"gpu-activity-{hostname}.json"
+
+
+def load_sightings(path: Path) -> Record:
+    """Read the record; a missing or broken one is the same as none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            key: Sighting(**{name: _finite(value) for name, value in times.items()})
+            for key, times in stored.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
+        return {}
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is no time")
+    return number
+
+
+def save_sightings(path: Path, record: Mapping[str, Sighting]) -> None:
+    """Write the record; where nothing can be written, idle times stay unknown."""
+    stored = {key: dataclasses.asdict(value) for key, value in record.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(stored), durable=False)
+    except OSError:
+        return
+
+
+def symptoms_of(node: Node) -> tuple[Finding, ...]:
+    """Return everything noteworthy about the accelerators of a node."""
+    found = list(_stray_contexts(node))
+    for device in node.accelerators:
+        found += _memory_errors(device)
+        found += _heat(device)
+    return tuple(found)
+
+
+def _stray_contexts(node: Node) -> Iterator[Finding]:
+    """Several processes at home on other GPUs that all hold memory on the first one as well.
+
+    That is the mark of ranks that touched CUDA before choosing their device.
+    """
+    # A MIG parent repeats the processes of its slices.
+    whole = [one for one in node.accelerators if not one.mig_enabled]
+    homes: dict[int, list[Device]] = {}
+    for device in whole:
+        for process in device.compute_processes:
+            homes.setdefault(process.pid, []).append(device)
+    for device in whole:
+        strays = [
+            process
+            for process in device.compute_processes
+            if len(homes[process.pid]) == 2
+            and homes[process.pid][0] is device
+            and (process.memory_bytes or 0) < _memory_on(homes[process.pid][1], process.pid)
+        ]
+        if len(strays) < 2:
+            continue
+        wasted = format_bytes(sum(process.memory_bytes or 0 for process in strays))
+        pids = ", ".join(str(process.pid) for process in strays)
+        yield Finding(
+            name="stray-contexts",
+            status=Status.WARNING,
+            what=f"{len(strays)} processes that work on other GPUs also hold {wasted} on {device.label}",
+            why="each opened a CUDA context there before it chose its own device",
+            fix="call torch.cuda.set_device(local_rank) before anything else touches CUDA and before "
+            "init_process_group",
+            evidence=f"pids {pids}",
+        )
+
+
+def _memory_on(device: Device, pid: int) -> int:
+    return next((one.memory_bytes or 0 for one in device.compute_processes if one.pid == pid), 0)
+
+
+def _memory_errors(device: Device) -> Iterator[Finding]:
+    if device.ecc and device.ecc.uncorrected:
+        count = device.ecc.uncorrected
+        reset = f"amd-smi reset --gpureset --gpu {device.index}"
+        if device.kind is DeviceKind.CUDA:
+            reset = f"nvidia-smi -r -i {device.index}"
+        yield Finding(
+            name="ecc-uncorrected",
+            status=Status.WARNING,
+            what=f"{device.label} has had {plural(count, 'uncorrected memory error')}",
+            why="since the driver was loaded; the programs that met them crashed or went wrong",
+            fix=f"sudo {reset}  # when idle; if they come back, replace the card",
+        )
+
+
+def _heat(device: Device) -> Iterator[Finding]:
+    causes = [cause for cause in device.throttled_by if "heat" in cause]
+    if causes:
+        now, limit = device.temperature_c, device.slowdown_temperature_c
+        yield Finding(
+            name="gpu-hot",
+            status=Status.WARNING,
+            what=f"{device.label} is slowed down by heat"
+            + ("" if now is None else f" at {now} °C"),
+            why="in a distributed run every other GPU waits for it"
+            + (f"; it slows down at {limit} °C" if limit else ""),
+            fix="check the fans, the airflow and the room; or lower its power limit: "
+            f"sudo nvidia-smi -i {device.index} -pl <watts>",
+            evidence=", ".join(causes),
+        )
+
+
+def take_snapshot() -> Node:
     """Read everything that can be read without torch. Changes nothing, keeps nothing."""
-    nvidia = nvml.read()
+    nvidia = nvml.read_nvml()
     accelerators = list(nvidia.devices)
     findings = list(nvidia.findings)
     for reader in (amd, intel):
         devices, problems = reader.read()
         accelerators += devices
         findings += problems
-    accelerators += apple.read()
+    accelerators += apple.read_apple()
     node = Node(
         hostname=platform.node() or "this machine",
         taken_unix_s=time.time(),
-        accelerators=processes.identify(accelerators),
-        cpu=cpu.read(),
+        accelerators=processes.identify_process(accelerators),
+        cpu=cpu.read_cpu(),
         links=nvidia.links,
         driver_version=nvidia.driver_version,
         cuda_version=nvidia.cuda_version,
         findings=tuple(findings),
     )
-    return dataclasses.replace(node, findings=(*node.findings, *symptoms(node)))
+    return dataclasses.replace(node, findings=(*node.findings, *symptoms_of(node)))
 
 
-def take_with_history(environment: Mapping[str, str] | None = None) -> Node:
+def take_snapshot_with_history(environment: Mapping[str, str] | None = None) -> Node:
     """Look, and remember what was seen, so that the next look knows who has been idle since."""
-    node = take()
-    path = activity.record_path(os.environ if environment is None else environment, node.hostname)
+    node = take_snapshot()
+    path = sightings_path(os.environ if environment is None else environment, node.hostname)
     if path is None:
         return node
-    record = activity.load(path)
-    node, fresh = activity.update(record, node)
+    record = load_sightings(path)
+    node, fresh = update_sightings(record, node)
     if record or fresh:
-        activity.save(path, fresh)
+        save_sightings(path, fresh)
     return node
 
 
 @contextmanager
-def listening() -> Iterator[Callable[[], Node]]:
+def listening_to_events() -> Iterator[Callable[[], Node]]:
     """Give what takes looks, each with the critical errors that drivers reported since this began."""
     with nvml_events.XidErrors() as errors:
 
         def look() -> Node:
-            node = take()
+            node = take_snapshot()
             return dataclasses.replace(node, accelerators=errors.added_to(node.accelerators))
 
         yield look

@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.finding import Finding, Status
 
 # For each kind the stages of restriction, each with the variables that can state it (the first that
 # is set counts). A later stage counts among the devices that the earlier one left.
-STAGES: dict[Kind, tuple[tuple[str, ...], ...]] = {
-    Kind.CUDA: (("CUDA_VISIBLE_DEVICES",),),
-    Kind.ROCM: (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
-    Kind.XPU: (("ZE_AFFINITY_MASK",),),
+STAGES: dict[DeviceKind, tuple[tuple[str, ...], ...]] = {
+    DeviceKind.CUDA: (("CUDA_VISIBLE_DEVICES",),),
+    DeviceKind.ROCM: (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    DeviceKind.XPU: (("ZE_AFFINITY_MASK",),),
 }
 # What people and Slurm write to hide every GPU on purpose.
 _NO_DEVICE = ("-1", "NoDevFiles")
@@ -51,7 +51,7 @@ def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visibl
             hidden_by |= {one.uuid: restriction for one in left if one not in chosen}
             if problem and text not in _NO_DEVICE:
                 findings.append(_ignored(restriction, problem, chosen))
-            elif kind is Kind.CUDA and _order_is_ambiguous(text, left, environment):
+            elif kind is DeviceKind.CUDA and _order_is_ambiguous(text, left, environment):
                 findings.append(_ambiguous(restriction, chosen))
             left = chosen
         # A GPU in MIG mode computes only through its slices.
@@ -125,10 +125,10 @@ def _parse_xpu(text: str, family: Sequence[Device]) -> _Parsed:
     return chosen, f"{unknown[0]!r} names no GPU, so the driver ignores it" if unknown else ""
 
 
-_PARSERS: dict[Kind, Callable[[str, Sequence[Device]], _Parsed]] = {
-    Kind.CUDA: _parse_cuda,
-    Kind.ROCM: _parse_rocm,
-    Kind.XPU: _parse_xpu,
+_PARSERS: dict[DeviceKind, Callable[[str, Sequence[Device]], _Parsed]] = {
+    DeviceKind.CUDA: _parse_cuda,
+    DeviceKind.ROCM: _parse_rocm,
+    DeviceKind.XPU: _parse_xpu,
 }
 
 
@@ -163,14 +163,14 @@ def variables_for(devices: Sequence[Device]) -> dict[str, str | None]:
     kinds = {device.kind for device in devices}
     uuids = ",".join(device.uuid for device in devices)
     numbers = ",".join(str(device.index) for device in devices)
-    if kinds == {Kind.CUDA}:
+    if kinds == {DeviceKind.CUDA}:
         return {"CUDA_VISIBLE_DEVICES": uuids}
-    if kinds == {Kind.ROCM}:
+    if kinds == {DeviceKind.ROCM}:
         # Numbers of the second stage count within the first, so the second one has to go.
-        hidden = dict.fromkeys(STAGES[Kind.ROCM][1])
+        hidden = dict.fromkeys(STAGES[DeviceKind.ROCM][1])
         named = all(device.uuid.startswith("GPU-") for device in devices)
         return {"ROCR_VISIBLE_DEVICES": uuids if named else numbers, **hidden}
-    if kinds == {Kind.XPU}:
+    if kinds == {DeviceKind.XPU}:
         return {"ZE_AFFINITY_MASK": numbers}
     return {}
 

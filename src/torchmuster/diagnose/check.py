@@ -87,7 +87,7 @@ class Surroundings:
     folder: Path = field(default_factory=Path.cwd)  # where runs are to be written
     outputs: Mapping[str, str] | None = None
     package_folders: tuple[Path, ...] = field(default_factory=_package_folders)
-    look: Callable[[], Node] = field(default_factory=lambda: once(snapshot.take))
+    look: Callable[[], Node] = field(default_factory=lambda: once(snapshot.take_snapshot))
 
     def path(self, usual: str) -> Path:
         """Return where a file of the machine is: ``/proc/meminfo`` below the root."""

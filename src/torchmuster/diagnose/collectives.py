@@ -1,14 +1,211 @@
 """What the records of the collectives probe mean: findings that name the rank, its machine and device."""
 
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from torchmuster.diagnose import slowness, wrong_values
-from torchmuster.diagnose.rank_record import RankRecord, records_from
-from torchmuster.diagnose.wrong_values import second_try
+from torchmuster.diagnose import wrong_values
+from torchmuster.diagnose.rank_record import RankRecord
 from torchmuster.finding import Finding, Status
 
-__all__ = ["RankRecord", "judge", "records_from", "second_try"]
+_SLOW_DEVICE = 0.6  # of the median of the others of its model
+_HELD_BACK = 0.5  # of the periods of a CPU quota
+_SLOW_PAIR = 0.15  # of the median of the others of its kind
+_SLOW_PAIR_BYTES_PER_S = 40e6  # no busy processor alone is so slow
+_LATE_S = 0.25
+_SLOW_SHOWN = 6
+
+
+def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
+    """Return what holds up the group: slow or hot devices, slow pairs, ranks that come late."""
+    slow = list(_slow_devices(records))
+    return [
+        *slow,
+        *_held_back(records),
+        *_hot(records),
+        *_slow_pairs(records),
+        *([] if slow else _late(records)),  # who computes slowly comes late: said once
+    ]
+
+
+def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
+    slow = {record.rank: share for record in records if (share := _share(record, records))}
+    for host in dict.fromkeys(record.host for record in records):
+        there = [record for record in records if record.host == host]
+        guilty = [record for record in there if record.rank in slow]
+        if not guilty:
+            continue
+        worst = min(slow[record.rank] for record in guilty)
+        whole = len(guilty) == len(there) and (len(there) > 1 or there[0].device == "cpu")
+        if whole:
+            yield _slow(f"{host} computes", "slow-host", guilty, worst)
+        else:
+            for record in guilty:
+                yield _slow(f"{record.where} computes", "slow-device", [record], slow[record.rank])
+
+
+def _share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
+    """Return a device's speed as a share of its likes', if that is suspiciously little."""
+    for own in record.matmuls:
+        others = [
+            one.flops_per_s
+            for other in records
+            if other.rank != record.rank and other.device_name == record.device_name
+            for one in other.matmuls
+            if one.precision == own.precision
+        ]
+        if others and own.flops_per_s < _SLOW_DEVICE * statistics.median(others):
+            return own.flops_per_s / statistics.median(others)
+    return None
+
+
+def _slow(subject: str, name: str, guilty: Sequence[RankRecord], share: float) -> Finding:
+    first = guilty[0]
+    if first.device_uuid:
+        fix = f"look at its clocks on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
+    else:
+        fix = f"look for what else runs on {first.host}, and at its processor's clock\ntop\nlscpu"
+    return Finding(
+        name=name,
+        status=Status.WARNING,
+        what=f"{subject} at {max(share, 0.01):.0%} of the speed of the others",
+        why="in a distributed run all others wait for the slowest, at every step",
+        fix=fix,
+        evidence="\n".join(
+            f"rank {record.rank}, {record.device_name}: "
+            + ", ".join(
+                f"{one.flops_per_s / 1e9:,.0f} GFLOP/s {one.precision}" for one in record.matmuls
+            )
+            for record in guilty[:_SLOW_SHOWN]
+        ),
+    )
+
+
+def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
+    """A quota leaves short bursts at full speed, so only the kernel's own count shows it."""
+    worst: dict[str, RankRecord] = {}
+    for record in records:
+        share = _held_back_share(record)
+        if share > _HELD_BACK and share > _held_back_share(worst.get(record.host)):
+            worst[record.host] = record
+    for host, record in worst.items():
+        assert record.health is not None
+        yield Finding(
+            name="cpu-quota-used-up",
+            status=Status.WARNING,
+            what=f"{host} is held back by its CPU quota",
+            why="the kernel stops its processes whenever the quota is used up, and all other ranks "
+            "wait for them",
+            fix=f"give {host} more CPU: in Kubernetes resources.limits.cpu, in Docker --cpus, in "
+            "systemd CPUQuota=; or fewer ranks there",
+            evidence=f"the quota was used up in {_held_back_share(record):.0%} of the periods while "
+            f"rank {record.rank} computed; {record.health.cores}",
+        )
+
+
+def _held_back_share(record: RankRecord | None) -> float:
+    return (record and record.health and record.health.held_back) or 0.0
+
+
+def _hot(records: Iterable[RankRecord]) -> Iterator[Finding]:
+    for record in records:
+        if record.health is None or not record.health.throttled_by:
+            continue
+        causes = record.health.throttled_by
+        heat = any("heat" in cause for cause in causes)
+        now = record.health.temperature_c
+        # A card at its power limit does what it is meant to do.
+        harmless = set(causes) == {"power limit"}
+        yield Finding(
+            name="gpu-hot" if heat else "gpu-throttled",
+            status=Status.NOTE if harmless else Status.WARNING,
+            what=f"{record.where} is slowed down under load: {', '.join(causes)}",
+            why="in a distributed run all others wait for it",
+            fix="check the fans, the airflow and the room"
+            if heat
+            else "look at its power supply and limit\nnvidia-smi -q -d POWER,PERFORMANCE",
+            evidence="" if now is None else f"{now} °C after a second of work",
+        )
+
+
+def _slow_pairs(records: Sequence[RankRecord]) -> Iterator[Finding]:
+    by_rank = {record.rank: record for record in records}
+    speeds: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
+    for record in records:
+        for pair in record.pairs:
+            if record.rank < pair.peer in by_rank and pair.bytes_per_s:
+                inside = by_rank[pair.peer].host == record.host
+                speeds[inside][record.rank, pair.peer] = pair.bytes_per_s
+    for inside, kind in speeds.items():
+        slow = {
+            pair: speed for pair, speed in kind.items() if _is_slow(pair, kind, inside, by_rank)
+        }
+        for names, pairs in _by_common_end(slow, kind, by_rank):
+            median = statistics.median(kind.values())
+            yield Finding(
+                name="slow-pair",
+                status=Status.WARNING,
+                what=f"data between {names} moves at {min(slow[pair] for pair in pairs) / 1e6:,.0f} "
+                f"MB/s, between others at {median / 1e6:,.0f} MB/s",
+                why="a ring is as fast as its slowest part",
+                fix="look at what lies between them: cable, switch port, interface, PCIe slot",
+                evidence=", ".join(
+                    f"ranks {low} and {high}: {slow[low, high] / 1e6:,.0f} MB/s"
+                    for low, high in pairs[:_SLOW_SHOWN]
+                ),
+            )
+
+
+def _is_slow(
+    pair: tuple[int, int],
+    kind: dict[tuple[int, int], float],
+    inside: bool,
+    by_rank: dict[int, RankRecord],
+) -> bool:
+    on_gpu = by_rank[pair[0]].device != "cpu"
+    others = [speed for other, speed in kind.items() if other != pair]
+    # Within a machine some GPUs are joined by NVLink and others not, and that is as it should be.
+    if len(others) < 2 or (inside and on_gpu):
+        return False
+    few = kind[pair] < _SLOW_PAIR * statistics.median(others)
+    return few and (on_gpu or kind[pair] < _SLOW_PAIR_BYTES_PER_S)
+
+
+def _by_common_end(
+    slow: dict[tuple[int, int], float],
+    kind: dict[tuple[int, int], float],
+    by_rank: dict[int, RankRecord],
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield slow pairs, those of a rank all of whose pairs are slow under its name alone."""
+    left = dict(slow)
+    for rank, record in by_rank.items():
+        own = [pair for pair in kind if rank in pair]
+        if len(own) > 1 and all(pair in left for pair in own):
+            yield f"{record.where} and the others", own
+            for pair in own:
+                del left[pair]
+    for low, high in left:
+        yield f"{by_rank[low].where} and {by_rank[high].where}", [(low, high)]
+
+
+def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
+    waits = {record.rank: record.waited_s for record in records if record.waited_s is not None}
+    if len(waits) < 2:
+        return
+    last = min(waits, key=lambda rank: waits[rank])
+    others = statistics.median(wait for rank, wait in waits.items() if rank != last)
+    late_s = others - waits[last]
+    if late_s > _LATE_S:
+        record = next(one for one in records if one.rank == last)
+        yield Finding(
+            name="late-rank",
+            status=Status.WARNING,
+            what=f"{record.where} comes {late_s:.1f} s later than the others after the same work",
+            why="in a distributed run all others wait for the slowest, at every step",
+            fix=f"look for what else runs on {record.host}\ntop",
+            evidence=f"the others wait {others:.2f} s for it, it waits {waits[last]:.2f} s",
+        )
+
 
 _STAGES = {
     "group": "forming the group",
@@ -21,7 +218,7 @@ _STAGES = {
 _SHOWN = 6
 
 
-def judge(
+def judge_collectives(
     records: Sequence[RankRecord], second: Sequence[RankRecord] | None = None
 ) -> list[Finding]:
     """Return what is wrong with a group of ranks; nothing if all is well.
@@ -32,8 +229,8 @@ def judge(
     return [
         *hangs,
         *([] if hangs else _errors(records)),  # errors beside a hang are its consequences
-        *wrong_values.judge(records, second),
-        *slowness.judge(records),
+        *wrong_values.judge_values(records, second),
+        *judge_slowness(records),
         *_backend(records),
     ]
 

@@ -4,29 +4,156 @@ One session with the machines serves for all of it. Whatever fails is a finding,
 """
 
 import asyncio
+import dataclasses
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from torchmuster.diagnose import collectives, partition, probing
-from torchmuster.diagnose.away import why_all_away
-from torchmuster.diagnose.consequences import without_consequences
-from torchmuster.diagnose.conversation import Examiner
-from torchmuster.diagnose.folding import fold
-from torchmuster.diagnose.links.judge import judge as judge_links
-from torchmuster.diagnose.links.model import Link
-from torchmuster.diagnose.links.survey import survey
+from torchmuster.diagnose import collectives, probing, wrong_values
+from torchmuster.diagnose.links.judge import judge_links
+from torchmuster.diagnose.links.model import End, Link
+from torchmuster.diagnose.links.survey import survey_links
+from torchmuster.diagnose.probing import HostProbe
 from torchmuster.diagnose.rank_record import RankRecord
 from torchmuster.diagnose.result import GroupResult, Machine, headline
+from torchmuster.diagnose.unreachable_hosts import why_all_unreachable
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding, Status, exit_code, from_error
+from torchmuster.finding import Finding, Status, exit_code, from_error, worst_first
+from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.job_runner import Outcome
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import Node, Stopped
 from torchmuster.launch.launcher.session import Session, Voice
-from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.network.reach import Place, gloo_calls, several
 from torchmuster.launch.transports.channel import Transport
+
+# By name: if one of the causes was found anywhere, the consequence is not told.
+_CAUSES: dict[str, frozenset[str]] = {
+    # Ranks wait in vain for one that failed; that one says best why.
+    "collective-hangs": known_failures.NAMES | {"agent-failed", "host-lost"},
+    "no-carrier": frozenset({"own-cable-out"}),
+    "probe-hangs": known_failures.NAMES | {"collective-hangs"},
+}
+# The same, if the cause is as bad and tells of the same machines.
+_CAUSES_THERE: dict[str, frozenset[str]] = {
+    # The link was measured without torch too, and the quota read before it was used up.
+    "slow-pair": frozenset({"slow-link", "stalled-link", "lossy-link", "high-latency"}),
+    "cpu-quota-used-up": frozenset({"cpu-quota"}),
+}
+
+
+def without_consequences(findings: Sequence[Finding], machines: Sequence[str]) -> list[Finding]:
+    """Return the findings without those that follow from others, and each of them once."""
+    names = {one.name for one in findings}
+    kept: dict[tuple[str, str], Finding] = {}
+    for one in findings:
+        follows = names & _CAUSES.get(one.name, frozenset()) or any(
+            other.name in _CAUSES_THERE.get(one.name, ()) and _covers(other, one, machines)
+            for other in findings
+        )
+        if not follows:
+            kept.setdefault((one.name, one.what), one)
+    return list(kept.values())
+
+
+def _covers(cause: Finding, other: Finding, machines: Sequence[str]) -> bool:
+    as_bad = worst_first([cause, other])[0] is cause
+    return as_bad and _named(cause, machines) >= _named(other, machines)
+
+
+def _named(finding: Finding, machines: Sequence[str]) -> set[str]:
+    told = f"{finding.what}\n{finding.evidence}"
+    return {one for one in machines if re.search(rf"(?<![\w.-]){re.escape(one)}(?![\w-])", told)}
+
+
+def deduplicate_findings(
+    found: Mapping[str, Sequence[Finding]], *, named: bool = True
+) -> list[Finding]:
+    """Return the findings of several machines, those that say the same as one; what is well is left out.
+
+    With ``named``, each says first whose it is.
+    """
+    machines: dict[tuple[str, Status, str, str, str], dict[str, Finding]] = {}
+    for name, findings in found.items():
+        for one in findings:
+            if one.status is not Status.OK:
+                said = (one.name, one.status, one.what, one.why, one.fix)
+                machines.setdefault(said, {})[name] = one
+    return [_folded(one, named=named) for one in machines.values()]
+
+
+def _folded(same: Mapping[str, Finding], *, named: bool) -> Finding:
+    first = next(iter(same.values()))
+    if not named:
+        return first
+    names = list(same)
+    what = first.what if first.what.startswith(tuple(names)) else f"{several(names)}: {first.what}"
+    seen: dict[str, list[str]] = {}
+    for name, one in same.items():
+        if one.evidence:
+            seen.setdefault(one.evidence, []).append(name)
+    evidence = next(iter(seen), "")
+    if len(seen) > 1:
+        evidence = "\n".join(f"{several(whose)}: {text}" for text, whose in seen.items())
+    return dataclasses.replace(first, what=what, evidence=evidence)
+
+
+def able_together(nodes: Sequence[Node], apart: Collection[tuple[int, int]]) -> list[list[Node]]:
+    """Divide machines into groups in which all can work together.
+
+    ``apart`` are the places of two machines of which one does not reach the other.
+    """
+    groups: list[list[Node]] = []
+    for node in nodes:
+        for group in groups:
+            if all(_fit(node, other, apart) for other in group):
+                group.append(node)
+                break
+        else:
+            groups.append([node])
+    return groups
+
+
+def _fit(one: Node, other: Node, apart: Collection[tuple[int, int]]) -> bool:
+    places = one.place, other.place
+    return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    assert node.record is not None
+    return node.record.system, (node.record.torch or "").partition("+")[0]
+
+
+def partitioned_hosts(links: Sequence[Link], *, both_ways: bool) -> set[tuple[int, int]]:
+    """Return the places between which ranks would wait for each other in vain.
+
+    ``both_ways`` is for NCCL; of two machines, only one calls the other for gloo.
+    """
+    return {link.places for link in links if _useless(link, both_ways=both_ways)}
+
+
+def _useless(link: Link, *, both_ways: bool) -> bool:
+    if link.meeting_problem or (link.figures is not None and link.figures.stalled):
+        return True
+    return bool(link.problem) and (both_ways or _gloo_calls(link.source, link.target))
+
+
+def _gloo_calls(source: End, target: End) -> bool:
+    if source.address is None or target.address is None:
+        return True
+    caller, called = (
+        Place(name=one.name, system=one.system, address=one.address or "")
+        for one in (source, target)
+    )
+    return gloo_calls(caller, called)
+
+
+def reached_hosts(links: Sequence[Link]) -> set[int]:
+    """Return the places that all who tried did reach."""
+    tried = {link.target.place for link in links}
+    return tried - {link.target.place for link in links if link.problem or link.meeting_problem}
+
 
 _EXAMINED_WITHIN_S = 40.0
 # A machine's own look at its firewall is a guess; that the others reach it is not.
@@ -36,7 +163,7 @@ _TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"}
 # With these, ranks would only say once more what was said.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
 
-One = TypeVar("One", Node, Examiner)
+One = TypeVar("One", Node, HostProbe)
 Told = TypeVar("Told")
 
 
@@ -61,7 +188,7 @@ class GroupCheck:
         self._on_phase = on_phase
         self._quick = quick
         self._many = len(transport.places) > 1
-        self._ears = probing.Ears(voice)
+        self._ears = probing.ProbeOutput(voice)
         self._session = Session(
             spec, transport, self._ears, run_id=run_id, logs=logs, on_phase=on_phase
         )
@@ -89,7 +216,7 @@ class GroupCheck:
             if self._many:
                 self._voice.say(session.roll.words())
             if self._spec.hosts:  # called over ssh
-                looking = why_all_away(absent, self._transport.places)
+                looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
             self._findings += absent.values()
             self._on_phase("starting")
@@ -113,7 +240,7 @@ class GroupCheck:
 
     async def _look_at(self, nodes: Sequence[Node]) -> list[Node]:
         """Examine machines and links; return the machines that can run ranks."""
-        examiners = [one for _, one in await self._each(nodes, Examiner.engage)]
+        examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
 
         async def doing(what: str, work: Awaitable[Told]) -> Told:
@@ -132,28 +259,28 @@ class GroupCheck:
             await doing("measuring the links", self._survey(examiners))
         both_ways = self._spec.backend != "muster" or any(node.has_gpus for node in nodes)
         self._findings += judge_links(self._links, both_ways=both_ways)
-        self._apart = partition.apart(self._links, both_ways=both_ways)
+        self._apart = partitioned_hosts(self._links, both_ways=both_ways)
         if self._many:
             await self._compare([node for node in nodes if not node.lost])
         self._tell_of_machines()
         self._session.say_reasons([node for node, _ in ready])
         return [node for node, _ in ready if not node.lost]
 
-    async def _examine(self, examiners: Sequence[Examiner]) -> None:
+    async def _examine(self, examiners: Sequence[HostProbe]) -> None:
         argument = {"folder": self._spec.folder}
 
-        async def examine(examiner: Examiner) -> list[Finding]:
+        async def examine(examiner: HostProbe) -> list[Finding]:
             told = await examiner.ask("examine", argument, within_s=_EXAMINED_WITHIN_S)
             return [_finding(one) for check in told for one in check["findings"]]
 
         found = await self._each(examiners, examine)
         self._of_machines = {examiner.place: told for examiner, told in found}
 
-    async def _survey(self, examiners: Sequence[Examiner]) -> None:
+    async def _survey(self, examiners: Sequence[HostProbe]) -> None:
         if len(examiners) < 2:
             return
         try:
-            self._links = await survey(
+            self._links = await survey_links(
                 examiners,
                 port=self._spec.port,
                 address=self._spec.address,
@@ -174,7 +301,7 @@ class GroupCheck:
 
     def _tell_of_machines(self) -> None:
         """Add what the machines' own checks found, unless the group has shown more about it."""
-        reached = partition.reached(self._links)
+        reached = reached_hosts(self._links)
         tried = {link.target.place for link in self._links}
         names = self._transport.places
         kept = {
@@ -186,7 +313,7 @@ class GroupCheck:
             ]
             for place, found in self._of_machines.items()
         }
-        self._findings += fold(kept, named=self._many)
+        self._findings += deduplicate_findings(kept, named=self._many)
 
     async def _each(
         self, many: Sequence[One], work: Callable[[One], Awaitable[Told]]
@@ -214,7 +341,7 @@ class GroupCheck:
         able = [node for node in ready if self._has_torch(node)]
         if unable := [node.name for node in ready if node not in able]:
             self._not_tried.append(f"ranks on {several(unable)}: torch cannot be used there")
-        groups = partition.able_together(able, self._apart)
+        groups = able_together(able, self._apart)
         if len(groups) > 1:
             names = "; ".join(several([node.name for node in group]) for group in groups)
             self._not_tried.append(
@@ -232,18 +359,20 @@ class GroupCheck:
     async def _probe(self, nodes: Sequence[Node]) -> None:
         probed = await self._run_probe(nodes, {})
         second = None
-        if variables := collectives.second_try(probed.records):
+        if variables := wrong_values.second_try(probed.records):
             told = " ".join(f"{name}={value}" for name, value in variables.items())
             self._voice.say(f"some values were wrong; once more with {told}")
             second = (await self._run_probe(nodes, variables)).records
         self._ranks += probed.records
-        self._findings += [*collectives.judge(probed.records, second), *probed.trouble]
+        self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
 
     async def _run_probe(
         self, nodes: Sequence[Node], environment: Mapping[str, str]
     ) -> probing.Probed:
         spec = probing.spec_of(self._spec, environment)
-        probed = await probing.probe(self._session, self._ears, nodes, spec, attempt=self._attempts)
+        probed = await probing.run_check_ranks(
+            self._session, self._ears, nodes, spec, attempt=self._attempts
+        )
         self._attempts += 1
         return probed
 

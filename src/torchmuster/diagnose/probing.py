@@ -2,26 +2,117 @@
 
 import asyncio
 import dataclasses
+import itertools
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from torchmuster.diagnose.rank_record import RankRecord, records_from
-from torchmuster.errors import MusterError
+from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, from_error
+from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import Node, Word
 from torchmuster.launch.launcher.session import Session, Voice
 from torchmuster.launch.network.reach import several
+
+HOST_PROBE = "torchmuster.diagnose.host_probe"
+_START_WITHIN_S = 20.0
+_WORDS_SHOWN = 4
+
+
+class HostProbe:
+    """The examiner on one machine: asked things by name, many at a time if need be."""
+
+    def __init__(self, node: Node) -> None:
+        assert node.record is not None
+        self.name = node.name
+        self.place = node.place
+        self.record = node.record
+        self._node = node
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._gone = ""
+
+    @classmethod
+    async def engage(cls, node: Node) -> "HostProbe":
+        """Have the program started on a machine that answered the roll-call."""
+        examiner = cls(node)
+        await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
+        return examiner
+
+    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+        """Return the answer; raises what the machine answers with instead, or that it does not."""
+        if self._gone:
+            raise self._lost()
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        line = json.dumps({"id": number, "verb": verb, "argument": argument})
+        try:
+            async with asyncio.timeout(within_s):
+                await self._node.channel.send(protocol.Relay(text=line))
+                return await answer
+        except TimeoutError:
+            raise MusterError(
+                f"{self.name} did not answer within {within_s:g} s",
+                why=f"it was asked to {verb}; the machine is overloaded, or something in it hangs",
+            ) from None
+        finally:
+            self._asked.pop(number, None)
+
+    def _hear(self, word: Word) -> None:
+        if isinstance(word, protocol.Disengaged):
+            self._gone = _end(word)
+            for answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(self._lost())
+            return
+        try:
+            said = json.loads(word.text)
+            answer = self._asked[said["id"]]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # given up by whoever asked, or not an answer
+            return
+        if answer.done():
+            return
+        if "error" in said:
+            answer.set_exception(self._error(said["error"]))
+        else:
+            answer.set_result(said.get("answer"))
+
+    def _error(self, told: Any) -> MusterError:
+        parts = told if isinstance(told, dict) else {}
+        what, why, fix = (str(parts.get(name, "")) for name in ("what", "why", "fix"))
+        return MusterError(f"{self.name}: {what or told}", why=why, fix=fix)
+
+    def _lost(self) -> MachineLost:
+        return MachineLost(f"{self.name} cannot be examined any more", why=self._gone)
+
+
+def _end(word: protocol.Disengaged) -> str:
+    """Say how an examiner ended."""
+    words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
+    if word.exit_code is None:
+        return words or "its keeper is lost"
+    how = f"by signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
+    return f"the program that examines it ended {how}\n{words}".strip()
+
 
 PROGRAM = "torchmuster.diagnose.probes.collectives"
 # Beyond its own deadlines, which are much shorter; importing torch on a busy machine takes its time.
 DEADLINE_S = 180.0
 
 
-class Ears:
+class ProbeOutput:
     """A voice that keeps what the ranks write, and says the rest."""
 
     def __init__(self, voice: Voice) -> None:
@@ -84,8 +175,8 @@ def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
     )
 
 
-async def probe(
-    session: Session, ears: Ears, nodes: Sequence[Node], spec: JobSpec, *, attempt: int
+async def run_check_ranks(
+    session: Session, ears: ProbeOutput, nodes: Sequence[Node], spec: JobSpec, *, attempt: int
 ) -> Probed:
     """Run the probe on these machines; never raises what a machine did wrong."""
     trouble: list[Finding] = []
@@ -106,7 +197,7 @@ async def probe(
 
 
 async def _until_told(
-    session: Session, ears: Ears, nodes: Sequence[Node], attempt: int
+    session: Session, ears: ProbeOutput, nodes: Sequence[Node], attempt: int
 ) -> Finding | None:
     """Run the job until its ranks have told everything: how they take leave is not waited for."""
     job = asyncio.ensure_future(session.attempt(nodes, attempt))

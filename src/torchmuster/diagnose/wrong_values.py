@@ -14,7 +14,7 @@ SECOND_TRY = {"NCCL_P2P_DISABLE": "1"}
 _SUMS = ("all-reduce", "reduce-scatter")
 
 
-def judge(
+def judge_values(
     records: Sequence[RankRecord], second: Sequence[RankRecord] | None = None
 ) -> list[Finding]:
     """Return a finding for each device that computes wrongly, and each that passes on wrong values.
@@ -29,7 +29,7 @@ def judge(
         if not known & set(ranks):
             findings.append(_wrong_values([by_rank[rank] for rank in ranks], records))
             known |= set(ranks)
-    for ranks in blame(wrong_pairs(records)):
+    for ranks in blame_ranks(wrong_pairs(records)):
         if not known & set(ranks):
             findings.append(_p2p_wrong([by_rank[rank] for rank in ranks], records, second))
     return findings
@@ -42,7 +42,7 @@ def wrong_pairs(records: Iterable[RankRecord]) -> Seen:
     }
 
 
-def blame(seen: Seen) -> list[tuple[int, ...]]:
+def blame_ranks(seen: Seen) -> list[tuple[int, ...]]:
     """Return the fewest ranks that explain what was seen; two together where either may be it.
 
     A rank that spoils what it sends, or what it gets, does so with several others; what happened
@@ -77,7 +77,7 @@ def _spoilers(records: Sequence[RankRecord]) -> list[tuple[int, ...]]:
         for operation in record.operations
         for source in operation.wrong_from
     }
-    return blame(seen)
+    return blame_ranks(seen)
 
 
 def _wrong_device(record: RankRecord) -> Finding:

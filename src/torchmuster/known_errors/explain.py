@@ -1,14 +1,100 @@
 """From any error text to its cause: which rules hold, which of them is the first link of the chain."""
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from torchmuster.known_errors.all_rules import all_rules
-from torchmuster.known_errors.pasted_text import cleaned, line_at, unwrapped
+from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.rule import Role, Rule, expression, in_small_letters
 from torchmuster.redaction import redact_text
+
+SUBJECTS = (
+    "meeting",
+    "network",
+    "nccl",
+    "drivers",
+    "cuda",
+    "memory",
+    "limits",
+    "installation",
+    "libraries",
+    "script",
+    "tensors",
+    "checkpoints",
+    "ssh",
+    "slurm",
+)
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Return the rules of all subjects."""
+    files = (importlib.import_module(f"torchmuster.known_errors.{name}") for name in SUBJECTS)
+    return tuple(rule for file in files for rule in file.RULES)
+
+
+# Of a log that is longer, only the lines about trouble are read; of too many, the first and the last.
+_LONGEST = 200_000
+_TROUBLE = re.compile(
+    r"error|exception|fail|fatal|warn|kill|signal|time[ds]? ?out|refused|denied|abort|unable|cannot|can't|"
+    r"not |n't |no |invalid|mismatch|xid|assert|fault|memory|oom|closed|reset|exit ?code|limit|busy|illegal|"
+    r"undefined|missing|broken|unexpected|expected|corrupt",
+    re.IGNORECASE,
+)
+
+_COLOUR = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+# Some pages and logs keep a colour's end but lose the escape before it.
+_LOST_COLOUR = re.compile(r"\[(?:\d{1,2}(?:;\d{1,3})*)m")
+_TYPOGRAPHY = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "\xa0": " ", "\u200b": ""})
+_LINE_PREFIX = re.compile(
+    r"""^(?:
+        \[(?:rank|default)\d+\]:[ ]?                    # torch, torchrun --tee
+      | \[\d+,\d+\]<std(?:err|out)>:[ ]?                # mpirun
+      | \[[\w-]+/\d+\]:[ ]?                             # torchrun with roles
+      | \([\w. ]*pid=\d+(?:,[ ]ip=[\d.]+)?\)[ ]?        # Ray
+      | [ ]{0,3}\d{1,4}:[ ]                             # srun --label
+      | >[ ]?                                           # a quotation
+      | [ ]*[|+][ ](?=\S)                               # an exception group
+    )+""",
+    re.VERBOSE | re.MULTILINE,
+)
+
+
+def clean_text(text: str) -> str:
+    """Return the text as its programs meant it, line by line."""
+    text = _shortened(text)
+    text = _LOST_COLOUR.sub("", _COLOUR.sub("", text)).translate(_TYPOGRAPHY)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _LINE_PREFIX.sub("", text)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    lines = text.splitlines()
+    near = {n for at, line in enumerate(lines) if _TROUBLE.search(line) for n in (at, at + 1)}
+    text = "\n".join(line for n, line in enumerate(lines) if n in near)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n{text[-_LONGEST // 2 :]}"
+
+
+def unwrap_lines(text: str) -> str:
+    """Return the text without its line ends: a terminal may have broken it in the middle of words."""
+    return re.sub(r"\n[ \t]*", "", text)
+
+
+def line_at(text: str, place: int) -> str:
+    """Return the line of a place in the text, cut where it is very long."""
+    begin = text.rfind("\n", 0, place) + 1
+    end = text.find("\n", place)
+    line = text[begin : end if end >= 0 else len(text)]
+    if len(line) > 300:
+        cut = max(0, place - begin - 60)
+        line = f"{'…' if cut else ''}{line[cut : cut + 300]}…"
+    return "".join(letter if letter.isprintable() else " " for letter in line).strip()
+
 
 # A line that warns is often only noise beside an error that comes later.
 _WARNING_LINE = re.compile(r"Warning:|\bWARNING\b|\[W[ \d]|^W\d{4} |warnings\.warn\(")
@@ -57,16 +143,16 @@ class _Hit:
         return (place, self.found.start())
 
 
-def explain(text: str, *, host: str = "that machine") -> list[Explanation]:
+def explain_text(text: str, *, host: str = "that machine") -> list[Explanation]:
     """Return what is known of an error text, the cause first; nothing if it is not known.
 
     The text may be a whole log, of any version and with other things in it. ``host`` is the name by
     which the answers speak of the machine that it comes from.
     """
-    clean = cleaned(text)
+    clean = clean_text(text)
     hits = _hits(clean)
     if not hits:
-        clean = unwrapped(clean)
+        clean = unwrap_lines(clean)
         hits = _hits(clean)
     if not hits or _follows_from_the_script(hits[0], clean):
         return []
@@ -78,7 +164,7 @@ def explain(text: str, *, host: str = "that machine") -> list[Explanation]:
 
 def own_mistake(text: str) -> str:
     """Return the first line that reads like an exception of the script's own, else ""."""
-    clean = cleaned(text)
+    clean = clean_text(text)
     found = _OWN_MISTAKE.search(clean)
     return redact_text(line_at(clean, found.end() - 1)) if found else ""
 
@@ -133,7 +219,7 @@ def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
 def _details(hit: _Hit, text: str) -> dict[str, str]:
     """Return what the words themselves name, and what else of the text names it."""
     details = dict(_named(hit.found, text))
-    for whole in (text, unwrapped(text)):
+    for whole in (text, unwrap_lines(text)):
         small = in_small_letters(whole)
         for pattern in hit.rule.details:
             if found := expression(pattern).search(small):
@@ -152,3 +238,75 @@ def _filled(text: str, details: dict[str, str]) -> str:
     return re.sub(
         r"\{([a-z]+)\}", lambda found: details.get(found[1], found[1].upper()), text
     ).strip()
+
+
+_COLLECT = """\
+muster doctor                              # is this machine sound?
+muster check --hosts A,B                   # are the machines, and the ways between them?
+TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=WARN TORCH_SHOW_CPP_STACKTRACES=1 muster run train.py
+then look at the log of the rank that failed first: runs/<id>/logs/rank-<n>.log"""
+
+
+def explanations_as_findings(text: str) -> list[Finding]:
+    """Return the findings that explain a text: the cause, then what else was seen; or that it is unknown."""
+    if not text.strip():
+        return [_silence()]
+    explanations = explain_text(text)
+    if not explanations:
+        return [_unknown(text)]
+    cause, *others = explanations
+    return [
+        explanation_finding(cause),
+        *(explanation_finding(one, status=Status.NOTE) for one in others),
+    ]
+
+
+def explanation_finding(explanation: Explanation, *, status: Status = Status.WARNING) -> Finding:
+    """Return the finding that says what an explanation says.
+
+    It is no failure: the text was explained, and it is not known whether the fault is still there.
+    """
+    return Finding(
+        name=explanation.name,
+        status=status,
+        what=f"{explanation.name}: {explanation.what}",
+        why=explanation.why,
+        fix=f"to make sure:\n{_indented(explanation.confirm)}\nto mend it:\n{_indented(explanation.fix)}",
+        evidence=explanation.evidence,
+    )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _silence() -> Finding:
+    return Finding(
+        name="no-error-text",
+        status=Status.NOTE,
+        what="there is no text to explain",
+        why="a run that hangs often says nothing: torchrun waits without a word for machines that were not "
+        "started, were told another meeting point, or meet at a port that another program holds",
+        fix="look for what it waits for:\n"
+        "muster check --hosts A,B   # the machines, and the ways between them\n"
+        "or start it so that it says what it waits for:\n"
+        "muster run --hosts A,B train.py",
+    )
+
+
+def _unknown(text: str) -> Finding:
+    mistake = own_mistake(text)
+    why = "none of the known error texts is in it"
+    if mistake:
+        why += (
+            "; the first exception looks like one of the script's own, and errors about lost or late "
+            "ranks after it only follow from it"
+        )
+    return Finding(
+        name="unknown-error",
+        status=Status.NOTE,
+        what="unknown: this text is not explained by anything known here",
+        why=why,
+        fix=f"collect more, from the rank that failed first:\n{_COLLECT}",
+        evidence=mistake,
+    )

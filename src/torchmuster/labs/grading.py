@@ -30,7 +30,7 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True):
     exercises: tuple[str, ...]
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the examiner is asked."""
 
     lab: str
@@ -46,7 +46,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     seen: str = ""
 
 
-def grade(
+def grade_paper(
     lesson: Lesson,
     papers: Sequence[Paper],
     *,
@@ -54,10 +54,10 @@ def grade(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[tuple[Verdict, ...]]:
     """Return a verdict on each exercise of each paper. All papers share one examiner."""
-    request = Request(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
+    request = GradeRequest(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
     exercises = sum(len(paper.exercises) for paper in papers)
     # An exercise beyond its deadline is ended by the examiner; this is for the examiner itself.
-    answer = ask(
+    answer = ask_examiner(
         _EXAMINER,
         msgspec.json.encode(request),
         within_s=60 + 2 * deadline_s * exercises,
@@ -72,7 +72,7 @@ def points(lesson: Lesson, verdicts: Sequence[Verdict]) -> int:
     return sum(lesson.exercise(one.exercise).points for one in verdicts if not one.mistake)
 
 
-def as_finding(lesson: Lesson, verdict: Verdict) -> Finding:
+def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
     """Put a verdict into words."""
     exercise = lesson.exercise(verdict.exercise)
     if not verdict.mistake:
@@ -95,7 +95,7 @@ def _headline(exercise: Exercise, got: int) -> str:
     return f"{exercise.name} ({got} of {exercise.points} points)"
 
 
-def ask(
+def ask_examiner(
     program: str, request: bytes, *, within_s: float, gpus: bool, say: Callable[[str], None]
 ) -> bytes:
     """Run a program of ours that reads a request and leaves an answer, in a process of its own."""

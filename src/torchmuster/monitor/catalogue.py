@@ -4,7 +4,7 @@ Names follow Prometheus' rules: what it is about, what it is, its base unit; cou
 was published keeps its meaning (``tests/golden``).
 """
 
-from torchmuster.monitor.metric import Kind, Level, Metric, Scope
+from torchmuster.monitor.metric import Level, Metric, MetricKind, Scope
 
 _RUN, _RANK, _DEVICE, _HOST = Scope.RUN, Scope.RANK, Scope.DEVICE, Scope.HOST
 _SOMETIMES = Level.SOMETIMES
@@ -19,7 +19,13 @@ def _total(
     level: Level = Level.ALWAYS,
 ) -> Metric:
     return Metric(
-        name=name, unit=unit, help=text, scope=scope, kind=Kind.COUNTER, labels=labels, level=level
+        name=name,
+        unit=unit,
+        help=text,
+        scope=scope,
+        kind=MetricKind.COUNTER,
+        labels=labels,
+        level=level,
     )
 
 

@@ -23,7 +23,7 @@ _TITLES = {
 _LEVELS = {Level.ALWAYS: "", Level.SOMETIMES: "sometimes", Level.DEVICE: "if the driver tells"}
 
 
-def page() -> str:
+def metrics_document() -> str:
     """Return the page."""
     parts = [_HEAD]
     for scope, title in _TITLES.items():
@@ -56,4 +56,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(metrics_document(), end="")

@@ -7,22 +7,60 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
 
 from torchmuster.devices import snapshot
-from torchmuster.devices.as_numbers import numbers_of
+from torchmuster.devices.as_json import device_numbers
 from torchmuster.devices.model import Node
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import News, Watching
-from torchmuster.monitor.collecting import device_metrics
-from torchmuster.monitor.exposition import exposition
-from torchmuster.monitor.metric import Metric, Sample, Scope
+from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
+from torchmuster.monitor.collecting import collector
+from torchmuster.monitor.metric import Metric, Sample, Scope, exposition
 from torchmuster.monitor.serving import Access, Served, serving
-from torchmuster.monitor.tensorboard_file import TensorBoardFile
+
+
+class TensorBoardFile:
+    """Writes named numbers by step. The file is written by a thread of TensorBoard's."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise Impossible(
+                "curves for TensorBoard were asked for, but tensorboard is not installed",
+                why=str(error),
+                fix="pip install 'torchmuster[tensorboard]', or leave tensorboard_folder out",
+            ) from error
+        self._event, self._summary = Event, Summary
+        try:
+            self._writer = EventFileWriter(str(Path(folder)))
+        except OSError as error:
+            raise Impossible(
+                f"curves for TensorBoard cannot be written to {folder}",
+                why=error.strerror or str(error),
+                fix="choose a folder that you may write to, on a disk with room",
+            ) from error
+
+    def write(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add a point to each of these curves."""
+        values = [
+            self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Write what is left, if the disk takes it."""
+        with suppress(Exception):
+            self._writer.close()
+
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +110,7 @@ class GPUMonitor:
         self._every = max(1, every)
         self._look_every_s = look_every_s
         self._on_alert = on_alert
-        self._watching = Watching(
+        self._watching = AlertWatch(
             tuple(one for one in ALERTS if _is_about(one.condition.metrics()))
         )
         self._node: Node | None = None
@@ -85,7 +123,7 @@ class GPUMonitor:
         self._watches = _number_in("LOCAL_RANK") == 0
         with ExitStack() as stack:
             if self._watches:
-                self._take = stack.enter_context(snapshot.listening())
+                self._take = stack.enter_context(snapshot.listening_to_events())
                 if tensorboard_folder is not None and _number_in("RANK") == 0:
                     self._board = TensorBoardFile(tensorboard_folder)
                     stack.callback(self._board.close)
@@ -117,7 +155,7 @@ class GPUMonitor:
                 values["steps_per_s"] = (step - self._last[0]) / (now_s - self._last[1])
             self._values, self._last = values, (step, now_s)
             devices = () if self._node is None else self._node.accelerators
-        gpus = {name: one for device in devices for name, one in numbers_of(device).items()}
+        gpus = {name: one for device in devices for name, one in device_numbers(device).items()}
         self._draw({f"train/{name}": value for name, value in values.items()} | gpus, step)
         return {**values, **gpus}
 
@@ -169,7 +207,7 @@ class GPUMonitor:
         for one in news:
             self._tell(one)
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: AlertNews) -> None:
         text = _text_of(news)
         if self._on_alert is None:
             _log.log(logging.WARNING if news.raised else logging.INFO, "%s", text)
@@ -187,7 +225,7 @@ class GPUMonitor:
     def _samples(self) -> Iterator[Sample]:
         """Yield what is known now, as the exporter does; to be called with the lock held."""
         if self._node is not None:
-            yield from device_metrics.samples(self._node)
+            yield from collector.device_samples(self._node)
         yield Sample(catalogue.RUN_PHASE, (*self._labels, "running"), 1.0)
         if self._last is None:
             return
@@ -211,7 +249,7 @@ def _is_about(metrics: frozenset[Metric]) -> bool:
     return all(one.scope is Scope.DEVICE or one in _OF_RUNS for one in metrics)
 
 
-def _text_of(news: News) -> str:
+def _text_of(news: AlertNews) -> str:
     if not news.raised:
         return f"over: {news.summary}"
     # What to do about a run of the launcher is of no use here.

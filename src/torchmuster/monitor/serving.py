@@ -56,7 +56,7 @@ class Access:
             return self.address == "localhost"
 
 
-def check(access: Access) -> None:
+def check_access(access: Access) -> None:
     """Refuse to be open to others without a token and TLS."""
     if access.is_loopback:
         return
@@ -78,7 +78,7 @@ def check(access: Access) -> None:
 @contextmanager
 def serving(access: Access, served: Mapping[str, Served]) -> Iterator[int]:
     """Serve these paths in threads of its own for as long as this lasts; gives the port."""
-    check(access)
+    check_access(access)
     try:
         server = _Server((access.address, access.port), access, served)
     except OSError as error:

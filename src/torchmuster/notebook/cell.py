@@ -8,6 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster.launch.job import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksRequest:
+    """Ranks as for ``muster run``, or with guests as for ``muster host``; the command is added later."""
+
+    spec: JobSpec
+    guests: int = 0
+
+    @property
+    def many(self) -> bool:
+        """Whether ranks are on other machines as well."""
+        return bool(self.guests or self.spec.hosts)
+
+
 # Also what tells a frame of a cell from others. No "<" in front: hangs name a rank's place by such files.
 CELL = "cell-"
 _LONGEST_VALUE = 20_000
@@ -16,7 +32,7 @@ _WIDTH = 88
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CellOutcome:
     """What a cell came to."""
 
     value: str = ""
@@ -24,7 +40,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def run(code: str, name: str, space: dict[str, Any]) -> Outcome:
+def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
     """Run a cell among the names of earlier ones."""
     # So that tracebacks, inspect and the names of hangs find its lines.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
@@ -32,16 +48,16 @@ def run(code: str, name: str, space: dict[str, Any]) -> Outcome:
         statements, last = _parsed(code, name)
         exec(compile(statements, name, "exec"), space)  # noqa: S102  # what the notebook's user typed
         if last is None:
-            return Outcome()
+            return CellOutcome()
         value = eval(compile(last, name, "eval"), space)  # noqa: S307  # the same
         if value is None:
-            return Outcome()
+            return CellOutcome()
         space["_"] = value
-        return Outcome(value=_shown(value))
+        return CellOutcome(value=_shown(value))
     except KeyboardInterrupt as error:
-        return Outcome(error=_told(error), interrupted=True)
+        return CellOutcome(error=_told(error), interrupted=True)
     except BaseException as error:  # a cell must not end its rank, not even by sys.exit
-        return Outcome(error=_told(error))
+        return CellOutcome(error=_told(error))
 
 
 def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:

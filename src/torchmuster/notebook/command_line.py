@@ -7,7 +7,7 @@ from typing import NoReturn
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec, Limits, parse_hosts
 from torchmuster.launch.launcher.console import rank_words
-from torchmuster.notebook.asked import Asked
+from torchmuster.notebook.cell import RanksRequest
 
 _GRACE_S = 2.0
 _JOIN_WITHIN_S = 1800.0  # people walk from one machine to the next
@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
         raise HelpShown
 
 
-def parser() -> argparse.ArgumentParser:
+def magic_parser() -> argparse.ArgumentParser:
     """Return the parser of ``%muster``; ``command`` says what is asked for."""
     words = _Parser(prog="%muster", description="The ranks of this notebook.")
     commands = words.add_subparsers(
@@ -53,7 +53,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def asked_for(options: argparse.Namespace) -> Asked:
+def requested_ranks(options: argparse.Namespace) -> RanksRequest:
     """Return the ranks that ``%muster start`` asks for."""
     spec = JobSpec(
         name="notebook",
@@ -67,10 +67,10 @@ def asked_for(options: argparse.Namespace) -> Asked:
         hosts=parse_hosts([options.hosts]) if options.hosts else (),
         limits=Limits(grace_s=_GRACE_S, join_s=_JOIN_WITHIN_S if options.nnodes else Limits.join_s),
     )
-    return Asked(spec=spec, guests=options.nnodes - 1 if options.nnodes else 0)
+    return RanksRequest(spec=spec, guests=options.nnodes - 1 if options.nnodes else 0)
 
 
-def chosen(line: str, world_size: int) -> list[int]:
+def chosen_ranks(line: str, world_size: int) -> list[int]:
     """Read ``0`` or ``0,2-3``."""
     ranks: set[int] = set()
     for word in line.replace(",", " ").split():

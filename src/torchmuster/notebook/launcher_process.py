@@ -26,18 +26,18 @@ from torchmuster.launch.launcher.job_runner import Supervisor
 from torchmuster.launch.launcher.launch_job import launch
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
-from torchmuster.notebook.launcher_words import (
+from torchmuster.notebook.launcher import (
     Code,
-    End,
     Ended,
-    Found,
+    EndLauncher,
     FromLauncher,
+    HostsFound,
     Interrupt,
-    Order,
+    LauncherOrder,
     Printed,
     Said,
     ToLauncher,
-    World,
+    WorldReady,
 )
 from torchmuster.runfolder import RunFolder
 
@@ -59,7 +59,7 @@ class _ToKernel(TerminalVoice):
 
     def world(self, size: int) -> None:
         """Tell how many ranks there are."""
-        self._tell(World(size))
+        self._tell(WorldReady(size))
 
     def say(self, text: str) -> None:
         """Tell what the launcher says."""
@@ -72,7 +72,7 @@ class _ToKernel(TerminalVoice):
     def show(self, findings: Sequence[Finding]) -> None:
         """Tell what was found."""
         if findings:
-            self._tell(Found(tuple(findings)))
+            self._tell(HostsFound(tuple(findings)))
 
     def finish(self) -> None:
         """Have nothing left to show."""
@@ -115,12 +115,12 @@ class _Kernel:
                 match msgspec.json.decode(line, type=ToLauncher):
                     case Interrupt():
                         loop.call_soon_threadsafe(course.pass_on, "SIGINT")
-                    case End():
+                    case EndLauncher():
                         loop.call_soon_threadsafe(course.stop, "the notebook stopped them")
             loop.call_soon_threadsafe(course.stop, "the notebook's kernel has gone")
 
 
-def _transport(order: Order, tell: Callable[[FromLauncher], None]) -> Transport:
+def _transport(order: LauncherOrder, tell: Callable[[FromLauncher], None]) -> Transport:
     if order.guests:
         return _for_guests(order.guests, tell)
     if order.spec.hosts:
@@ -162,7 +162,7 @@ def main() -> int:
     line = kernel.line()
     if not line:
         return 0
-    order = msgspec.json.decode(line, type=Order)
+    order = msgspec.json.decode(line, type=LauncherOrder)
 
     def make(
         spec: JobSpec,
@@ -183,7 +183,7 @@ def main() -> int:
         transport = _transport(order, kernel.tell)
         code = launch(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
     except MusterError as error:
-        kernel.tell(Found(tuple(from_error(error))))
+        kernel.tell(HostsFound(tuple(from_error(error))))
         code = error.exit_code
     kernel.tell(Ended(int(code)))
     return code

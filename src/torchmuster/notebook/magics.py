@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Protocol, cast
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import from_error, render
 from torchmuster.notebook import command_line, shown
-from torchmuster.notebook.asked import Asked
-from torchmuster.notebook.cell import CELL
-from torchmuster.notebook.ranks import Listener, Ranks
+from torchmuster.notebook.cell import CELL, RanksRequest
+from torchmuster.notebook.ranks import OutputListener, Ranks
 from torchmuster.units import plural
 
 _PROGRESS_S = 1.0
@@ -42,7 +41,7 @@ class Notebook:
     def __init__(self, shell: "Shell") -> None:
         self.shell = shell
         self._ranks: Ranks | None = None
-        self._parser = command_line.parser()
+        self._parser = command_line.magic_parser()
 
     # ---- commands
 
@@ -52,7 +51,7 @@ class Notebook:
             options = self._parser.parse_args(shlex.split(line))
             match options.command:
                 case "start":
-                    self._start_first(command_line.asked_for(options))
+                    self._start_first(command_line.requested_ranks(options))
                 case "stop":
                     self.stop()
                 case "restart":
@@ -77,14 +76,14 @@ class Notebook:
         """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks alone."""
         with _told():
             ranks = self._running()
-            self._run(ranks, code, command_line.chosen(line, ranks.world_size))
+            self._run(ranks, code, command_line.chosen_ranks(line, ranks.world_size))
 
     def stop(self) -> None:
         """End the ranks, if there are some."""
         if self._ranks is not None:
             self._ranks.stop()
 
-    def _start_first(self, asked: Asked) -> None:
+    def _start_first(self, asked: RanksRequest) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
                 f"{_count(self._ranks.world_size)} run already",
@@ -132,7 +131,7 @@ class Notebook:
             )
         return self._ranks
 
-    def _start(self, asked: Asked) -> None:
+    def _start(self, asked: RanksRequest) -> None:
         self._ranks = ranks = Ranks(asked)
         place = self._place()
         said: list[str] = []
@@ -163,12 +162,12 @@ class Notebook:
         )
         # The number that the notebook shows; execution_count is already the next one's in some versions.
         name = f"{CELL}{len(self.shell.user_ns['In']) - 1}"
-        listener = Listener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
+        listener = OutputListener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
         try:
             result = ranks.run(code, name, chosen, listener)
         finally:
             seen.end()
-        if text := shown.values(result.done, ranks.world_size):
+        if text := shown.values_html(result.done, ranks.world_size):
             _write(f"{text}\n")
         errors = seen.errors(result.done)
         if result.stuck:
@@ -180,7 +179,7 @@ class Notebook:
 
     def _start_again(self, ranks: Ranks, stuck: Sequence[int], errors: str) -> NoReturn:
         """End ranks that did not hear the interrupt, for they never will, and start new ones."""
-        where = shown.standing(stuck, stuck, shown.pulses(ranks.run_folder))
+        where = shown.progress_html(stuck, stuck, shown.heartbeats_html(ranks.run_folder))
         ranks.stop()
         self._start(ranks.asked)
         told = [errors] if errors else []

@@ -20,7 +20,7 @@ _MAC_BYTES = 32
 _RANK_BYTES = 4
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class NotebookAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the notebook listens; with a fingerprint, by TLS with the certificate that has it."""
 
     addresses: tuple[tuple[str, int], ...]
@@ -82,7 +82,7 @@ def new_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
 
 
-def admit(end: socket.socket, secret: bytes) -> int:
+def admit_rank(end: socket.socket, secret: bytes) -> int:
     """Let a rank prove that it has the key, and prove the same to it; return its number."""
     challenge = os.urandom(_NONCE_BYTES)
     end.sendall(challenge)
@@ -94,7 +94,7 @@ def admit(end: socket.socket, secret: bytes) -> int:
     return int.from_bytes(said[:_RANK_BYTES], "big")
 
 
-def introduce(end: socket.socket, secret: bytes, rank: int) -> None:
+def introduce_rank(end: socket.socket, secret: bytes, rank: int) -> None:
     """Prove to the notebook that this rank has the key, and let it prove the same."""
     challenge = _read(end, _NONCE_BYTES)
     said = rank.to_bytes(_RANK_BYTES, "big") + os.urandom(_NONCE_BYTES)

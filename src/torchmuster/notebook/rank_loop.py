@@ -25,12 +25,12 @@ from torchmuster.notebook.messages import (
     Done,
     Fetch,
     Fetched,
-    Meeting,
+    NotebookAddress,
     NotTheOther,
     Run,
     ToRank,
     Wrote,
-    introduce,
+    introduce_rank,
 )
 
 _COME_WITHIN_S = 60.0
@@ -100,9 +100,9 @@ class RankLoop:
         logged = _log_bytes()
         self._busy = True
         try:
-            outcome = cell.run(asked.code, asked.name, self._space)
+            outcome = cell.run_cell(asked.code, asked.name, self._space)
         except KeyboardInterrupt:  # just when it had ended
-            outcome = cell.Outcome(error="KeyboardInterrupt", interrupted=True)
+            outcome = cell.CellOutcome(error="KeyboardInterrupt", interrupted=True)
         finally:
             self._busy = False
         with contextlib.suppress(Exception):
@@ -129,7 +129,7 @@ class RankLoop:
                     why=f"its cells have defined {self._defined()}",
                     fix="define it in a cell that begins with %%ranks",
                 )
-            content = values.encode(asked.name, self._space[asked.name])
+            content = values.encode_value(asked.name, self._space[asked.name])
         except MusterError as error:
             return Fetched(request=asked.request, refusal=(error.what, error.why, error.fix))
         except Exception as error:  # such as memory that runs out, on a GPU
@@ -155,7 +155,7 @@ def _log_bytes() -> int:
     return os.fstat(1).st_size
 
 
-def connect(meeting: Meeting, secret: bytes, rank: int) -> Connection:
+def connect(meeting: NotebookAddress, secret: bytes, rank: int) -> Connection:
     """Go to the notebook that started this rank, by whichever of its addresses leads there."""
     deadline = time.monotonic() + _COME_WITHIN_S
     tried: dict[str, str] = {}
@@ -180,7 +180,7 @@ def _open(address: str, port: int, fingerprint: str, secret: bytes, rank: int) -
             end = certificate.client_context().wrap_socket(end)
             if not certificate.is_known(end.getpeercert(True), bytes.fromhex(fingerprint)):
                 raise NotTheOther("its certificate is not the notebook's")
-        introduce(end, secret, rank)
+        introduce_rank(end, secret, rank)
     except BaseException:
         end.close()
         raise
@@ -192,7 +192,7 @@ def main(words: list[str]) -> None:
     # Not inherited by what cells start.
     secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
     rank = int(os.environ["RANK"])
-    connection = connect(msgspec.json.decode(words[0], type=Meeting), secret, rank)
+    connection = connect(msgspec.json.decode(words[0], type=NotebookAddress), secret, rank)
     try:
         RankLoop(connection, rank).serve()
     finally:

@@ -4,12 +4,14 @@ Everything that happens arrives in one queue, from a thread for each rank and on
 waits reads it in the kernel's main thread, which Ctrl-C interrupts.
 """
 
+import contextlib
 import itertools
 import math
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +22,10 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.transports.join import certificate
-from torchmuster.notebook import interrupts, values
-from torchmuster.notebook import launcher_words as words
-from torchmuster.notebook.asked import Asked
-from torchmuster.notebook.connection import Connection
-from torchmuster.notebook.entrance import Entrance
+from torchmuster.notebook import launcher as words
+from torchmuster.notebook import values
+from torchmuster.notebook.cell import RanksRequest
+from torchmuster.notebook.connection import Connection, RankListener
 from torchmuster.notebook.launcher import Launcher
 from torchmuster.notebook.messages import (
     SECRET_VARIABLE,
@@ -32,12 +33,38 @@ from torchmuster.notebook.messages import (
     Fetch,
     Fetched,
     FromRank,
-    Meeting,
+    NotebookAddress,
     Run,
     Wrote,
     new_secret,
 )
 from torchmuster.runfolder import DEFAULT_ROOT, create
+
+
+class Interrupts:
+    """How often an interrupt was asked for."""
+
+    count = 0
+
+    def take_note(self, *_: object) -> None:
+        """Count one: the handler of the signal."""
+        self.count += 1
+
+
+@contextlib.contextmanager
+def collect_interrupts() -> Iterator[Interrupts]:
+    """Collect interrupts meanwhile: an exception in any line could leave ranks half asked."""
+    asked = Interrupts()
+    try:
+        before = signal.signal(signal.SIGINT, asked.take_note)
+    except ValueError:  # a cell in another thread than the main one, which hears no signals
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 0.1
@@ -66,7 +93,7 @@ Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has go
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listener:
+class OutputListener:
     """Who is told while a cell runs: of what ranks print, of what is found, and who is done so far."""
 
     wrote: Callable[[int, str], None]
@@ -75,7 +102,7 @@ class Listener:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RanksResult:
     """How a cell went on the ranks that came back; ``stuck`` did not, though interrupted."""
 
     done: dict[int, Done]
@@ -86,7 +113,7 @@ class Result:
 class Ranks:
     """Ranks: started when this is made, usable after :meth:`wait_until_here`, ended by :meth:`stop`."""
 
-    def __init__(self, asked: Asked, root: Path = DEFAULT_ROOT) -> None:
+    def __init__(self, asked: RanksRequest, root: Path = DEFAULT_ROOT) -> None:
         self.asked = asked
         self.run_folder = create(root, "notebook")
         self.world_size = 0
@@ -100,10 +127,10 @@ class Ranks:
         addresses = [LOOPBACK]
         if asked.many:
             addresses += [one.address for one in interfaces.candidates()]
-        self._entrance = Entrance(
+        self._entrance = RankListener(
             addresses, secret, self._arrived, context=made.context if made else None
         )
-        meeting = Meeting(
+        meeting = NotebookAddress(
             addresses=self._entrance.addresses, fingerprint=made.fingerprint.hex() if made else ""
         )
         spec = replace(
@@ -113,7 +140,9 @@ class Ranks:
         )
         self._launcher = Launcher(self.run_folder, self._events.put)
         self._launcher.tell(
-            words.Order(spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests)
+            words.LauncherOrder(
+                spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests
+            )
         )
 
     @property
@@ -157,13 +186,15 @@ class Ranks:
         for event in shown_with_the_next_cell:
             self._events.put(event)
 
-    def run(self, code: str, name: str, ranks: Collection[int], listener: Listener) -> Result:
+    def run(
+        self, code: str, name: str, ranks: Collection[int], listener: OutputListener
+    ) -> RanksResult:
         """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
         request = next(self._requests)
         running, done = set(ranks), dict[int, Done]()
         told = 0
         give_up_s = math.inf
-        with interrupts.collected() as asked:
+        with collect_interrupts() as asked:
             for rank in ranks:
                 self._here[rank].send(Run(request=request, name=name, code=code))
             # Asked twice, nobody waits any longer.
@@ -181,7 +212,7 @@ class Ranks:
                         self._pass_on(event, listener)
                 listener.passing(done)
             self._take_late_output(done, listener)
-        return Result(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
+        return RanksResult(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
 
     def fetch(self, name: str, ranks: Collection[int]) -> dict[int, object]:
         """Return a variable of these ranks."""
@@ -196,7 +227,7 @@ class Ranks:
                     if message.refusal is not None:
                         what, why, fix = message.refusal
                         raise Impossible(f"rank {rank}: {what}", why=why, fix=fix)
-                    found[rank] = values.decode(message.content)
+                    found[rank] = values.decode_value(message.content)
                 case _:
                     self._note(event)
         return found
@@ -218,13 +249,13 @@ class Ranks:
         except queue.Empty:
             return words.Said("")
 
-    def _pass_on(self, event: Event, listener: Listener) -> None:
+    def _pass_on(self, event: Event, listener: OutputListener) -> None:
         match event:
             case Heard(rank=rank, message=Wrote(text=text)):
                 listener.wrote(rank, text)
             case words.Printed(rank=rank, text=text):
                 listener.wrote(rank, text)
-            case words.Found(findings=findings):
+            case words.HostsFound(findings=findings):
                 self._keep(findings)
                 listener.found(findings)
             case _:
@@ -238,9 +269,9 @@ class Ranks:
                 threading.Thread(
                     target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
                 ).start()
-            case words.World(size=size):
+            case words.WorldReady(size=size):
                 self.world_size = size
-            case words.Found(findings=findings):
+            case words.HostsFound(findings=findings):
                 self._keep(findings)
             case Heard(rank=rank, message=None):
                 self._await_verdict(rank)
@@ -258,7 +289,7 @@ class Ranks:
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while time.monotonic() < deadline:
             match self._next():
-                case words.Found(findings=findings):
+                case words.HostsFound(findings=findings):
                     self._keep(findings)
                 case words.Ended() | None:
                     break
@@ -273,7 +304,7 @@ class Ranks:
             return MusterError(what, why=logs, fix=again)
         return MusterError(found.what, why=_lines(found.why, logs), fix=_lines(found.fix, again))
 
-    def _take_late_output(self, done: dict[int, Done], listener: Listener) -> None:
+    def _take_late_output(self, done: dict[int, Done], listener: OutputListener) -> None:
         """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
         late = {rank for rank, one in done.items() if one.wrote_to_log}
         deadline = time.monotonic() + _LATE_OUTPUT_S

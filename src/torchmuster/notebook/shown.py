@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torchmuster.finding import Finding, render
 from torchmuster.launch.hangs.heartbeat import Pulse
 from torchmuster.launch.hangs.messages import KEEPS_WAITING
-from torchmuster.launch.history import node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.launch.launcher.console import Folder, rank_words
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
@@ -100,7 +100,7 @@ class CellShown:
         self.lines.show_due()
         self._write(f"{render(findings)}\n")
         if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
-            ended = standing(self._done, (), {})
+            ended = progress_html(self._done, (), {})
             self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
 
     def passing(self, done: Mapping[int, Done]) -> None:
@@ -121,7 +121,9 @@ class CellShown:
 
     def errors(self, done: Mapping[int, Done]) -> str:
         """Return the tracebacks of ranks whose were not shown while others still ran."""
-        text = errors({r: one for r, one in done.items() if r not in self._told}, self._world_size)
+        text = errors_html(
+            {r: one for r, one in done.items() if r not in self._told}, self._world_size
+        )
         if text or not self._told:
             return text
         return f"{rank_words(self._told)} failed, as shown above"
@@ -138,22 +140,22 @@ class CellShown:
         }
         if late:
             self.lines.show_all()
-            self._write(f"{errors(late, self._world_size)}\n")
+            self._write(f"{errors_html(late, self._world_size)}\n")
             self._told |= set(late)
 
     def _standing(self, now: float) -> str:
-        known = pulses(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
+        known = heartbeats_html(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
         running = [rank for rank in self._ranks if rank not in self._done]
-        return standing(self._ranks, running, known, self.lines.unfinished)
+        return progress_html(self._ranks, running, known, self.lines.unfinished)
 
 
-def pulses(run: RunFolder) -> dict[int, Pulse]:
+def heartbeats_html(run: RunFolder) -> dict[int, Pulse]:
     """Return what the ranks were doing a moment ago."""
-    machines = node_ranks.read(run, time.time())
+    machines = node_records.read_node_ranks(run, time.time())
     return {pulse.rank: pulse for machine in machines for pulse in machine.ranks}
 
 
-def standing(
+def progress_html(
     everybody: Collection[int],
     running: Collection[int],
     places: Mapping[int, Pulse],
@@ -190,12 +192,12 @@ def _words(
     return f"is {doing}at {pulse.place}", f"are {doing}at {pulse.place}"
 
 
-def values(done: Mapping[int, Done], world_size: int) -> str:
+def values_html(done: Mapping[int, Done], world_size: int) -> str:
     """Return the values of the last expressions, those that are alike once."""
     return _folded({rank: one.value for rank, one in done.items()}, world_size)
 
 
-def errors(done: Mapping[int, Done], world_size: int) -> str:
+def errors_html(done: Mapping[int, Done], world_size: int) -> str:
     """Return the tracebacks, those that are alike once."""
     return _folded({rank: one.error for rank, one in done.items()}, world_size)
 

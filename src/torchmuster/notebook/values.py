@@ -23,7 +23,7 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
     content: bytes
 
 
-def encode(name: str, value: object) -> bytes:
+def encode_value(name: str, value: object) -> bytes:
     """Return a variable as bytes; what is not data is refused by name."""
     try:
         content = msgspec.msgpack.encode(_packed(value, name))
@@ -38,7 +38,7 @@ def encode(name: str, value: object) -> bytes:
     return content
 
 
-def decode(content: bytes) -> object:
+def decode_value(content: bytes) -> object:
     """Return what was encoded; tensors are on the CPU."""
     return msgspec.msgpack.decode(content, ext_hook=_unpacked)
 

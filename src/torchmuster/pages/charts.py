@@ -2,12 +2,119 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchmuster.pages.figures import amount, tick
-from torchmuster.pages.scales import Scale, linear, logarithmic
+from torchmuster.units import format_bytes
+
+_LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def amount_text(value: float, unit: str) -> str:
+    """Write an amount with three figures and its unit: ``1.24 ms``, ``87.1 GFLOP/s``, ``79.2 GiB``.
+
+    ``1`` is the unit of what has none, ``%`` that of a share; a unit that is not one of a record's stands as it is.
+    """
+    if unit == "B":
+        return format_bytes(round(value))
+    if unit in ("1", ""):
+        return f"{value:,.0f}" if value == round(value) and abs(value) < 1e7 else f"{value:.3g}"
+    if unit == "%":
+        return f"{value:.3g} %"
+    if unit == "s":
+        size, name = next((one for one in _SMALL if abs(value) >= 0.9995 * one[0]), _SMALL[-1])
+        return f"{_three(value / size)} {name}" if value else "0 s"
+    if unit in ("B/s", "FLOP/s"):
+        size, prefix = next((one for one in _LARGE if abs(value) >= 0.9995 * one[0]), (1.0, ""))
+        return f"{_three(value / size)} {prefix}{unit}"
+    return f"{_three(value)} {unit}"
+
+
+def tick_text(value: float, unit: str) -> str:
+    """Write a round amount at an axis, without the zeros that say how exact it is."""
+    if value == 0:
+        return "0"
+    number, space, name = amount_text(value, unit).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{space}{name}"
+
+
+def _three(value: float) -> str:
+    """Three figures without an exponent, more before the point."""
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+_MOST_OF_THE_DATA = 14  # so many values at most are their own ticks
+_NARROW = 1.15  # ticks closer together than this factor would be written over each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """From values to places, and the values that are written on the axis."""
+
+    place: Callable[[float], float]
+    ticks: tuple[float, ...]
+
+
+def linear_scale(
+    values: Sequence[float], start: float, end: float, *, from_zero: bool = True
+) -> Scale:
+    """Return a scale from 0, or from below the least value, to above the largest."""
+    low = min([0.0, *values]) if from_zero else min(values)
+    high = max(values)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # too close to be told apart
+        high = low + (abs(low) or 1.0)
+    step = _step(high - low)
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    count = round((high - low) / step)
+    ticks = tuple(_round(low + number * step, step) for number in range(count + 1))
+    return Scale(
+        place=lambda value: start + (value - low) / (high - low) * (end - start), ticks=ticks
+    )
+
+
+def logarithmic_scale(values: Sequence[float], start: float, end: float) -> Scale:
+    """Return a scale on which equal factors are equally far apart; its ticks are the values, if they are few."""
+    values = sorted({value for value in values if value > 0}) or [1.0]
+    low, high = values[0], values[-1]
+    if high <= low:
+        low, high = low / 2, high * 2
+    length = math.log(high / low)
+    apart = all(later / earlier >= _NARROW for earlier, later in itertools.pairwise(values))
+    own = apart and 1 < len(values) <= _MOST_OF_THE_DATA
+    return Scale(
+        place=lambda value: start + math.log(max(value, low / 1e6) / low) / length * (end - start),
+        ticks=tuple(values) if own else _decades(low, high),
+    )
+
+
+def _round(value: float, step: float) -> float:
+    """Return a tick without the last digits, which sums leave behind."""
+    return 0.0 if abs(value) < 1e-6 * step else float(f"{value:.12g}")
+
+
+def _step(width: float) -> float:
+    """Return a round step, of which four to eight make the width."""
+    rough = width / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * 0.999)
+
+
+def _decades(low: float, high: float) -> tuple[float, ...]:
+    factors = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    ticks = [
+        factor * 10.0**power
+        for power in range(first, last + 1)
+        for factor in factors
+        if low * 0.999 <= factor * 10.0**power <= high * 1.001
+    ]
+    return tuple(ticks[:: max(1, math.ceil(len(ticks) / 12))]) or (low, high)
+
 
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
 _ROW, _BAR_HEIGHT = 30, 18
@@ -91,7 +198,7 @@ class Stack:
     parts: Mapping[str, float]
 
 
-def lines(
+def line_chart(
     title: str,
     x: Axis,
     y: Axis,
@@ -113,19 +220,19 @@ def lines(
         *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
         *_names(names, right + 24, _TOP + 10),
     ]
-    return svg(title, width, bottom + 50, body)
+    return svg_chart(title, width, bottom + 50, body)
 
 
-def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
+def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
     """Draw a bar for each value, one below the other, with its interval where it is given."""
     left = _room([one.name for one in bars])
     ends = [end for one in bars for end in (one.value, one.low, one.high) if end is not None]
-    along = linear(ends or [1.0], left, _WIDTH - 130)
+    along = linear_scale(ends or [1.0], left, _WIDTH - 130)
     body: list[str] = []
     for place, one in enumerate(bars):
         y = _TOP + place * _ROW
         body.append(_text(left - 8, y + 13, one.name, anchor="end"))
-        label = one.label or amount(one.value, unit)
+        label = one.label or amount_text(one.value, unit)
         body.append(
             _rectangle(along.place(0), y, along.place(one.value), 0, f"{one.name}: {label}")
         )
@@ -137,31 +244,31 @@ def bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
     if min(ends, default=0) < 0:
         nothing = along.place(0)
         body.append(_line(nothing, _TOP - 6, nothing, _TOP + len(bars) * _ROW, "var(--ink)"))
-    return svg(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
+    return svg_chart(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
 
 
-def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
+def stacked_chart(title: str, unit: str, stacks: Sequence[Stack]) -> str:
     """Draw wholes as bars that are made of their parts; equal names have equal colours."""
     left = _room([one.name for one in stacks])
     names = list(dict.fromkeys(name for one in stacks for name in one.parts))
-    along = linear([sum(one.parts.values()) for one in stacks] or [1.0], left, _WIDTH - 130)
+    along = linear_scale([sum(one.parts.values()) for one in stacks] or [1.0], left, _WIDTH - 130)
     body: list[str] = []
     for place, one in enumerate(stacks):
         y = _TOP + place * _ROW
         body.append(_text(left - 8, y + 13, one.name, anchor="end"))
         so_far = 0.0
         for name, value in one.parts.items():
-            tip = f"{one.name}, {name}: {amount(value, unit)}"
+            tip = f"{one.name}, {name}: {amount_text(value, unit)}"
             start, end = along.place(so_far), along.place(so_far + value)
             body.append(_rectangle(start, y, end, names.index(name), tip))
-            if end - start > _LETTER * len(amount(value, unit)) + 4:
+            if end - start > _LETTER * len(amount_text(value, unit)) + 4:
                 middle = (start + end) / 2
                 body.append(
                     f'<text x="{middle:.1f}" y="{y + 13}" text-anchor="middle" pointer-events="none" '
-                    f'style="fill:var(--paper)">{escape(amount(value, unit))}</text>'
+                    f'style="fill:var(--paper)">{escape(amount_text(value, unit))}</text>'
                 )
             so_far += value
-        body.append(_text(along.place(so_far) + 6, y + 13, amount(so_far, unit)))
+        body.append(_text(along.place(so_far) + 6, y + 13, amount_text(so_far, unit)))
     y, x = _TOP + len(stacks) * _ROW + 14, 14.0
     for place, name in enumerate(names):
         wide = 30 + _LETTER * len(name)
@@ -170,16 +277,16 @@ def stacked(title: str, unit: str, stacks: Sequence[Stack]) -> str:
         body.append(_square(x, y - 9, place))
         body.append(_text(x + 16, y, name))
         x += wide
-    return svg(title, _WIDTH, y + 16, body)
+    return svg_chart(title, _WIDTH, y + 16, body)
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> Scale:
     if axis.log:
-        return logarithmic(values, start, end)
-    return linear(values or [1.0], start, end, from_zero=axis.from_zero)
+        return logarithmic_scale(values, start, end)
+    return linear_scale(values or [1.0], start, end, from_zero=axis.from_zero)
 
 
-def svg(title: str, width: float, height: float, body: Sequence[str]) -> str:
+def svg_chart(title: str, width: float, height: float, body: Sequence[str]) -> str:
     """Return a picture that is made of these parts; ``var(--c0)`` and on are its colours, in light and dark."""
     return "\n".join(
         [
@@ -200,10 +307,10 @@ def _grid_of_lines(
     for value in up.ticks:
         place = up.place(value)
         yield _line(_LEFT, place, right + 8, place, "var(--grid)")
-        yield _text(_LEFT - 6, place + 4, tick(value, y.unit), anchor="end")
+        yield _text(_LEFT - 6, place + 4, tick_text(value, y.unit), anchor="end")
     last = -1e9
     for value in across.ticks:
-        place, words = across.place(value), tick(value, x.unit)
+        place, words = across.place(value), tick_text(value, x.unit)
         yield _line(place, _TOP, place, bottom, "var(--grid)")
         half = _LETTER * len(words) / 2 + 3
         if place - half > last:  # a label that would be written over the one before is left out

@@ -47,7 +47,7 @@ SCRIPT</head>
 """
 
 
-def page(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
+def html_page(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
     """Return a whole page; its parts are markup of ours, ``style`` are rules besides those that all pages have.
 
     ``script`` is the path of a script on the server that the page comes from; without one, none may run.
@@ -61,7 +61,7 @@ def page(title: str, parts: Iterable[str], *, style: str = "", script: str = "")
     return head.replace("TITLE", escape(title), 1) + "\n".join(parts) + "\n</body>\n</html>\n"
 
 
-def article(finding: Finding) -> str:
+def html_article(finding: Finding) -> str:
     """Return a finding as a part of a page."""
     status = finding.status.value
     told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
@@ -74,7 +74,7 @@ def article(finding: Finding) -> str:
     )
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose cells are texts."""
     first = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "".join(
@@ -83,6 +83,6 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table><tr>{first}</tr>\n{body}</table>"
 
 
-def folded(title: str, body: str, *, opened: bool = False) -> str:
+def html_details(title: str, body: str, *, opened: bool = False) -> str:
     """Return a part of a page that is opened and closed by a click; its body is markup."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"

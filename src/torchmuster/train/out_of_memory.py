@@ -139,7 +139,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _of_process() -> tuple[int | None, int | None, None, int | None, int | None]:
     """Return what is in use, the peak, nothing reserved, the limit, and address space if that is limited."""
     memory = psutil.Process().memory_info()
-    limit, peak, address_space = cpu.read().total_bytes, None, None
+    limit, peak, address_space = cpu.read_cpu().total_bytes, None, None
     if resource is not None:
         # Linux counts in KiB. ru_maxrss is kept over exec, so it can be that of a larger parent.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.config import worker_arguments
-from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config import written
+from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
-from torchmuster.config.written import as_yaml
+from torchmuster.config.written import settings_yaml
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(words)
     try:
         resolved = with_absolute_folder(
-            resolve(file=options.config, environment=os.environ, flags=options.set)
+            resolve_settings(file=options.config, environment=os.environ, flags=options.set)
         )
         check_trainable(resolved, file=str(options.config or "the settings"))
         on_cpu = "cpu" in (options.device, resolved.settings.model.device_map)
@@ -86,7 +86,7 @@ def _new_folder(resolved: Resolved, world: World) -> Path:
     path = ""
     if world.is_first:
         run = create(DEFAULT_ROOT, resolved.settings.experiment_name)
-        write_atomically(run.config, as_yaml(resolved))
+        write_atomically(run.config, settings_yaml(resolved))
         path = str(run.path)
     return Path(all_gather_object(path, world)[0])
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train from settings, as one rank.",
         allow_abbrev=False,
     )
-    worker_arguments.add_to(parser)
+    written.add_arguments(parser)
     return parser
 
 

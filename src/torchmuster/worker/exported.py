@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchmuster.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from torchmuster.checkpoints.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from torchmuster.errors import MusterError
 
 _SHOWN = 5  # names in an error

@@ -11,7 +11,7 @@ from torchmuster.config.here import check_sinks
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError, Impossible
-from torchmuster.monitor.sinks.beside_rank import not_sent, sending
+from torchmuster.monitor.sinks.sidecar import not_sent_finding, send_in_background
 from torchmuster.monitor.sinks.sink import wanted_by
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.proof import comparison
@@ -111,7 +111,7 @@ def start_sinks(settings: Settings, world: World, folder: Path) -> Iterator[None
     if not world.is_first or not wanted.sinks:
         yield
         return
-    with sending(folder, wanted):
+    with send_in_background(folder, wanted):
         yield
-    for line in not_sent(RunFolder(folder), wanted.sinks):
+    for line in not_sent_finding(RunFolder(folder), wanted.sinks):
         rank_zero_log(world, line)

@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
 from torchmuster.train.checkpointing.checkpointer import SaveReport
@@ -227,13 +227,15 @@ def test_a_step_stays_as_large_as_it_was(
     given: dict[str, str], kept: int | None, whole: int | None, reason: str
 ) -> None:
     flags = [Flag(flag="", path=f"train.{name}", text=text) for name, text in given.items()]
-    settings = resolve(flags=flags).settings
+    settings = resolve_settings(flags=flags).settings
     chosen = batches_of(settings, made_up_world(ranks=2), kept=kept)
     assert (chosen.value.global_batch_size, chosen.reason) == (whole, reason)
 
 
 def test_another_size_of_a_step_is_refused(snapshot: SnapshotAssertion) -> None:
-    settings = resolve(flags=[Flag(flag="", path="train.global_batch_size", text="64")]).settings
+    settings = resolve_settings(
+        flags=[Flag(flag="", path="train.global_batch_size", text="64")]
+    ).settings
     with pytest.raises(Impossible, match="global_batch_size is 64") as refusal:
         batches_of(settings, WORLD, kept=32)
     assert refusal.value == snapshot

@@ -5,7 +5,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.errors import Impossible
 from torchmuster.train.world import World
 from torchmuster.worker.__main__ import check_ranks
@@ -24,7 +24,7 @@ TWO = World(
 
 
 def given(**values: str) -> Resolved:
-    return resolve(
+    return resolve_settings(
         flags=[
             Flag(flag=f"--set distributed.{name}", path=f"distributed.{name}", text=text)
             for name, text in values.items()

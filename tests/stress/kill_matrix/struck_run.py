@@ -18,7 +18,7 @@ from ranks.launched import Launched, launched
 from stress.kill_matrix.events import Kill, Layout, Plan
 from stress.kill_matrix.moments import Moments
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.verify import verify
+from torchmuster.checkpoints.verify import verify_checkpoint
 from torchmuster.finding import render
 from torchmuster.runfolder import RunFolder
 
@@ -284,7 +284,7 @@ class _Run:
         newest = "none"
         for name in store.names():
             # An old one may be deleted while it is looked at; then it has no marker any more.
-            findings = verify(store, name) and verify(store, name)
+            findings = verify_checkpoint(store, name) and verify_checkpoint(store, name)
             newest = "unfinished" if findings else "committed"
             if any(one.name != "checkpoint-unfinished" for one in findings):
                 raise Broken(f"a committed checkpoint is not whole:\n{render(findings)}")

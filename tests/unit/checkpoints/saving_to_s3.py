@@ -15,7 +15,7 @@ from torchmuster.checkpoints import object_storage
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.manifest import new_name, write_file
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.verify import newest_good, verify
+from torchmuster.checkpoints.verify import newest_good, verify_checkpoint
 from torchmuster.errors import MusterError
 
 PART_BYTES = 5 * 2**20  # the smallest that S3 has
@@ -44,7 +44,7 @@ def main(url: str) -> None:
             elif word == "checked":
                 answer = store.checked_on_arrival()
             elif word == "verify":
-                answer = [one.name for one in verify(store, rest)]
+                answer = [one.name for one in verify_checkpoint(store, rest)]
             elif word == "export":
                 answer = export_weights(store, store.names()[-1], Path(rest)).files
             elif word == "spoil":

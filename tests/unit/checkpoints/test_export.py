@@ -16,10 +16,17 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import A_WEIGHT, Whole, boxes, cut_out, save
 from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
-from torchmuster.checkpoints.index import ELEMENT_BYTES, INDEX, Chunk, Index, StoredTensor
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
-from torchmuster.checkpoints.tensor_file import head, read_head
+from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
+from torchmuster.checkpoints.tensor_file import (
+    ELEMENT_BYTES,
+    INDEX,
+    Chunk,
+    Index,
+    StoredTensor,
+    file_head,
+    read_file_head,
+)
 from torchmuster.errors import Impossible, MusterError
 
 MiB = 2**20
@@ -81,7 +88,7 @@ TENSORS = {
 
 def _read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     content = path.read_bytes()
-    entries = read_head(io.BytesIO(content), len(content))
+    entries = read_file_head(io.BytesIO(content), len(content))
     for one in entries.values():
         assert one.begin % ELEMENT_BYTES[one.dtype] == 0  # torch does not read it elsewhere
     return {
@@ -252,7 +259,7 @@ def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
     for rank in range(2):
         described = [("a", "F32", half), ("b", "F32", column)]
         files[f"rank-{rank:05d}.safetensors"] = write_file(
-            store, name, f"rank-{rank:05d}.safetensors", _content(head(described), 150, rank)
+            store, name, f"rank-{rank:05d}.safetensors", _content(file_head(described), 150, rank)
         )
     chunks = {
         "model.a": [((rank * half[0], 0), half, rank, "a") for rank in range(2)],
@@ -273,7 +280,7 @@ def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
         }
     )
     files[INDEX] = write_file(store, name, INDEX, [index.to_json()])
-    commit(
+    commit_checkpoint(
         store,
         Manifest(name=name, step=1, world_size=2, strategy="fsdp", made_unix_s=1.0, files=files),
     )
@@ -286,7 +293,7 @@ def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
     assert done.size_bytes == 300 * MiB
     assert peak_bytes < 16 * MiB
     with (tmp_path / "out" / "model.safetensors").open("rb") as stream:
-        entries = read_head(stream, (tmp_path / "out" / "model.safetensors").stat().st_size)
+        entries = read_file_head(stream, (tmp_path / "out" / "model.safetensors").stat().st_size)
         for place, rank in ((0, 0), (100 * MiB - 1, 0), (100 * MiB, 1), (200 * MiB - 1, 1)):
             stream.seek(entries["a"].begin + place)
             assert stream.read(1) == bytes([65 + rank])

@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.checkpoints.index import Chunk, Index, StoredTensor
-from torchmuster.checkpoints.tensor_file import Entry, head, read_head
+from torchmuster.checkpoints.tensor_file import (
+    Chunk,
+    FileEntry,
+    Index,
+    StoredTensor,
+    file_head,
+    read_file_head,
+)
 
 TENSOR = StoredTensor(
     dtype="BF16",
@@ -87,13 +93,13 @@ def test_anything_else_is_refused_in_words(text: bytes) -> None:
 
 
 def test_a_head_tells_where_tensors_lie() -> None:
-    beginning = head([("a", "F32", (2, 2)), ("b", "I64", ())], metadata={"format": "pt"})
+    beginning = file_head([("a", "F32", (2, 2)), ("b", "I64", ())], metadata={"format": "pt"})
     assert len(beginning) % 8 == 0
     content = beginning + bytes(24)
     place = len(beginning)
-    assert read_head(io.BytesIO(content), len(content)) == {
-        "a": Entry(dtype="F32", shape=(2, 2), begin=place, end=place + 16),
-        "b": Entry(dtype="I64", shape=(), begin=place + 16, end=place + 24),
+    assert read_file_head(io.BytesIO(content), len(content)) == {
+        "a": FileEntry(dtype="F32", shape=(2, 2), begin=place, end=place + 16),
+        "b": FileEntry(dtype="I64", shape=(), begin=place + 16, end=place + 24),
     }
 
 
@@ -117,7 +123,7 @@ def _file(**tensor: Any) -> bytes:
 )
 def test_what_a_head_may_not_say(content: bytes, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        read_head(io.BytesIO(content), len(content))
+        read_file_head(io.BytesIO(content), len(content))
     assert str(refused.value) == snapshot
 
 
@@ -134,7 +140,7 @@ def test_what_a_head_may_not_say(content: bytes, snapshot: SnapshotAssertion) ->
 )
 def test_a_head_that_cannot_be_read(content: bytes, told: str) -> None:
     with pytest.raises(ValueError, match=rf"^its head cannot be read.*{told}"):
-        read_head(io.BytesIO(content), len(content))
+        read_file_head(io.BytesIO(content), len(content))
 
 
 # {} is a head, of no tensors.
@@ -143,4 +149,4 @@ def test_a_head_that_cannot_be_read(content: bytes, told: str) -> None:
 def test_a_strange_head_is_a_value_error(content: bytes) -> None:
     text = len(content).to_bytes(8, "little") + content
     with pytest.raises(ValueError, match=r"head cannot be read|begin as"):
-        read_head(io.BytesIO(text), len(text))
+        read_file_head(io.BytesIO(text), len(text))

@@ -18,7 +18,7 @@ from torchmuster.checkpoints.manifest import (
     ForeignVersion,
     Manifest,
     UnreadableManifest,
-    commit,
+    commit_checkpoint,
     new_name,
     read_manifest,
     write_file,
@@ -119,7 +119,7 @@ def test_without_its_marker_it_is_not_committed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     manifest = write(store, 5)
     assert read_manifest(store, manifest.name) is None
-    written = commit(store, manifest)
+    written = commit_checkpoint(store, manifest)
     assert read_manifest(store, manifest.name) == written
     assert written.serial == 1
     assert save(store, 3).serial == 2  # later, although its step is smaller
@@ -132,7 +132,7 @@ def test_files_that_are_elsewhere_are_not_committed(
     manifest = write(store, 5)
     (tmp_path / manifest.name / "rank-00001.json").unlink()
     with pytest.raises(MusterError) as refused:
-        commit(store, manifest)
+        commit_checkpoint(store, manifest)
     assert "rank-00001.json" in refused.value.what
     text = str(refused.value).replace(manifest.name, "NAME").replace(str(tmp_path), "FOLDER")
     assert text == snapshot

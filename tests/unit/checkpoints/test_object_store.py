@@ -10,9 +10,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.retention import keep_newest
 from torchmuster.checkpoints.store import MARKER, Store
-from torchmuster.checkpoints.verify import newest_good, verify
+from torchmuster.checkpoints.verify import keep_newest, newest_good, verify_checkpoint
 from torchmuster.errors import Impossible, MusterError
 
 
@@ -28,7 +27,7 @@ def test_checkpoints_are_written_read_and_kept(store: Store) -> None:
     assert store.free_bytes() is None
     old, middle, new = (save(store, step) for step in (10, 20, 30))
     remains = write(store, 15)
-    assert verify(store, new.name) == []
+    assert verify_checkpoint(store, new.name) == []
     assert keep_newest(store, 2) == [old.name, remains.name]
     assert store.names() == [middle.name, new.name]
     path = f"/bucket/run/{new.name}/state.json"
@@ -68,7 +67,7 @@ def test_a_service_that_fails_is_not_a_damaged_checkpoint(
         raise ConnectionError("refused, token=hf_abcdefghijklmnopqrst")
 
     monkeypatch.setattr(MemoryFileSystem, "_open", gone)
-    for use in (lambda: verify(store, name), lambda: keep_newest(store, 1)):
+    for use in (lambda: verify_checkpoint(store, name), lambda: keep_newest(store, 1)):
         with pytest.raises(MusterError) as told:
             use()
         assert told.value.what.startswith("memory:///bucket/run ")

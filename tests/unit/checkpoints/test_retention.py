@@ -10,8 +10,12 @@ import pytest
 from made_up_checkpoints import save, write
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER
-from torchmuster.checkpoints.retention import keep_newest, sweep_unfinished
-from torchmuster.checkpoints.verify import committed_steps, newest_good
+from torchmuster.checkpoints.verify import (
+    committed_steps,
+    keep_newest,
+    newest_good,
+    sweep_unfinished,
+)
 
 
 def _damage(store: FolderStore, name: str) -> None:
@@ -62,7 +66,7 @@ def test_of_one_just_committed_the_sizes_are_enough(
 ) -> None:
     store = FolderStore(tmp_path)
     old, new = save(store, 10), save(store, 20)
-    monkeypatch.setattr("torchmuster.checkpoints.retention.verify", None)  # would be called
+    monkeypatch.setattr("torchmuster.checkpoints.verify.verify_checkpoint", None)  # would be called
     (tmp_path / new.name / "state.json").unlink()
     with pytest.raises(TypeError):  # so the next one is looked at in full
         keep_newest(store, 1, just_committed=new.name)

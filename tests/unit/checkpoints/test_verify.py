@@ -19,7 +19,12 @@ from made_up_checkpoints import Whole, save, write
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, Manifest
-from torchmuster.checkpoints.verify import committed_steps, look, newest_good, verify
+from torchmuster.checkpoints.verify import (
+    committed_steps,
+    look_at_checkpoint,
+    newest_good,
+    verify_checkpoint,
+)
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 
@@ -98,9 +103,9 @@ def test_each_damage_to_each_file_is_named_and_the_one_before_is_used(
         folder = tmp_path / file
         shutil.copytree(two.folder, folder)
         store = FolderStore(folder)
-        assert verify(store, two.newest.name) == []
+        assert verify_checkpoint(store, two.newest.name) == []
         do(folder / two.newest.name / file)
-        (finding,) = verify(store, two.newest.name)
+        (finding,) = verify_checkpoint(store, two.newest.name)
         assert finding.name == (of_marker if file == MARKER else of_file), file
         assert two.newest.name in finding.what
         assert finding.evidence.startswith(f"{folder}/{two.newest.name}")
@@ -118,18 +123,18 @@ def test_the_words_for_each_damage(tmp_path: Path, snapshot: SnapshotAssertion) 
 
     told: list[Finding] = []
     _grown(folder / "state.json")
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     os.truncate(folder / "state.json", 3)
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     (folder / "state.json").write_bytes(bytes(26))
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     (folder / "state.json").unlink()
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     text = (folder / MARKER).read_bytes()
     (folder / MARKER).write_bytes(text.replace(b'"format": 1', b'"format": 2'))
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     (folder / MARKER).unlink()
-    told += verify(store, name)
+    told += verify_checkpoint(store, name)
     assert [(one.name, one.status.value) for one in told] == [
         ("checkpoint-file-changed", "failure"),
         ("checkpoint-file-truncated", "failure"),
@@ -154,7 +159,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return super().open(name, file)
 
-    (finding,) = verify(BadBlock(tmp_path), name)
+    (finding,) = verify_checkpoint(BadBlock(tmp_path), name)
     assert finding.name == "checkpoint-unreadable"
     assert finding.why == "Input/output error"
     assert size == path.stat().st_size
@@ -164,9 +169,9 @@ def test_sizes_are_enough_for_a_quick_look_and_hashes_for_the_truth(tmp_path: Pa
     store = FolderStore(tmp_path)
     manifest = save(store, 20)
     _flipped(tmp_path / manifest.name / "index.json")
-    assert look(store, manifest.name) == (manifest, [])
+    assert look_at_checkpoint(store, manifest.name) == (manifest, [])
     read: list[int] = []
-    assert len(verify(store, manifest.name, on_bytes=read.append)) == 1
+    assert len(verify_checkpoint(store, manifest.name, on_bytes=read.append)) == 1
     assert sum(read) == manifest.size_bytes
 
 

@@ -21,7 +21,7 @@ from torchmuster.cli.main import main
 from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Bar, bars
+from torchmuster.pages.charts import Bar, bar_chart
 
 EVIL = "<script>alert(1)</script>"
 
@@ -40,7 +40,7 @@ def report(status: Status = Status.OK) -> Report:
                 note="of squares",
             ),
         ),
-        pictures=(Picture(title="Time by size", svg=bars("t", "s", [Bar(name="a", value=1.0)]), caption="c"),),
+        pictures=(Picture(title="Time by size", svg=bar_chart("t", "s", [Bar(name="a", value=1.0)]), caption="c"),),
         record=made_up({"product": [0.1, 0.2, 0.3]}),
         took_s=12.0,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from made_up_checkpoints import save, write
 from muster_command import Muster
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.cli import checkpoint
-from torchmuster.cli.checkpoint_places import meant_by
+from torchmuster.cli.checkpoint import meant_by
 from torchmuster.errors import NoSuchRun
 from torchmuster.runfolder import RunFolder, create
 

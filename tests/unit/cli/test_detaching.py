@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.cli.detaching import detach
+from torchmuster.cli.launching import detach
 from torchmuster.errors import ExitCode
 from torchmuster.runfolder import create
 

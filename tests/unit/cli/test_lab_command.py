@@ -6,12 +6,12 @@ from pathlib import Path
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from torchmuster.labs import course, desk
-from torchmuster.labs.desk import Desk, Grade
+from torchmuster.labs import lesson, workspace
+from torchmuster.labs.workspace import Grade, Workspace
 
 
-def _reached(root: Path, name: str, points: int) -> Desk:
-    started = desk.start(course.lesson(name), root)
+def _reached(root: Path, name: str, points: int) -> Workspace:
+    started = workspace.start_workspace(lesson.lesson(name), root)
     started.keep(Grade(of=started.fingerprint(), points=points, verdicts=()))
     return started
 
@@ -24,14 +24,14 @@ def test_the_list_shows_points_and_how_far_one_is(
     _reached(root, "mixed-precision", 15)
     changed = _reached(root, "distributed", 25)
     changed.file.write_text("pass\n")
-    desk.start(course.lesson("memory"), root)
+    workspace.start_workspace(lesson.lesson("memory"), root)
     done = muster("lab", "list")
     assert done.code == 0
     assert done.out == snapshot
     _reached(root, "pipeline", 10)
     assert muster("lab", "list").out.splitlines()[-1] == snapshot
     listed = json.loads(muster("lab", "list", "--json").out)
-    assert [one["name"] for one in listed] == list(course.NAMES)
+    assert [one["name"] for one in listed] == list(lesson.NAMES)
     assert [(one["state"], one["points"]) for one in listed[2:6]] == [
         ("done", 20),
         ("checked", 15),
@@ -40,7 +40,7 @@ def test_the_list_shows_points_and_how_far_one_is(
     ]
     assert listed[4] == {
         "name": "distributed",
-        "title": course.lesson("distributed").title,
+        "title": lesson.lesson("distributed").title,
         "points": 25,
         "of": 25,
         "counts": True,
@@ -57,7 +57,7 @@ def test_a_lab_is_started_in_a_folder_of_ones_choice(
     for fact in ("course/ddp/reading.md", "course/ddp/ddp.py", "20 points", "muster lab check ddp"):
         assert fact in done.out
     assert done.out == snapshot
-    assert (own_machine / "course" / "ddp" / "ddp.py").read_text() == course.lesson("ddp").starter()
+    assert (own_machine / "course" / "ddp" / "ddp.py").read_text() == lesson.lesson("ddp").starter()
     again = muster("lab", "start", "ddp", "--labs", "course")
     assert again.code == 2
     assert again.err == snapshot
@@ -65,7 +65,7 @@ def test_a_lab_is_started_in_a_folder_of_ones_choice(
 
 def test_a_solution_is_printed_and_starts_nothing(muster: Muster, own_machine: Path) -> None:
     done = muster("lab", "start", "memory", "--solution")
-    assert (done.code, done.out) == (0, course.lesson("memory").solution())
+    assert (done.code, done.out) == (0, lesson.lesson("memory").solution())
     assert not (own_machine / "labs").exists()
 
 

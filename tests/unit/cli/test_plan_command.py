@@ -12,9 +12,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import ONE, MadeUpModel, hardware
 from torchmuster.cli import plan as command
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
@@ -87,7 +87,7 @@ def test_the_written_settings_are_ones_that_train_takes(plan: Plan, tmp_path: Pa
     (tmp_path / "c.yaml").write_text("train: {learning_rate: 3e-4}\ndata: {dataset: 'a:b'}\n")
     words = ("--config", "c.yaml", "--build", "made_up:model", "--hardware", "4x8xH100")
     assert plan(*words, "--write", "plan.yaml") == 0
-    settings = resolve(file=tmp_path / "plan.yaml").settings
+    settings = resolve_settings(file=tmp_path / "plan.yaml").settings
     assert settings.train.learning_rate == 3e-4
     assert settings.model.build == "made_up:model"
     assert settings.distributed.strategy == "fsdp"
@@ -224,13 +224,17 @@ def test_portions_of_several_sizes_are_refused_first(
 @pytest.fixture
 def eight_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has eight L4."""
-    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
+    cpu = Device(
+        kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB
+    )
     cards = tuple(
-        Device(kind=Kind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB)
+        Device(
+            kind=DeviceKind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB
+        )
         for at in range(8)
     )
     machine = Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=cpu)
-    monkeypatch.setattr(snapshot, "take", lambda: machine)
+    monkeypatch.setattr(snapshot, "take_snapshot", lambda: machine)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -247,12 +251,12 @@ def test_a_plan_for_named_gpus_is_one_that_train_takes(
         cards = 2 if flags else 3
         assert document["hardware"]["words"] == f"{cards} x L4"
         # Read as muster train reads it: what does not fit together is refused there.
-        distributed = resolve(file=tmp_path / "plan.yaml").settings.distributed
+        distributed = resolve_settings(file=tmp_path / "plan.yaml").settings.distributed
         assert distributed.num_gpus == cards
         assert distributed.gpu_ids == (2, 3, 5)[:cards]
         assert document["settings"]["distributed.gpu_ids"] == "2,3,5"[: 2 * cards - 1]
     assert plan(*MODEL, "--config", "c.yaml", "--hardware", "8xH100", "--write", "plan.yaml") == 0
-    distributed = resolve(file=tmp_path / "plan.yaml").settings.distributed
+    distributed = resolve_settings(file=tmp_path / "plan.yaml").settings.distributed
     assert (distributed.num_gpus, distributed.gpu_ids) == (8, None)
 
 

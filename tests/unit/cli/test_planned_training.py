@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from made_up_plans import MadeUpModel
-from torchmuster.cli import job_flags, planned_training, train
+from torchmuster.cli import job_flags, train
 from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.errors import ConfigError
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.units import GiB
 
 Follow = Callable[..., tuple[argparse.Namespace, Resolved]]
-CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
+CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
 CARDS = tuple(
-    Device(kind=Kind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB)
+    Device(kind=DeviceKind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB)
     for at in range(8)
 )
 
@@ -42,8 +42,8 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
             return model.look(requests)
 
     machine = Node(hostname="m", taken_unix_s=0.0, accelerators=CARDS, cpu=CPU)
-    monkeypatch.setattr(planned_training, "Tracer", NoTracer)
-    monkeypatch.setattr(snapshot, "take", lambda: machine)
+    monkeypatch.setattr(train, "Tracer", NoTracer)
+    monkeypatch.setattr(snapshot, "take_snapshot", lambda: machine)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
         train.add_arguments(parser)
         options = parser.parse_args(["--config", "c.yaml", "--plan", *words])
         options.words = ["train"]  # as main sets it
-        resolved, _ = planned_training.follow_plan(options, job_flags.settings_of(options))
+        resolved, _ = train.follow_plan(options, job_flags.settings_of(options))
         return options, resolved
 
     return call

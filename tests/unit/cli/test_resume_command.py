@@ -15,13 +15,13 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
-from torchmuster.checkpoints.manifest import Manifest, commit, new_name, write_file
+from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
 from torchmuster.checkpoints.places import open_store
-from torchmuster.cli import output, resuming
+from torchmuster.cli import output, train
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import with_absolute_folder
-from torchmuster.config.written import as_yaml
+from torchmuster.config.written import settings_yaml
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.node import process_cleanup
@@ -42,7 +42,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
     run = create(root / "runs", "train")
     given = {**GIVEN, **{name.replace("__", "."): text for name, text in settings.items()}}
     flags = [Flag(flag="--set", path=path, text=text) for path, text in given.items()]
-    run.config.write_text(as_yaml(resolve(flags=flags)))
+    run.config.write_text(settings_yaml(resolve_settings(flags=flags)))
     spec = JobSpec(name="train", command=("x",), folder=str(root), device="cpu", ranks=3)
     run_state.write_job(run, spec)
     if phase != "running":  # then it was launched by a process that is no more
@@ -54,7 +54,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
     if saved:
         store, name = open_store(run.checkpoints), new_name(4)
         record = write_file(store, name, "state.json", [b"{}"])
-        commit(
+        commit_checkpoint(
             store,
             Manifest(
                 name=name,
@@ -109,7 +109,7 @@ def test_a_relative_folder_means_the_one_that_the_run_began_in(
     kept = {"s3://a/b": "s3://a/b", "~/x": str(Path.home() / "x"), "/y": "/y"}
     for given, meant in kept.items():
         flag = Flag(flag="--set", path="checkpoint.folder", text=given)
-        settings = with_absolute_folder(resolve(flags=[flag])).settings
+        settings = with_absolute_folder(resolve_settings(flags=[flag])).settings
         assert settings.checkpoint.folder == meant
 
 
@@ -205,7 +205,7 @@ def test_processes_of_a_killed_launcher_may_finish_their_save(
     monkeypatch.setattr(output, "say", say)
     saves = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     with process_of(run, f"{saves}pathlib.Path('saved').touch()", grace_s=300):
-        resuming._await_processes_left(run)
+        train._await_processes_left(run)
         assert (run.path / "saved").exists()
     assert said == snapshot
 
@@ -217,7 +217,7 @@ def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(
     with process_of(run, "while True: pass", grace_s=-9.5) as left:
         assert resume("last", "--dry-run").code == 0
         assert left.poll() is None, "a dry run kills nothing"
-        resuming._await_processes_left(run)
+        train._await_processes_left(run)
         assert left.wait() == -signal.SIGKILL
 
 

@@ -17,7 +17,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, Scenario
 from patience import GIVE_UP_S
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.runfolder import RunFolder, create
 
 Machine = Callable[[Scenario], Path]
@@ -30,10 +30,10 @@ def _run_with_ranks(folder: Path, count: int) -> RunFolder:
         for rank in range(count)
     )
     # Just told, however late they are looked at.
-    told = node_ranks.NodeRanks(
+    told = node_records.NodeRanks(
         host=socket.gethostname(), attempt=0, at_unix_s=time.time() + GIVE_UP_S, ranks=pulses
     )
-    path = node_ranks.place(run, told.host, 0)
+    path = node_records.place(run, told.host, 0)
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.json.encode(told))
     return run

@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.here import check_here
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def told(folder: Path, text: str) -> list[str]:
     (folder / "c.yaml").write_text(text)
     try:
-        check_here(resolve(file=Path("c.yaml")))
+        check_here(resolve_settings(file=Path("c.yaml")))
     except ConfigError as error:
         return [f"{one.where}: {one.what}" for one in error.mistakes]
     return []
@@ -73,7 +73,7 @@ def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (folder / "c.yaml").write_text("metrics: {sinks: [parquet, wandb]}")
     with pytest.raises(ConfigError) as refused:
-        check_here(resolve(file=Path("c.yaml")))
+        check_here(resolve_settings(file=Path("c.yaml")))
     assert [(one.where, one.fix) for one in refused.value.mistakes] == [
         ("c.yaml:1:18", "pip install 'torchmuster[parquet]'"),
         ("c.yaml:1:18", "pip install 'torchmuster[wandb]'"),

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError
 
 
 def outcome(path: Path) -> str:
     """Return the one mistake of a file, its name left out."""
     with pytest.raises(ConfigError) as caught:
-        resolve(file=path)
+        resolve_settings(file=path)
     (mistake,) = caught.value.mistakes
     assert mistake.where.startswith(str(path))
     place = mistake.where.removeprefix(str(path))
@@ -103,7 +103,7 @@ def test_what_is_not_yaml_is_reported_at_its_place(
     ["", "\n\n", "# only a comment\n", "---\n", "--- ~\n...\n", "distributed:\nmodel:\n", "{}"],
 )
 def test_an_empty_file_or_section_gives_the_defaults(text: str, tmp_path: Path) -> None:
-    assert resolve(file=written(tmp_path, text)) == resolve()
+    assert resolve_settings(file=written(tmp_path, text)) == resolve_settings()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -158,7 +158,7 @@ def test_a_number_that_is_none_is_a_text(tmp_path: Path) -> None:
 
 def test_a_section_may_not_be_hidden_behind_a_tag(tmp_path: Path) -> None:
     path = written(tmp_path, "distributed: !!null {num_gpus: 3}")
-    assert resolve(file=path).settings.distributed.num_gpus == 3
+    assert resolve_settings(file=path).settings.distributed.num_gpus == 3
 
 
 def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     assert found.startswith(":1:18: experiment_name ")
     assert found.endswith(r" 'a\ud800b'")
     with pytest.raises(ConfigError):
-        resolve(environment={"TORCHMUSTER_EXPERIMENT_NAME": os.fsdecode(b"caf\xe9")})
+        resolve_settings(environment={"TORCHMUSTER_EXPERIMENT_NAME": os.fsdecode(b"caf\xe9")})
 
 
 TOO_DEEP = " 20 levels"
@@ -200,7 +200,7 @@ def test_anchors_and_aliases_work_also_when_a_name_is_given_again(tmp_path: Path
     text = "experiment_name: &n a\ndistributed: {num_gpus: &n 2, master_port: *n}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = resolve(file=written(tmp_path, text))
+        result = resolve_settings(file=written(tmp_path, text))
     assert result.settings.distributed.master_port == 2
     assert result.settings.experiment_name == "a"
 
@@ -231,9 +231,9 @@ def mistakes(file: Path | None = None, text: str = "") -> int:
     flags = [Flag(flag="--set", path=text, text=text)]
     try:
         if file:
-            resolve(file=file)
+            resolve_settings(file=file)
         else:
-            resolve(environment=dict.fromkeys(names, text), flags=flags)
+            resolve_settings(environment=dict.fromkeys(names, text), flags=flags)
     except ConfigError as error:
         return len(error.mistakes) or -1
     return 0

@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config import fields
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def mistakes(folder: Path, text: str) -> list[str]:
     path = folder / "c.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        resolve(file=path)
+        resolve_settings(file=path)
     lines = shown(caught.value)
     assert all(line.startswith(str(path)) for line in lines)
     return [line.removeprefix(str(path)) for line in lines]
@@ -128,8 +128,8 @@ def test_unknown_keys_and_what_was_meant(
 
 def test_of_equal_names_the_one_in_the_same_section_is_suggested() -> None:
     known = ["first.enabled", "second.enabled"]
-    assert fields.suggest("first.enabld", known) == "did you mean first.enabled?"
-    assert fields.suggest("second.enabld", known) == "did you mean second.enabled?"
+    assert fields.suggest_name("first.enabld", known) == "did you mean first.enabled?"
+    assert fields.suggest_name("second.enabld", known) == "did you mean second.enabled?"
 
 
 def test_an_alias_is_reported_where_it_stands(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -143,7 +143,9 @@ def test_a_wrong_value_is_reported_even_where_a_stronger_one_counts(tmp_path: Pa
     path = tmp_path / "c.yaml"
     path.write_text("distributed: {num_gpus: 0}")
     with pytest.raises(ConfigError) as caught:
-        resolve(file=path, flags=[Flag(flag="--num-gpus", path="distributed.num_gpus", text="2")])
+        resolve_settings(
+            file=path, flags=[Flag(flag="--num-gpus", path="distributed.num_gpus", text="2")]
+        )
     assert [one.where for one in caught.value.mistakes] == [f"{path}:1:25"]
 
 
@@ -161,7 +163,7 @@ def test_all_places_are_reported_together(tmp_path: Path, snapshot: SnapshotAsse
         Flag(flag="--set modle.torch_dtype", path="modle.torch_dtype", text="auto"),
     ]
     with pytest.raises(ConfigError) as caught:
-        resolve(file=path, environment=environment, flags=flags)
+        resolve_settings(file=path, environment=environment, flags=flags)
     assert [one.where for one in caught.value.mistakes] == [
         f"{path}:1:1",
         "$TORCHMUSTER_DISTRIBUTED_GPU_IDS",

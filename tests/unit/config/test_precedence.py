@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from torchmuster.config import fields
 from torchmuster.config.layers import Flag, from_environment, variable_name
-from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError
 
@@ -64,7 +64,7 @@ def resolved(
         given.write_text(yaml(path, file))
     variables = {"PATH": "/bin"} | ({variable_name(path): environment} if environment else {})
     flags = [Flag(flag="--some-flag", path=path, text=flag)] if flag else []
-    result = resolve(file=given, environment=variables, flags=flags)
+    result = resolve_settings(file=given, environment=variables, flags=flags)
     return result.values()[path], result.sources[path].where
 
 
@@ -96,7 +96,7 @@ def test_every_setting_explains_itself(path: str) -> None:
     leaf = fields.leaves()[path]
     assert leaf.help.endswith(".")
     assert len(leaf.help) > 15
-    assert fields.describe(path)
+    assert fields.describe_field(path)
 
 
 def test_every_field_of_the_settings_is_a_leaf() -> None:
@@ -109,18 +109,18 @@ def test_every_field_of_the_settings_is_a_leaf() -> None:
 
 
 def test_settings_cannot_be_changed() -> None:
-    settings = resolve().settings
+    settings = resolve_settings().settings
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.experiment_name = "x"  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.distributed.num_gpus = 2  # type: ignore[misc]
-    ids = resolve(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": "0,2"}).settings
+    ids = resolve_settings(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": "0,2"}).settings
     assert hash(ids) == hash(dataclasses.replace(ids))
 
 
 def test_the_last_of_several_equal_flags_counts() -> None:
     flags = [Flag(flag=f"--set {n}", path="distributed.num_gpus", text=str(n)) for n in (2, 4)]
-    result = resolve(flags=flags)
+    result = resolve_settings(flags=flags)
     assert result.settings.distributed.num_gpus == 4
     assert result.sources["distributed.num_gpus"].where == "--set 4"
 
@@ -146,7 +146,7 @@ def both(folder: Path, count_in: str, count: int, ids_in: str) -> Resolved:
     path = folder / "c.yaml"
     lines = "".join(f"  {name}: {text}\n" for name, text in file.items())
     path.write_text(f"distributed:\n{lines}")
-    return resolve(file=path, environment=variables, flags=flags)
+    return resolve_settings(file=path, environment=variables, flags=flags)
 
 
 def where(folder: Path, name: str, place: str, line: int) -> str:
@@ -189,13 +189,13 @@ def test_num_gpus_and_gpu_ids_are_made_to_agree(
 def test_a_count_left_empty_leaves_the_list_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("distributed: {num_gpus: null, gpu_ids: [1, 2]}")
-    settings = resolve(file=path).settings.distributed
+    settings = resolve_settings(file=path).settings.distributed
     assert (settings.num_gpus, settings.gpu_ids) == (None, (1, 2))
 
 
 def from_variable(text: str) -> object:
     environment: Mapping[str, str] = {"TORCHMUSTER_DISTRIBUTED_GPU_IDS": text}
-    return resolve(environment=environment).settings.distributed.gpu_ids
+    return resolve_settings(environment=environment).settings.distributed.gpu_ids
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_gpu_ids_from_the_environment(text: str, ids: tuple[int | str, ...]) -> 
     "text", ["run #3", "a: b", "[x]", "123", "no", "'x'", "~", " x ", "*a", "-"]
 )
 def test_a_text_from_the_environment_or_a_flag_is_taken_as_it_is(text: str) -> None:
-    by_variable = resolve(environment={"TORCHMUSTER_EXPERIMENT_NAME": text})
-    by_flag = resolve(flags=[Flag(flag="--set", path="experiment_name", text=text)])
+    by_variable = resolve_settings(environment={"TORCHMUSTER_EXPERIMENT_NAME": text})
+    by_flag = resolve_settings(flags=[Flag(flag="--set", path="experiment_name", text=text)])
     assert by_variable.settings.experiment_name == by_flag.settings.experiment_name == text
 
 
@@ -235,7 +235,9 @@ def test_null_unsets_what_the_file_has_set(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("distributed: {num_gpus: 2}\nmodel: {model_name_or_path: a/b}\n")
     unset = ["distributed.num_gpus", "model.model_name_or_path"]
-    result = resolve(file=path, flags=[Flag(flag="--set", path=one, text="null") for one in unset])
+    result = resolve_settings(
+        file=path, flags=[Flag(flag="--set", path=one, text="null") for one in unset]
+    )
     assert [result.values()[one] for one in unset] == [None, None]
 
 
@@ -261,7 +263,7 @@ def test_variables_of_other_programs_and_of_claims_are_left_alone() -> None:
 )
 def test_an_unknown_variable_is_refused_with_the_nearest(variable: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(environment={variable: "1"})
+        resolve_settings(environment={variable: "1"})
     (mistake,) = caught.value.mistakes
     assert (mistake.where, mistake.what) == (f"${variable}", "is not a setting")
     assert mistake.fix == fix

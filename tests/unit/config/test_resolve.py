@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from torchmuster.config import fields, yaml12
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 
 Document = dict[str, object]
 
@@ -60,7 +60,7 @@ def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
 def read(folder: Path, text: str) -> dict[str, object]:
     path = folder / "c.yaml"
     path.write_text(text, encoding="utf-8")
-    return resolve(file=path).values()
+    return resolve_settings(file=path).values()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_source_of_each_value_is_its_line_and_column(tmp_path: Path) -> None
     path.write_text("distributed:\n  strategy:   'ddp'\n  gpu_ids:\n    - 1\nexperiment_name: a\n")
     sources = {
         name: source.where
-        for name, source in resolve(file=path).sources.items()
+        for name, source in resolve_settings(file=path).sources.items()
         if source.where != "default"
     }
     assert sources == {
@@ -169,7 +169,7 @@ def test_valid_settings_come_back_as_they_were_written(
     stream = io.StringIO()
     writer.dump(document, stream)
     file.write_text(stream.getvalue(), encoding="utf-8")
-    result = resolve(file=file)
+    result = resolve_settings(file=file)
     defaults = {path: leaf.default for path, leaf in fields.leaves().items()}
     assert result.values() == defaults | flat(document)
     given_here = {path for path, source in result.sources.items() if source.where != "default"}
@@ -180,7 +180,7 @@ def test_valid_settings_come_back_as_they_were_written(
 @given(st.text(st.characters(codec="utf-8"), min_size=1))
 @example("run #3: 'x' [y")
 def test_any_text_can_be_given_as_a_flag(text: str) -> None:
-    result = resolve(flags=[Flag(flag="--set", path="experiment_name", text=text)])
+    result = resolve_settings(flags=[Flag(flag="--set", path="experiment_name", text=text)])
     assert result.settings.experiment_name == text
 
 
@@ -194,7 +194,7 @@ def test_any_text_can_be_given_as_a_flag(text: str) -> None:
 )
 def test_any_gpu_ids_can_be_given_as_a_variable(ids: list[int | str]) -> None:
     for text in (",".join(map(str, ids)), f"[{', '.join(map(str, ids))}]"):
-        result = resolve(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": text})
+        result = resolve_settings(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": text})
         assert result.settings.distributed.gpu_ids == tuple(ids)
 
 

@@ -8,8 +8,8 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from torchmuster.config import fields, yaml12
-from torchmuster.config.resolve import resolve
-from torchmuster.config.schema import json_schema
+from torchmuster.config.resolve import resolve_settings
+from torchmuster.config.written import json_schema
 from torchmuster.errors import ConfigError
 
 ALL_KEYS = """
@@ -180,7 +180,7 @@ def command_accepts(folder: Path, text: str) -> bool:
     path = folder / "c.yaml"
     path.write_text(text)
     try:
-        resolve(file=path)
+        resolve_settings(file=path)
     except ConfigError:
         return False
     return True
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_refused_by_schema_and_command(text: str, tmp_path: Pat
 def test_the_example_with_all_keys_has_all_keys(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(ALL_KEYS)
-    sources = resolve(file=path).sources
+    sources = resolve_settings(file=path).sources
     assert [name for name, source in sources.items() if source.where == "default"] == []
 
 

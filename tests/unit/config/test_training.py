@@ -6,9 +6,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import Resolved, resolve
+from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.training import check_trainable, checkpoint_place
-from torchmuster.config.written import as_words, as_yaml
+from torchmuster.config.written import settings_arguments, settings_yaml
 from torchmuster.errors import ConfigError
 
 GOOD = "model: {model_name_or_path: m}\ndata: {files: a.txt}\n"
@@ -17,7 +17,7 @@ GOOD = "model: {model_name_or_path: m}\ndata: {files: a.txt}\n"
 def read(folder: Path, text: str) -> Resolved:
     path = folder / "c.yaml"
     path.write_text(text, encoding="utf-8")
-    return resolve(file=path)
+    return resolve_settings(file=path)
 
 
 def told(folder: Path, text: str) -> list[str]:
@@ -102,13 +102,17 @@ train:
 )
 def test_the_settings_a_run_leaves_start_another(text: str, tmp_path: Path) -> None:
     resolved = read(tmp_path, text)
-    again = as_yaml(resolved)
+    again = settings_yaml(resolved)
     assert told(tmp_path, again) == []
     read_again = read(tmp_path, again)
     assert read_again.settings == resolved.settings
-    words = [word.partition("=") for word in as_words(read_again, read_again.sources)[1::2]]
+    words = [
+        word.partition("=") for word in settings_arguments(read_again, read_again.sources)[1::2]
+    ]
     flags = [Flag(flag="--set", path=path, text=text) for path, _, text in words]
-    assert resolve(flags=flags).settings == resolved.settings  # and so do the ranks read it
+    assert (
+        resolve_settings(flags=flags).settings == resolved.settings
+    )  # and so do the ranks read it
 
 
 def test_what_names_no_function_is_told_with_the_rest(
@@ -139,7 +143,7 @@ train: {learning_rate: 3e-4, activation_checkpointing: 2, clip_norm: null}
 
 def test_settings_that_are_written_down_are_read_back(tmp_path: Path) -> None:
     resolved = read(tmp_path, TRICKY.replace('"null"', '"a:b"'))
-    written = as_yaml(resolved)
+    written = settings_yaml(resolved)
     assert "  learning_rate: 0.0003  # " in written
     assert "  seed: 0  # default\n" in written
     assert read(tmp_path, written).settings == resolved.settings
@@ -147,21 +151,23 @@ def test_settings_that_are_written_down_are_read_back(tmp_path: Path) -> None:
 
 def test_settings_that_are_passed_on_as_words_arrive(tmp_path: Path) -> None:
     resolved = read(tmp_path, TRICKY.replace('"null"', '"a:b"'))
-    words = as_words(resolved, resolved.sources)
+    words = settings_arguments(resolved, resolved.sources)
     assert words[::2] == ["--set"] * (len(words) // 2)
     parts = [word.partition("=") for word in words[1::2]]
     assert {path for path, _, _ in parts} == {
         *("experiment_name", "distributed.gpu_ids", "model.build", "model.lora_targets"),
         *("data.files", "train.learning_rate", "train.activation_checkpointing", "train.clip_norm"),
     }
-    again = resolve(flags=[Flag(flag="--set", path=path, text=text) for path, _, text in parts])
+    again = resolve_settings(
+        flags=[Flag(flag="--set", path=path, text=text) for path, _, text in parts]
+    )
     assert again.settings == resolved.settings
 
 
 def test_secrets_are_not_written_down(tmp_path: Path) -> None:
     token = "hf_" + "a" * 30
     resolved = read(tmp_path, f"data: {{files: 'https://u:{token}@host/x'}}")
-    assert token not in as_yaml(resolved)
+    assert token not in settings_yaml(resolved)
 
 
 @pytest.mark.parametrize("every", ["0min", "often", "5 y"])

@@ -13,9 +13,9 @@ import pytest
 from device_strategies import gpu, node
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
-from torchmuster.devices import activity, snapshot
-from torchmuster.devices.activity import Record, Sighting
+from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceProcess, Node
+from torchmuster.devices.snapshot import Record, Sighting
 
 START = 1_700_000_000.0
 
@@ -30,7 +30,7 @@ def holding(*processes: DeviceProcess, index: int = 0, percent: int | None = 0) 
 
 
 def look(record: Mapping[str, Sighting], after_s: float, *devices: Device) -> tuple[Node, Record]:
-    return activity.update(record, replace(node(*devices), taken_unix_s=START + after_s))
+    return snapshot.update_sightings(record, replace(node(*devices), taken_unix_s=START + after_s))
 
 
 def idle(seen: Node) -> list[float | None]:
@@ -151,9 +151,9 @@ def test_the_devices_are_otherwise_unchanged() -> None:
 def test_the_record_is_kept_in_the_users_state_folder() -> None:
     tail = Path("torchmuster/gpu-activity-box.json")
     home = Path.home() / ".local/state" / tail
-    assert activity.record_path({"XDG_STATE_HOME": "/x"}, "box") == Path("/x") / tail
-    assert activity.record_path({}, "box") == home
-    assert activity.record_path({"XDG_STATE_HOME": ""}, "box") == home
+    assert snapshot.sightings_path({"XDG_STATE_HOME": "/x"}, "box") == Path("/x") / tail
+    assert snapshot.sightings_path({}, "box") == home
+    assert snapshot.sightings_path({"XDG_STATE_HOME": ""}, "box") == home
 
 
 def test_a_user_without_a_home_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,14 +161,14 @@ def test_a_user_without_a_home_has_no_record(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert activity.record_path({}, "box") is None
+    assert snapshot.sightings_path({}, "box") is None
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     _, record = look({}, 0, holding(worker()))
     path = tmp_path / "new" / "folder" / "record.json"
-    activity.save(path, record)
-    assert activity.load(path) == record != {}
+    snapshot.save_sightings(path, record)
+    assert snapshot.load_sightings(path) == record != {}
 
 
 GOOD = {"seen_unix_s": START, "cpu_s": 1.0, "active_unix_s": START}
@@ -198,23 +198,23 @@ GOOD = {"seen_unix_s": START, "cpu_s": 1.0, "active_unix_s": START}
 def test_a_broken_record_is_the_same_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "record.json"
     path.write_text(content)
-    assert activity.load(path) == {}
+    assert snapshot.load_sightings(path) == {}
 
 
 def test_a_record_that_is_no_text_is_the_same_as_none(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(b"\xff\xfe\xff")
-    assert activity.load(path) == {}
-    assert activity.load(tmp_path) == {}
-    assert activity.load(tmp_path / "missing.json") == {}
+    assert snapshot.load_sightings(path) == {}
+    assert snapshot.load_sightings(tmp_path) == {}
+    assert snapshot.load_sightings(tmp_path / "missing.json") == {}
 
 
 def test_where_nothing_can_be_written_idle_times_stay_unknown(tmp_path: Path) -> None:
     """A file stands where the folder should be, which stops even root."""
     (tmp_path / "state").touch()
     path = tmp_path / "state" / "record.json"
-    activity.save(path, {"42@1.00": Sighting(**GOOD)})
-    assert activity.load(path) == {}
+    snapshot.save_sightings(path, {"42@1.00": Sighting(**GOOD)})
+    assert snapshot.load_sightings(path) == {}
 
 
 # On a machine
@@ -228,7 +228,7 @@ def test_the_second_look_at_a_machine_knows_who_was_idle(machine: Machine) -> No
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as running:
         scenario["devices"][3]["processes"] = [{"pid": running.pid, "memory": 1}]
         machine(scenario)
-        looks = [snapshot.take_with_history().accelerators[3].processes for _ in range(2)]
+        looks = [snapshot.take_snapshot_with_history().accelerators[3].processes for _ in range(2)]
         running.communicate()
     (first,), (second,) = looks
     assert first.idle_s is None
@@ -238,7 +238,7 @@ def test_the_second_look_at_a_machine_knows_who_was_idle(machine: Machine) -> No
 
 def test_a_machine_on_which_nobody_computes_leaves_no_file(machine: Machine) -> None:
     machine(scenarios.eight_a100_idle())
-    snapshot.take_with_history()
+    snapshot.take_snapshot_with_history()
     assert not (Path(os.environ["XDG_STATE_HOME"]) / "torchmuster").exists()
 
 
@@ -246,5 +246,5 @@ def test_a_look_without_history_keeps_nothing(machine: Machine) -> None:
     scenario = scenarios.eight_a100_idle()
     scenario["devices"][3]["processes"] = [{"pid": os.getpid(), "memory": 1}]
     machine(scenario)
-    assert snapshot.take().accelerators[3].processes[0].pid == os.getpid()
+    assert snapshot.take_snapshot().accelerators[3].processes[0].pid == os.getpid()
     assert not (Path(os.environ["XDG_STATE_HOME"]) / "torchmuster").exists()

@@ -111,7 +111,7 @@ def test_every_machine_can_be_written(
     machine: Callable[[Scenario], Path], scenario: Callable[[], Scenario]
 ) -> None:
     machine(scenario())
-    taken = snapshot.take()
+    taken = snapshot.take_snapshot()
     read = as_json(taken)
     assert_keys(read)
     assert len(read["accelerators"]) == len(taken.accelerators)

@@ -29,14 +29,11 @@ from device_strategies import (
     split,
 )
 from torchmuster.decision import Decision
-from torchmuster.devices import refusal
-from torchmuster.devices.choose import choose, load
-from torchmuster.devices.conditions import in_use_by, obstacle
-from torchmuster.devices.identify import candidates
+from torchmuster.devices import choose as refusal
+from torchmuster.devices.choose import Refused, choose_devices, device_load, set_strength
+from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Link, LinkKind, Node
-from torchmuster.devices.refusal import Refused
-from torchmuster.devices.request import Claim, Request
-from torchmuster.devices.topology import set_strength
+from torchmuster.devices.request import Claim, DeviceRequest, in_use_by, obstacle
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import (
     DevicesBusy,
@@ -55,12 +52,14 @@ on_every_machine = settings(max_examples=150, deadline=None)
 def outcome(case: Situation, **changes: Any) -> Choice | MusterError:
     case = replace(case, **changes)
     try:
-        return choose(case.node, case.request, environment=case.environment, claims=case.claims)
+        return choose_devices(
+            case.node, case.request, environment=case.environment, claims=case.claims
+        )
     except MusterError as error:
         return error
 
 
-def granted(case: Situation, request: Request) -> bool:
+def granted(case: Situation, request: DeviceRequest) -> bool:
     return isinstance(outcome(case, request=request), Decision)
 
 
@@ -68,7 +67,7 @@ def is_refusal(result: Choice | MusterError) -> bool:
     return isinstance(result, TooFewDevices | DevicesBusy)
 
 
-def may_be_taken(device: Device, request: Request, claims: Mapping[str, Claim]) -> bool:
+def may_be_taken(device: Device, request: DeviceRequest, claims: Mapping[str, Claim]) -> bool:
     """The conditions, each in its plainest form."""
     return (
         device.trouble is None
@@ -99,13 +98,13 @@ def test_a_choice_never_breaks_a_condition(case: Situation) -> None:
     if case.request.ids is None:
         assert chosen[0].kind is case.node.main_kind
     else:
-        named = candidates(case.node, case.request, case.environment)
+        named = device_candidates(case.node, case.request, case.environment)
         assert set(chosen) <= set(named)
         assert case.request.count is not None or set(chosen) == set(named)
 
 
 def eligible(case: Situation) -> list[Device]:
-    offered = candidates(case.node, case.request, case.environment)
+    offered = device_candidates(case.node, case.request, case.environment)
     return [one for one in offered if may_be_taken(one, case.request, case.claims)]
 
 
@@ -115,17 +114,17 @@ def test_no_less_loaded_device_is_passed_over(case: Situation) -> None:
     result = outcome(case)
     if isinstance(result, Decision):
         outside = set(eligible(case)) - set(result.value)
-        heaviest = max(load(one) for one in result.value)
-        assert all(load(one) >= heaviest for one in outside)
+        heaviest = max(device_load(one) for one in result.value)
+        assert all(device_load(one) >= heaviest for one in outside)
 
 
 def test_load_is_use_before_work_before_memory_and_ignores_noise() -> None:
     idle = gpu(0, used_bytes=400 * MiB, utilisation_percent=3)
-    assert load(idle) == load(gpu(1))
+    assert device_load(idle) == device_load(gpu(1))
     fuller = gpu(2, used_bytes=GiB)
     working = gpu(3, utilisation_percent=20)
     used = replace(busy(gpu(4), "alice", used=0), utilisation_percent=0)
-    assert load(idle) < load(fuller) < load(working) < load(used)
+    assert device_load(idle) < device_load(fuller) < device_load(working) < device_load(used)
 
 
 def merit(machine: Node, members: Sequence[Device]) -> tuple[Any, ...]:
@@ -148,16 +147,16 @@ def test_of_equally_loaded_sets_the_best_one_is_taken(case: Situation) -> None:
     result = outcome(case)
     if not isinstance(result, Decision):
         return
-    loads = sorted(load(one) for one in result.value)
+    loads = sorted(device_load(one) for one in result.value)
     rivals = [
         members
         for members in itertools.combinations(eligible(case), len(result.value))
-        if sorted(load(one) for one in members) == loads
+        if sorted(device_load(one) for one in members) == loads
     ]
     assert merit(case.node, result.value) == min(merit(case.node, one) for one in rivals)
 
 
-def parse_pick(line: str) -> Request:
+def parse_pick(line: str) -> DeviceRequest:
     """Read ``muster gpus pick …`` as the command does."""
     program, *words = shlex.split(line)
     assert (program, *words[:2]) == ("muster", "gpus", "pick")
@@ -176,7 +175,7 @@ def parse_pick(line: str) -> Request:
 
     ids = tuple(values["--gpu-ids"]) if "--gpu-ids" in values else None
     default = None if ids else 1
-    return Request(
+    return DeviceRequest(
         ids=ids,
         count=int(values["--num"][0]) if "--num" in values else default,
         min_free_bytes=size("--min-free"),
@@ -197,7 +196,7 @@ def test_a_refusal_names_what_stands_in_the_way_of_each_device(case: Situation) 
     result = outcome(case)
     if isinstance(result, Decision) or not is_refusal(result):
         return
-    offered = candidates(case.node, case.request, case.environment)
+    offered = device_candidates(case.node, case.request, case.environment)
     for device in offered:
         found = obstacle(device, case.request, case.claims)
         assert (found is None) == may_be_taken(device, case.request, case.claims)
@@ -223,14 +222,14 @@ def test_what_a_refusal_offers_instead_is_granted(case: Situation) -> None:
     assert len(nearest) == len(lines)
     assert case.request not in nearest
     seen = visible(case.node.accelerators, case.environment).devices
-    bare = Request(share=True)
+    bare = DeviceRequest(share=True)
     healthy = [one for one in seen if may_be_taken(one, bare, case.claims)]
     if any(one.kind is case.node.main_kind for one in healthy):
         assert nearest
 
 
 def refused(case: Situation) -> Refused:
-    offered = candidates(case.node, case.request, case.environment)
+    offered = device_candidates(case.node, case.request, case.environment)
     found = {one.uuid: obstacle(one, case.request, case.claims) for one in offered}
     wanted = case.request.count or (1 if case.request.ids is None else len(offered))
     return Refused(
@@ -287,7 +286,9 @@ def test_the_reason_names_every_device_and_what_was_passed_over(case: Situation)
     _, asked, rest = result.reason.partition(str(case.request))
     assert asked
     assert {one.number for one in result.value} <= numbers(rest)
-    blocked = set(candidates(case.node, case.request, case.environment)) - set(eligible(case))
+    blocked = set(device_candidates(case.node, case.request, case.environment)) - set(
+        eligible(case)
+    )
     assert {one.number for one in blocked} <= numbers(rest.partition("; ")[2])
 
 
@@ -305,7 +306,7 @@ def pick(
     **asked: Any,
 ) -> Choice:
     environment = {} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda}
-    return choose(machine, Request(**asked), environment=environment, claims=claims)
+    return choose_devices(machine, DeviceRequest(**asked), environment=environment, claims=claims)
 
 
 def indices(choice: Choice) -> list[int]:
@@ -651,11 +652,11 @@ def test_only_the_memory_condition_that_fails_is_lowered() -> None:
         "share": True,
     }
     (offered,) = offers(refusal_of(node(roomy, large), **asked))
-    assert parse_pick(offered) == Request(**{**asked, "min_free_bytes": 2 * GiB})
+    assert parse_pick(offered) == DeviceRequest(**{**asked, "min_free_bytes": 2 * GiB})
     asked["min_free_bytes"] = asked["min_total_bytes"] = 100 * GiB
     (offered,) = offers(refusal_of(node(roomy), **asked))
     both = {"min_free_bytes": 40 * GiB, "min_total_bytes": 40 * GiB}
-    assert parse_pick(offered) == Request(**{**asked, **both})
+    assert parse_pick(offered) == DeviceRequest(**{**asked, **both})
 
 
 def test_memory_that_is_not_known_is_not_asked_for_in_what_is_offered() -> None:
@@ -686,7 +687,7 @@ def test_when_no_single_change_is_enough_all_are_made() -> None:
     ],
 )
 def test_a_size_is_written_so_that_it_is_still_met(size: int, written: str) -> None:
-    assert list(Request(min_free_bytes=size).as_flags()) == ["--min-free", written]
+    assert list(DeviceRequest(min_free_bytes=size).as_flags()) == ["--min-free", written]
     assert parse_bytes(written) <= size
 
 
@@ -709,6 +710,6 @@ def test_all_gpus_of_a_machine_that_is_split_altogether(snapshot: SnapshotAssert
 
 def test_the_words_of_obstacles_join_runs_of_numbers() -> None:
     devices = [gpu(index, trouble="GPU is lost") for index in (0, 1, 2, 5)]
-    found = {one.uuid: obstacle(one, Request(), {}) for one in devices}
+    found = {one.uuid: obstacle(one, DeviceRequest(), {}) for one in devices}
     obstacles = {uuid: one for uuid, one in found.items() if one is not None}
-    assert refusal.in_words(devices, obstacles).startswith("GPUs 0-2, 5 ")
+    assert refusal.describe_refusal(devices, obstacles).startswith("GPUs 0-2, 5 ")

@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 from device_strategies import busy, claim, gpu, integrated, node, split
 from torchmuster.devices.for_model import choose_for_model, shape_for_model
 from torchmuster.devices.model import Node
-from torchmuster.devices.request import Request
+from torchmuster.devices.request import DeviceRequest
 from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevice, TooFewDevices
 from torchmuster.units import GiB
 
@@ -20,7 +20,7 @@ EIGHT = node(*(gpu(index) for index in range(8)))
 def place(machine: Node, model_gib: float, **asked: Any) -> tuple[list[int], str, str]:
     """Return the GPUs, the strategy and the reason."""
     size = round(model_gib * GiB)
-    decision = choose_for_model(machine, size, Request(**asked), environment={})
+    decision = choose_for_model(machine, size, DeviceRequest(**asked), environment={})
     chosen = [one.index for one in decision.value.devices]
     return chosen, decision.value.strategy, decision.reason
 
@@ -28,7 +28,9 @@ def place(machine: Node, model_gib: float, **asked: Any) -> tuple[list[int], str
 def refusal(machine: Node, model_gib: float, cuda: str | None = None, **asked: Any) -> MusterError:
     environment = {} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda}
     with pytest.raises(MusterError) as caught:
-        choose_for_model(machine, round(model_gib * GiB), Request(**asked), environment=environment)
+        choose_for_model(
+            machine, round(model_gib * GiB), DeviceRequest(**asked), environment=environment
+        )
     return caught.value
 
 
@@ -82,7 +84,9 @@ def test_more_free_memory_may_be_asked_for_than_the_model_needs() -> None:
 
 
 def test_a_slice_may_hold_a_small_model() -> None:
-    decision = choose_for_model(node(*split(gpu(0), 40 * GiB)), GiB, Request(), environment={})
+    decision = choose_for_model(
+        node(*split(gpu(0), 40 * GiB)), GiB, DeviceRequest(), environment={}
+    )
     assert [one.number for one in decision.value.devices] == ["0:0"]
 
 
@@ -92,17 +96,17 @@ def test_what_others_hold_now_is_worth_waiting_for(snapshot: SnapshotAssertion) 
     assert isinstance(error, DevicesBusy)
     assert "62.2 GiB" in error.what
     assert error == snapshot
-    shape = shape_for_model(taken, 14 * GiB, Request(), environment={})
+    shape = shape_for_model(taken, 14 * GiB, DeviceRequest(), environment={})
     assert shape.value.strategy == "single"
 
 
 def test_one_free_gpu_too_few_is_made_up_for_by_sharding() -> None:
     """A claimed GPU is not waited for while two free ones together will do."""
     machine = node(*(gpu(index, used_bytes=(30 if index else 0) * GiB) for index in range(3)))
-    free = choose_for_model(machine, 14 * GiB, Request(share=True), environment={})
+    free = choose_for_model(machine, 14 * GiB, DeviceRequest(share=True), environment={})
     assert free.value.strategy == "single"
     shared = choose_for_model(
-        machine, 14 * GiB, Request(share=True), environment={}, claims={gpu(0).uuid: claim()}
+        machine, 14 * GiB, DeviceRequest(share=True), environment={}, claims={gpu(0).uuid: claim()}
     )
     assert shared.value.strategy == "fsdp"
     assert [one.index for one in shared.value.devices] == [1, 2]
@@ -182,7 +186,7 @@ def test_the_chosen_gpus_hold_the_model_and_fewer_would_not(gib: int, used: list
     needed = gib * GiB * 4 / 0.9
     enough = [count for count in range(1, len(free) + 1) if free[count - 1] * count >= needed]
     try:
-        decision = choose_for_model(machine, gib * GiB, Request(share=True), environment={})
+        decision = choose_for_model(machine, gib * GiB, DeviceRequest(share=True), environment={})
     except MusterError:
         assert not enough
         return

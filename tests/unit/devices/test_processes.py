@@ -12,7 +12,7 @@ import pytest
 
 from device_strategies import gpu
 from torchmuster.devices.model import DeviceProcess
-from torchmuster.devices.processes import age_s, command_of_this_process, identify
+from torchmuster.devices.processes import age_s, command_of_this_process, identify_process
 from torchmuster.redaction import printable
 
 # Waits until its input is closed, so that the tests need no clock.
@@ -33,7 +33,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
 
 def look_up(*pids: int) -> list[DeviceProcess]:
     listed = tuple(DeviceProcess(pid=pid, compute=True, memory_bytes=7) for pid in pids)
-    (device,) = identify([gpu(0, processes=listed)])
+    (device,) = identify_process([gpu(0, processes=listed)])
     return list(device.processes)
 
 
@@ -69,14 +69,14 @@ def test_a_process_on_several_devices_is_the_same_on_each(child: subprocess.Pope
     listed = DeviceProcess(pid=child.pid, compute=True)
     gone = DeviceProcess(pid=4_199_999, compute=False)
     devices = [gpu(0, processes=(listed, gone)), gpu(1), gpu(2, processes=(listed,))]
-    first, idle, third = identify(devices)
+    first, idle, third = identify_process(devices)
     assert idle is devices[1]
     assert first.processes[0] == third.processes[0] != listed
     assert first.processes[1] == gone
 
 
 def test_nothing_to_look_up() -> None:
-    assert identify([]) == ()
+    assert identify_process([]) == ()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import claim, gpu, integrated, node, split
-from torchmuster.devices.choose import choose
-from torchmuster.devices.identify import find
+from torchmuster.devices.choose import choose_devices
+from torchmuster.devices.identify import find_device
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import GpuId, Request
+from torchmuster.devices.request import DeviceRequest, GpuId
 from torchmuster.devices.visibility import variables_for
 from torchmuster.errors import ExitCode, MusterError, NoSuchDevice, TooFewDevices
 from torchmuster.units import GiB
@@ -21,7 +21,7 @@ UUID = gpu(2).uuid
 
 def pick(machine: Node, cuda: str | None = None, **asked: Any) -> tuple[Device, ...]:
     environment = {} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda}
-    return choose(machine, Request(**asked), environment=environment).value
+    return choose_devices(machine, DeviceRequest(**asked), environment=environment).value
 
 
 def refusal(machine: Node, cuda: str | None = None, **asked: Any) -> MusterError:
@@ -65,7 +65,7 @@ def test_a_number_is_resolved_to_the_uuid_that_means_the_same_everywhere() -> No
 
 @pytest.mark.parametrize("spelling", [2, "2", " 2 ", UUID, UUID[:9]])
 def test_numbers_uuids_and_beginnings_name_the_same_gpu(spelling: GpuId) -> None:
-    assert find(FOUR, spelling, {}).uuid == UUID
+    assert find_device(FOUR, spelling, {}).uuid == UUID
 
 
 def test_a_number_keeps_its_meaning_when_others_are_hidden() -> None:
@@ -76,7 +76,7 @@ def test_a_number_keeps_its_meaning_when_others_are_hidden() -> None:
 
 
 def test_slices_have_numbers() -> None:
-    assert find(SPLIT, "0:1", {}).number == "0:1"
+    assert find_device(SPLIT, "0:1", {}).number == "0:1"
 
 
 @pytest.mark.parametrize("spelling", [gpu(0).uuid, 0], ids=["uuid", "number"])
@@ -179,7 +179,7 @@ def test_the_same_gpu_twice(ids: tuple[GpuId, ...], snapshot: SnapshotAssertion)
 
 def test_a_claimed_gpu_says_by_whom(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(MusterError) as caught:
-        choose(FOUR, Request(ids=(2,)), environment={}, claims={UUID: claim()})
+        choose_devices(FOUR, DeviceRequest(ids=(2,)), environment={}, claims={UUID: claim()})
     assert "carol (pid 77, python train.py)" in caught.value.why
     assert caught.value.fix.splitlines()[0] == "muster gpus pick --gpu-ids 2 --wait"
     assert caught.value == snapshot

@@ -11,8 +11,8 @@ from device_strategies import gpu, node, split
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind
-from torchmuster.devices.symptoms import symptoms
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc
+from torchmuster.devices.snapshot import symptoms_of
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 
@@ -31,7 +31,7 @@ def ranks_that_touched_gpu_0(count: int) -> list[Device]:
 
 
 def test_contexts_that_every_rank_opened_on_the_first_gpu(snapshot: SnapshotAssertion) -> None:
-    (finding,) = symptoms(node(*ranks_that_touched_gpu_0(4)))
+    (finding,) = symptoms_of(node(*ranks_that_touched_gpu_0(4)))
     assert finding.name == "stray-contexts"
     assert finding.status is Status.WARNING
     assert "1.5 GiB on GPU 0" in finding.what
@@ -42,13 +42,13 @@ def test_contexts_that_every_rank_opened_on_the_first_gpu(snapshot: SnapshotAsse
 
 def test_the_first_gpu_in_use_may_not_be_number_0() -> None:
     moved = [replace(one, index=one.index + 4) for one in ranks_that_touched_gpu_0(3)]
-    (finding,) = symptoms(node(*moved))
+    (finding,) = symptoms_of(node(*moved))
     assert finding.name == "stray-contexts"
     assert "1000 MiB on GPU 4" in finding.what
 
 
 def test_one_process_on_two_gpus_is_no_symptom() -> None:
-    assert symptoms(node(*ranks_that_touched_gpu_0(2))) == ()
+    assert symptoms_of(node(*ranks_that_touched_gpu_0(2))) == ()
 
 
 def test_processes_that_work_on_all_gpus_mean_it() -> None:
@@ -58,23 +58,23 @@ def test_processes_that_work_on_all_gpus_mean_it() -> None:
         gpu(index, processes=tuple(replace(one, memory_bytes=30 * GiB) for one in everywhere))
         for index in range(1, 8)
     ]
-    assert symptoms(node(first, *others)) == ()
+    assert symptoms_of(node(first, *others)) == ()
 
 
 def test_processes_that_use_two_gpus_alike_mean_it() -> None:
     both = (rank(100, 30 * GiB), rank(101, 30 * GiB))
-    assert symptoms(node(gpu(0, processes=both), gpu(1, processes=both))) == ()
+    assert symptoms_of(node(gpu(0, processes=both), gpu(1, processes=both))) == ()
 
 
 def test_processes_whose_memory_is_not_known_are_not_accused() -> None:
     unknown = (rank(100, None), rank(101, None))
-    assert symptoms(node(gpu(0, processes=unknown), gpu(1, processes=unknown))) == ()
+    assert symptoms_of(node(gpu(0, processes=unknown), gpu(1, processes=unknown))) == ()
 
 
 def test_windows_are_no_stray_contexts() -> None:
     windows = (rank(100, CONTEXT, compute=False), rank(101, CONTEXT, compute=False))
     work = (rank(100, 30 * GiB), rank(101, 30 * GiB))
-    assert symptoms(node(gpu(0, processes=windows), gpu(1, processes=work))) == ()
+    assert symptoms_of(node(gpu(0, processes=windows), gpu(1, processes=work))) == ()
 
 
 def test_a_split_gpu_repeats_its_slices_processes_and_that_is_no_symptom() -> None:
@@ -86,13 +86,13 @@ def test_a_split_gpu_repeats_its_slices_processes_and_that_is_no_symptom() -> No
         replace(first, processes=work[:1]),
         replace(second, processes=work[1:]),
     ]
-    assert symptoms(node(*devices)) == ()
+    assert symptoms_of(node(*devices)) == ()
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_memory_errors_that_were_not_corrected(count: int, snapshot: SnapshotAssertion) -> None:
     failing = gpu(2, ecc=Ecc(enabled=True, corrected=9, uncorrected=count))
-    (finding,) = symptoms(node(failing))
+    (finding,) = symptoms_of(node(failing))
     assert finding.name == "ecc-uncorrected"
     assert finding.status is Status.WARNING
     assert f" {count} " in finding.what
@@ -101,8 +101,8 @@ def test_memory_errors_that_were_not_corrected(count: int, snapshot: SnapshotAss
 
 
 def test_an_amd_gpu_is_reset_with_amds_own_tool() -> None:
-    failing = gpu(2, kind=Kind.ROCM, ecc=Ecc(enabled=True, uncorrected=1))
-    (finding,) = symptoms(node(failing))
+    failing = gpu(2, kind=DeviceKind.ROCM, ecc=Ecc(enabled=True, uncorrected=1))
+    (finding,) = symptoms_of(node(failing))
     assert finding.fix.startswith("sudo amd-smi reset --gpureset --gpu 2  # ")
 
 
@@ -116,7 +116,7 @@ def test_an_amd_gpu_is_reset_with_amds_own_tool() -> None:
     ],
 )
 def test_errors_that_were_corrected_or_are_not_counted(ecc: Ecc | None) -> None:
-    assert symptoms(node(gpu(0, ecc=ecc))) == ()
+    assert symptoms_of(node(gpu(0, ecc=ecc))) == ()
 
 
 def test_a_gpu_that_is_slowed_down_by_heat(snapshot: SnapshotAssertion) -> None:
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_slowed_down_by_heat(snapshot: SnapshotAssertion) -> None:
         slowdown_temperature_c=89,
         throttled_by=("power limit", "heat (hardware)"),
     )
-    (finding,) = symptoms(node(hot))
+    (finding,) = symptoms_of(node(hot))
     assert finding.name == "gpu-hot"
     assert finding.status is Status.WARNING
     assert "91 °C" in finding.what
@@ -137,14 +137,14 @@ def test_a_gpu_that_is_slowed_down_by_heat(snapshot: SnapshotAssertion) -> None:
 
 
 def test_heat_without_a_thermometer(snapshot: SnapshotAssertion) -> None:
-    (finding,) = symptoms(node(gpu(1, throttled_by=("heat (driver)",))))
+    (finding,) = symptoms_of(node(gpu(1, throttled_by=("heat (driver)",))))
     assert finding.name == "gpu-hot"
     assert "°C" not in finding.what
     assert finding == snapshot
 
 
 def test_a_power_limit_is_no_symptom() -> None:
-    assert symptoms(node(gpu(0, temperature_c=95, throttled_by=("power limit",)))) == ()
+    assert symptoms_of(node(gpu(0, temperature_c=95, throttled_by=("power limit",)))) == ()
 
 
 def test_a_look_at_the_machine_tells_its_symptoms(machine: Callable[[Scenario], Path]) -> None:
@@ -153,5 +153,5 @@ def test_a_look_at_the_machine_tells_its_symptoms(machine: Callable[[Scenario], 
     scenario["devices"][6]["throttle_reasons"] = 0x40
     scenario["devices"][7]["lost"] = True
     machine(scenario)
-    names = [finding.name for finding in snapshot.take().findings]
+    names = [finding.name for finding in snapshot.take_snapshot().findings]
     assert names == ["gpu-unreachable", "ecc-uncorrected", "gpu-hot"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import RTX_4090, gpu, integrated, split
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.visibility import STAGES, Visible, variables_for, visible
 from torchmuster.finding import Status
 
@@ -19,7 +19,7 @@ UUIDS = [one.uuid for one in FOUR]
 SPLIT = [*split(gpu(0), 1, 1), gpu(1), gpu(2)]
 SLICES = [one.uuid for one in SPLIT if one.mig_index is not None]
 MIXED = [gpu(0), gpu(1, name=RTX_4090), gpu(2)]
-ROCM = [gpu(n, kind=Kind.ROCM, uuid=f"GPU-{n:x}0000000000000a{n:x}") for n in range(4)]
+ROCM = [gpu(n, kind=DeviceKind.ROCM, uuid=f"GPU-{n:x}0000000000000a{n:x}") for n in range(4)]
 XPU = [integrated(index) for index in range(3)]
 
 
@@ -279,7 +279,7 @@ def test_each_kind_listens_to_its_own_variable() -> None:
 
 
 def test_an_apple_gpu_cannot_be_hidden() -> None:
-    mac = [gpu(0, kind=Kind.MPS, uuid="MPS-0")]
+    mac = [gpu(0, kind=DeviceKind.MPS, uuid="MPS-0")]
     everything = {name: "" for stages in STAGES.values() for stage in stages for name in stage}
     assert visible(mac, everything).devices == tuple(mac)
 
@@ -319,7 +319,7 @@ def test_cuda_keeps_the_order_that_is_exported(order: list[Device], count: int) 
 
 
 def test_what_has_no_variable_exports_none() -> None:
-    assert variables_for([gpu(0, kind=Kind.MPS, uuid="MPS-0")]) == {}
+    assert variables_for([gpu(0, kind=DeviceKind.MPS, uuid="MPS-0")]) == {}
     assert variables_for([]) == {}
 
 

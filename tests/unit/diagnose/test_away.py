@@ -8,16 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose import away, ssh_port, ssh_way
-from torchmuster.diagnose.away import judge, why_all_away, why_away
+from torchmuster.diagnose import ssh, unreachable_hosts
 from torchmuster.diagnose.links.messages import Interface
-from torchmuster.diagnose.ssh_port import Knock, knock
-from torchmuster.diagnose.ssh_way import Destination, Seen, destination, leading_to
+from torchmuster.diagnose.ssh import (
+    Destination,
+    Knock,
+    SshProblem,
+    jump_hosts_to,
+    knock_on_port,
+    ssh_destination,
+)
+from torchmuster.diagnose.unreachable_hosts import (
+    judge_unreachable,
+    why_all_unreachable,
+    why_unreachable,
+)
 from torchmuster.finding import Finding, Status
 
 NOBODY = Knock(problem="timeout", seconds=3.6)
@@ -49,8 +60,9 @@ def trouble(name: str = "host-unreachable") -> Finding:
 
 
 def judged(knocked: Knock, *, of: str = "host-unreachable", **seen: object) -> Finding:
-    known = {"local": "10.0.0.1", "interface": interface(), **seen}
-    return judge("b", trouble(of), Seen(address="10.0.0.2", port=22, knock=knocked, **known))  # type: ignore[arg-type]
+    known: dict[str, Any] = {"local": "10.0.0.1", "interface": interface(), **seen}
+    problem = SshProblem(address="10.0.0.2", port=22, knock=knocked, **known)
+    return judge_unreachable("b", trouble(of), problem)
 
 
 # ---- what is said
@@ -151,11 +163,11 @@ def test_what_stays_unclear_stays_as_it_was_with_what_was_seen() -> None:
 def test_an_interface_of_the_same_network_counts_before_the_one_that_is_used() -> None:
     dead = interface(connected=False)
     wifi = interface("wlan0", network="192.168.7.1/24")
-    assert leading_to("10.0.0.2", "192.168.7.1", [wifi, dead]) == dead
-    assert leading_to("10.9.9.9", "192.168.7.1", [wifi, dead]) == wifi
+    assert jump_hosts_to("10.0.0.2", "192.168.7.1", [wifi, dead]) == dead
+    assert jump_hosts_to("10.9.9.9", "192.168.7.1", [wifi, dead]) == wifi
     second = interface("eth1", network="10.0.0.5/24")
-    assert leading_to("10.0.0.2", "10.0.0.5", [dead, second]) == second
-    assert leading_to("10.9.9.9", "", [dead]) is None
+    assert jump_hosts_to("10.0.0.2", "10.0.0.5", [dead, second]) == second
+    assert jump_hosts_to("10.9.9.9", "", [dead]) is None
 
 
 # ---- where ssh goes
@@ -168,13 +180,13 @@ def ssh_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> I
     program.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(folder), prepend=":")
-        patient = functools.partial(ssh_way._output, within_s=GIVE_UP_S)
-        patch.setattr(ssh_way, "_output", patient)
+        patient = functools.partial(ssh._output, within_s=GIVE_UP_S)
+        patch.setattr(ssh, "_output", patient)
         yield
 
 
 def where(host: str) -> Destination | None:
-    return asyncio.run(destination(host))
+    return asyncio.run(ssh_destination(host))
 
 
 def test_ssh_itself_says_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,21 +211,21 @@ def test_a_way_through_another_machine_is_not_looked_at(
 
 
 def played(
-    monkeypatch: pytest.MonkeyPatch, way: Destination | None, seen: Seen | None = None
+    monkeypatch: pytest.MonkeyPatch, way: Destination | None, seen: SshProblem | None = None
 ) -> None:
     async def told(_: str) -> Destination | None:
         return way
 
-    async def looked(_: Destination) -> Seen:
+    async def looked(_: Destination) -> SshProblem:
         assert seen is not None, "nobody should have looked"
         return seen
 
-    monkeypatch.setattr(ssh_way, "destination", told)
-    monkeypatch.setattr(ssh_way, "look", looked)
+    monkeypatch.setattr(ssh, "ssh_destination", told)
+    monkeypatch.setattr(ssh, "find_ssh_problem", looked)
 
 
 def reason(name: str, host: str = "ana@b") -> Finding:
-    return asyncio.run(why_away(host, trouble(name)))
+    return asyncio.run(why_unreachable(host, trouble(name)))
 
 
 HERE = Destination(addresses=("127.0.1.1",), port=22, renamed=False)
@@ -269,10 +281,10 @@ def test_all_are_looked_for_at_once_and_a_look_that_never_ends_is_given_up(
         if host == "c":
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(ssh_way, "destination", told)
-    monkeypatch.setattr(away, "_WITHIN_S", 0.2)
+    monkeypatch.setattr(ssh, "ssh_destination", told)
+    monkeypatch.setattr(unreachable_hosts, "_WITHIN_S", 0.2)
     absent = {1: trouble(), 2: trouble("ssh-failed")}
-    assert asyncio.run(why_all_away(absent, ["a", "b", "c"])) == absent
+    assert asyncio.run(why_all_unreachable(absent, ["a", "b", "c"])) == absent
     assert begun == ["b", "c"]
 
 
@@ -300,11 +312,11 @@ def serving(greeting: bytes, *, hangs_up: bool = False) -> Iterator[int]:
 
 
 def at(port: int, frame_bytes: int | None = None) -> Knock:
-    return asyncio.run(knock("127.0.0.1", port, frame_bytes=frame_bytes))
+    return asyncio.run(knock_on_port("127.0.0.1", port, frame_bytes=frame_bytes))
 
 
 def test_a_server_greets_and_a_whole_packet_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_port, "_HEARD_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(ssh, "_HEARD_WITHIN_S", GIVE_UP_S)
     with serving(b"SSH-2.0-x\r\n") as port:
         found = at(port, frame_bytes=1400)
     assert (found.problem, found.greeted, found.arrived) == ("", True, True)
@@ -313,7 +325,7 @@ def test_a_server_greets_and_a_whole_packet_arrives(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_hangs_up_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_port, "_HEARD_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(ssh, "_HEARD_WITHIN_S", GIVE_UP_S)
     with serving(b"", hangs_up=True) as port:
         found = at(port)
     assert (found.problem, found.greeted, found.arrived) == ("", True, True)

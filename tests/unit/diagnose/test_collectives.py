@@ -76,8 +76,8 @@ def test_what_is_not_a_number_survives_being_printed() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_nothing_is_said_of_a_healthy_group(size: int) -> None:
-    assert collectives.judge(ranks(size)) == []
-    assert collectives.second_try(ranks(size)) == {}
+    assert collectives.judge_collectives(ranks(size)) == []
+    assert wrong_values.second_try(ranks(size)) == {}
 
 
 def test_a_busy_machine_is_no_reason_for_an_alarm() -> None:
@@ -98,11 +98,16 @@ def test_a_busy_machine_is_no_reason_for_an_alarm() -> None:
             )
             for number in range(4)
         ]
-        assert collectives.judge(group) == []
+        assert collectives.judge_collectives(group) == []
 
 
 def test_devices_of_other_models_are_not_compared() -> None:
-    assert collectives.judge(ranks(2, r1={"device_name": "Old CPU", "matmuls": (matmul(9),)})) == []
+    assert (
+        collectives.judge_collectives(
+            ranks(2, r1={"device_name": "Old CPU", "matmuls": (matmul(9),)})
+        )
+        == []
+    )
 
 
 # ---- wrong values
@@ -112,7 +117,7 @@ def test_a_device_that_computes_wrongly_is_named_with_its_place(
     snapshot: SnapshotAssertion,
 ) -> None:
     finding = only(
-        collectives.judge(
+        collectives.judge_collectives(
             ranks(
                 r2={
                     "matmuls": (matmul(150, WRONG),),
@@ -136,7 +141,7 @@ def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong(
         "operations": (Operation(name="all-reduce", values=WRONG),),
         "suspects": ((1,),),
     }
-    finding = only(collectives.judge(ranks(r0=wrong, r1=wrong, r2=wrong)))
+    finding = only(collectives.judge_collectives(ranks(r0=wrong, r1=wrong, r2=wrong)))
     assert finding.name == "wrong-values"
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert "all-reduce" in finding.what
@@ -146,7 +151,7 @@ def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong(
 
 def test_where_only_two_together_are_wrong_both_are_named(snapshot: SnapshotAssertion) -> None:
     wrong = {"operations": (Operation(name="all-reduce", values=WRONG),), "suspects": ((0, 1),)}
-    finding = only(collectives.judge(ranks(r0=wrong, r1=wrong)))
+    finding = only(collectives.judge_collectives(ranks(r0=wrong, r1=wrong)))
     assert finding.name == "wrong-values"
     assert "rank 0" in finding.what
     assert "rank 1" in finding.what
@@ -157,7 +162,9 @@ def test_a_wrong_value_that_did_not_come_again_is_told_all_the_same(
     snapshot: SnapshotAssertion,
 ) -> None:
     finding = only(
-        collectives.judge(ranks(r1={"operations": (Operation(name="all-reduce", values=WRONG),)}))
+        collectives.judge_collectives(
+            ranks(r1={"operations": (Operation(name="all-reduce", values=WRONG),)})
+        )
     )
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert finding == snapshot
@@ -165,7 +172,7 @@ def test_a_wrong_value_that_did_not_come_again_is_told_all_the_same(
 
 def test_who_gathers_wrong_parts_from_all_is_named(snapshot: SnapshotAssertion) -> None:
     gathered = Operation(name="all-gather", values=WRONG, wrong_from={0: 1, 2: 1})
-    finding = only(collectives.judge(ranks(r1={"operations": (gathered,)})))
+    finding = only(collectives.judge_collectives(ranks(r1={"operations": (gathered,)})))
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert "all-gather" in finding.what
     assert finding == snapshot
@@ -187,7 +194,7 @@ def test_who_gathers_wrong_parts_from_all_is_named(snapshot: SnapshotAssertion) 
 def test_the_fewest_that_explain_what_was_seen_are_blamed(
     seen: set[tuple[int, int]], guilty: list[tuple[int, ...]]
 ) -> None:
-    assert wrong_values.blame(seen) == guilty
+    assert wrong_values.blame_ranks(seen) == guilty
 
 
 # ---- two by two
@@ -200,15 +207,15 @@ def broken_p2p() -> list[RankRecord]:
 
 
 def test_wrong_values_between_two_ask_for_a_second_try(snapshot: SnapshotAssertion) -> None:
-    assert collectives.second_try(broken_p2p()) == {"NCCL_P2P_DISABLE": "1"}
-    finding = only(collectives.judge(broken_p2p()))
+    assert wrong_values.second_try(broken_p2p()) == {"NCCL_P2P_DISABLE": "1"}
+    finding = only(collectives.judge_collectives(broken_p2p()))
     assert finding.name == "p2p-wrong"
     assert "node2, CPU (rank 1)" in finding.what
     assert finding == snapshot
 
 
 def test_a_second_try_that_is_right_gives_the_cure(snapshot: SnapshotAssertion) -> None:
-    finding = only(collectives.judge(broken_p2p(), ranks()))
+    finding = only(collectives.judge_collectives(broken_p2p(), ranks()))
     assert finding.status is Status.FAILURE
     assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1"
     assert "NCCL_P2P_DISABLE=1" in finding.why
@@ -216,7 +223,7 @@ def test_a_second_try_that_is_right_gives_the_cure(snapshot: SnapshotAssertion) 
 
 
 def test_a_second_try_that_is_no_better_is_told(snapshot: SnapshotAssertion) -> None:
-    finding = only(collectives.judge(broken_p2p(), broken_p2p()))
+    finding = only(collectives.judge_collectives(broken_p2p(), broken_p2p()))
     assert "NCCL_P2P_DISABLE=1" in finding.why
     assert finding == snapshot
     assert "export" not in finding.fix
@@ -227,7 +234,7 @@ def test_a_second_try_that_is_no_better_is_told(snapshot: SnapshotAssertion) -> 
 
 def test_a_hang_names_the_rank_that_all_others_wait_for(snapshot: SnapshotAssertion) -> None:
     waiting = {"trouble": Trouble(stage="collectives", problem="hangs", ranks=(2,))}
-    finding = only(collectives.judge(ranks(r0=waiting, r1=waiting, r2=waiting)))
+    finding = only(collectives.judge_collectives(ranks(r0=waiting, r1=waiting, r2=waiting)))
     assert (finding.name, finding.status) == ("collective-hangs", Status.FAILURE)
     assert finding.what.startswith("node3, CPU (rank 2) ")
     assert finding == snapshot
@@ -237,7 +244,7 @@ def test_a_hang_names_the_rank_that_all_others_wait_for(snapshot: SnapshotAssert
 
 def test_a_rank_that_was_never_heard_is_missing(snapshot: SnapshotAssertion) -> None:
     absent = {"trouble": Trouble(stage="collectives", problem="absent", ranks=(2,))}
-    finding = only(collectives.judge(ranks(r0=absent, r1=absent)[:2]))
+    finding = only(collectives.judge_collectives(ranks(r0=absent, r1=absent)[:2]))
     assert finding.name == "collective-hangs"
     assert finding.what.startswith("rank 2 ")
     assert finding == snapshot
@@ -248,7 +255,7 @@ def test_a_rank_that_fell_silent_is_named_and_the_errors_of_the_others_are_its_c
 ) -> None:
     silent = {"stage": "pairs", "ended": False}
     error = {"trouble": Trouble(stage="pairs", problem="error", text="RuntimeError: closed")}
-    finding = only(collectives.judge(ranks(2, r0=error, r1=silent)))
+    finding = only(collectives.judge_collectives(ranks(2, r0=error, r1=silent)))
     assert finding.name == "collective-hangs"
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert finding == snapshot
@@ -256,7 +263,7 @@ def test_a_rank_that_fell_silent_is_named_and_the_errors_of_the_others_are_its_c
 
 def test_an_error_is_told_once_with_its_text(snapshot: SnapshotAssertion) -> None:
     error = {"trouble": Trouble(stage="collectives", problem="error", text="RuntimeError: broken")}
-    finding = only(collectives.judge(ranks(r0=error, r1=error, r2=error)))
+    finding = only(collectives.judge_collectives(ranks(r0=error, r1=error, r2=error)))
     assert finding.name == "collective-fails"
     assert finding.what.startswith("node1, CPU (rank 0) ")
     assert "RuntimeError: broken" in finding.what
@@ -268,7 +275,7 @@ def test_an_error_is_told_once_with_its_text(snapshot: SnapshotAssertion) -> Non
 
 
 def test_a_slow_machine_is_named_with_its_share(snapshot: SnapshotAssertion) -> None:
-    finding = only(collectives.judge(ranks(4, r3={"matmuls": (matmul(30),)})))
+    finding = only(collectives.judge_collectives(ranks(4, r3={"matmuls": (matmul(30),)})))
     assert (finding.name, finding.status) == ("slow-host", Status.WARNING)
     assert finding.what.startswith("node4 ")
     assert "20%" in finding.what
@@ -283,7 +290,7 @@ def test_one_slow_device_of_a_machine_is_named_itself(snapshot: SnapshotAssertio
         r1={**here, "device": "cuda:1", "matmuls": (matmul(60),), "device_uuid": "u"},
         r2={**here, "device": "cuda:2"},
     )
-    finding = only(collectives.judge(group))
+    finding = only(collectives.judge_collectives(group))
     assert finding.name == "slow-device"
     assert finding.what.startswith("node1, GPU 1 (rank 1) ")
     assert "40%" in finding.what
@@ -291,7 +298,7 @@ def test_one_slow_device_of_a_machine_is_named_itself(snapshot: SnapshotAssertio
 
 
 def test_of_two_the_slower_is_named(snapshot: SnapshotAssertion) -> None:
-    finding = only(collectives.judge(ranks(2, r0={"matmuls": (matmul(80),)})))
+    finding = only(collectives.judge_collectives(ranks(2, r0={"matmuls": (matmul(80),)})))
     assert finding.name == "slow-host"
     assert finding.what.startswith("node1 ")
     assert "53%" in finding.what
@@ -300,24 +307,26 @@ def test_of_two_the_slower_is_named(snapshot: SnapshotAssertion) -> None:
 
 def test_a_quota_that_is_used_up_is_named(snapshot: SnapshotAssertion) -> None:
     cores = "1 of 2 cores: this cgroup's CPU quota is 0.2 (cpu.cfs_quota_us)"
-    finding = only(collectives.judge(ranks(r1={"health": Health(held_back=0.97, cores=cores)})))
+    finding = only(
+        collectives.judge_collectives(ranks(r1={"health": Health(held_back=0.97, cores=cores)}))
+    )
     assert finding.name == "cpu-quota-used-up"
     assert finding.what.startswith("node2 ")
     assert "97%" in finding.evidence
     assert finding.evidence.endswith(cores)
     assert finding == snapshot
-    assert collectives.judge(ranks(r1={"health": Health(held_back=0.1)})) == []
+    assert collectives.judge_collectives(ranks(r1={"health": Health(held_back=0.1)})) == []
 
 
 def test_heat_under_load_is_a_warning_and_a_power_limit_a_note(snapshot: SnapshotAssertion) -> None:
     hot = Health(temperature_c=91, throttled_by=("heat (hardware)",))
-    finding = only(collectives.judge(ranks(r1={"health": hot})))
+    finding = only(collectives.judge_collectives(ranks(r1={"health": hot})))
     assert (finding.name, finding.status) == ("gpu-hot", Status.WARNING)
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert "heat (hardware)" in finding.what
     assert finding == snapshot
     capped = Health(throttled_by=("power limit",))
-    assert only(collectives.judge(ranks(r1={"health": capped}))).status is Status.NOTE
+    assert only(collectives.judge_collectives(ranks(r1={"health": capped}))).status is Status.NOTE
 
 
 def test_slow_pairs_of_one_rank_are_one_finding(snapshot: SnapshotAssertion) -> None:
@@ -330,7 +339,7 @@ def test_slow_pairs_of_one_rank_are_one_finding(snapshot: SnapshotAssertion) -> 
         }
         for one in range(3)
     }
-    finding = only(collectives.judge(ranks(4, r3=slow, **others)))
+    finding = only(collectives.judge_collectives(ranks(4, r3=slow, **others)))
     assert finding.name == "slow-pair"
     assert "node4, CPU (rank 3)" in finding.what
     assert "11 MB/s" in finding.what
@@ -341,12 +350,12 @@ def test_a_rank_that_comes_late_is_named_unless_it_is_known_to_be_slow(
     snapshot: SnapshotAssertion,
 ) -> None:
     waits = {"r0": {"waited_s": 1.0}, "r1": {"waited_s": 1.1}}
-    finding = only(collectives.judge(ranks(3, **waits)))
+    finding = only(collectives.judge_collectives(ranks(3, **waits)))
     assert finding.name == "late-rank"
     assert finding.what.startswith("node3, CPU (rank 2) ")
     assert "1.0 s" in finding.what
     assert finding == snapshot
-    slow = collectives.judge(ranks(3, **waits, r2={"matmuls": (matmul(3),)}))
+    slow = collectives.judge_collectives(ranks(3, **waits, r2={"matmuls": (matmul(3),)}))
     assert [one.name for one in slow] == ["slow-host"]
 
 
@@ -358,7 +367,7 @@ def test_gpus_that_are_not_used_together_are_told_with_the_reason(
 ) -> None:
     reason = "gloo instead of nccl on all ranks: rank 1 on node2: torch sees no GPU here"
     group = ranks(2, r0={"accelerator": "cuda", "backend_reason": reason})
-    finding = only(collectives.judge(group))
+    finding = only(collectives.judge_collectives(group))
     assert (finding.name, finding.status) == ("gloo-beside-gpus", Status.WARNING)
     assert "1 of 2" in finding.what
     assert "node2" in finding.fix

@@ -1,6 +1,6 @@
 """What follows from a cause that is named needs no line of its own."""
 
-from torchmuster.diagnose.consequences import without_consequences
+from torchmuster.diagnose.group import without_consequences
 from torchmuster.finding import Finding, Status
 
 

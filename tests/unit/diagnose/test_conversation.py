@@ -9,7 +9,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose.conversation import PROGRAM, Examiner
+from torchmuster.diagnose.probing import HOST_PROBE, HostProbe
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import Node
@@ -57,14 +57,14 @@ class Machine:
         self.says.put_nowait(protocol.Relay(text=json.dumps(told)))
 
 
-def play(scene: Callable[[Examiner, Machine], Awaitable[None]]) -> Machine:
+def play(scene: Callable[[HostProbe, Machine], Awaitable[None]]) -> Machine:
     async def go() -> Machine:
         machine = Machine()
         node = Node(0, "node1", machine, "token.0.0")
         node.record = RECORD
         node.listen(on_output=lambda *_: None, on_change=lambda: None)
         try:
-            await scene(await Examiner.engage(node), machine)
+            await scene(await HostProbe.engage(node), machine)
         finally:
             machine.says.put_nowait(None)
             await node.close()
@@ -74,14 +74,14 @@ def play(scene: Callable[[Examiner, Machine], Awaitable[None]]) -> Machine:
 
 
 def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
 
-    assert play(scene).engaged == [protocol.Engage(program=PROGRAM, token="token.0.0")]
+    assert play(scene).engaged == [protocol.Engage(program=HOST_PROBE, token="token.0.0")]
 
 
 def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = [
             asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=GIVE_UP_S)) for verb in "ab"
         ]
@@ -95,7 +95,7 @@ def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
 
 
 def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
         number = (await machine.asked.get())["id"]
         machine.answer(id=number, error={"what": "no port", "why": "taken", "fix": "--port 1"})
@@ -107,7 +107,7 @@ def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
 
 
 def test_what_is_not_an_answer_is_passed_over() -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
         number = (await machine.asked.get())["id"]
         machine.says.put_nowait(protocol.Relay(text="Segmentation fault"))
@@ -121,7 +121,7 @@ def test_what_is_not_an_answer_is_passed_over() -> None:
 
 
 def test_whoever_does_not_answer_in_time_is_named(snapshot: SnapshotAssertion) -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         with pytest.raises(MusterError) as caught:
             await examiner.ask("examine", within_s=0.05)
         assert caught.value.what.startswith("node1 ")
@@ -138,7 +138,7 @@ def test_whoever_does_not_answer_in_time_is_named(snapshot: SnapshotAssertion) -
 
 
 def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
         await machine.asked.get()
         machine.says.put_nowait(protocol.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
@@ -155,7 +155,7 @@ def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> 
 
 
 def test_when_the_machine_is_lost_all_questions_end() -> None:
-    async def scene(examiner: Examiner, machine: Machine) -> None:
+    async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = asyncio.ensure_future(examiner.ask("call", within_s=60))
         await machine.asked.get()
         machine.says.put_nowait(None)

@@ -12,7 +12,7 @@ from device_strategies import node
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.devices.model import Node
 from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, Surroundings, once
-from torchmuster.diagnose.examination import examine
+from torchmuster.diagnose.host_checks import run_checks
 from torchmuster.diagnose.machine.all_checks import SUBJECTS, by_subject, load
 from torchmuster.finding import Finding, Status
 
@@ -48,7 +48,7 @@ def test_findings_come_in_the_order_of_the_checks() -> None:
         slow_first.set()
         yield found("second")
 
-    examined = examine(Surroundings(), [a_check("1", first), a_check("2", second)])
+    examined = run_checks(Surroundings(), [a_check("1", first), a_check("2", second)])
     assert [one.findings[0].what for one in examined] == ["first", "second"]
 
 
@@ -59,9 +59,9 @@ def test_dear_checks_and_those_of_other_systems_are_left_out() -> None:
         a_check("windows", systems=("win32",)),
         a_check("linux", systems=("linux",)),
     ]
-    names = [one.check.name for one in examine(Surroundings(system="linux"), checks)]
+    names = [one.check.name for one in run_checks(Surroundings(system="linux"), checks)]
     assert names == ["instant", "linux"]
-    deep = examine(Surroundings(system="win32"), checks, at_most=Cost.SECONDS)
+    deep = run_checks(Surroundings(system="win32"), checks, at_most=Cost.SECONDS)
     assert [one.check.name for one in deep] == ["instant", "seconds", "windows"]
 
 
@@ -69,7 +69,7 @@ def test_a_check_that_raises_is_a_note_and_stops_nothing(snapshot: SnapshotAsser
     def bad(_: Surroundings) -> Iterator[Finding]:
         raise ZeroDivisionError("by zero")
 
-    examined = examine(Surroundings(), [a_check("bad", bad), a_check()])
+    examined = run_checks(Surroundings(), [a_check("bad", bad), a_check()])
     broken, well = (one.findings[0] for one in examined)
     assert (broken.name, broken.status) == ("check-failed", Status.NOTE)
     assert broken.why == "ZeroDivisionError: by zero"
@@ -85,7 +85,7 @@ def test_a_check_that_hangs_is_given_up(
         return []
 
     began = time.monotonic()
-    examined = examine(Surroundings(), [a_check("hangs", hangs, deadline_s=0.2), a_check()])
+    examined = run_checks(Surroundings(), [a_check("hangs", hangs, deadline_s=0.2), a_check()])
     assert time.monotonic() - began < 5 + BUSY_S
     assert [one.ended for one in examined] == [False, True]
     given_up = examined[0].findings[0]
@@ -105,7 +105,7 @@ def test_devices_that_do_not_answer_are_one_finding(
         return [found()]
 
     here = Surroundings(look=once(take, within_s=0.2))
-    examined = examine(here, [a_check("1", looks), a_check("2", looks), a_check()])
+    examined = run_checks(here, [a_check("1", looks), a_check("2", looks), a_check()])
     assert [one.ended for one in examined] == [False, False, True]
     (silent,) = examined[0].findings
     assert examined[1].findings == ()
@@ -135,7 +135,7 @@ def test_silence_is_broken_by_what_is_waited_for(released: threading.Event) -> N
         if told[-1] == ["slow"]:  # on a busy machine the quick one may take its time, too
             released.set()
 
-    examined = examine(
+    examined = run_checks(
         Surroundings(),
         [a_check("slow", waits), a_check("quick")],
         on_silence=on_silence,

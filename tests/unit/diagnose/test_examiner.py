@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose import examiner
+from torchmuster.diagnose import host_probe
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
 
-_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.examiner"]
+_PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.host_probe"]
 
 
 def talk(*lines: str, **environment: str) -> list[dict[str, Any]]:
@@ -74,16 +74,16 @@ def test_an_error_of_ours_keeps_its_parts_and_any_other_is_named(
     async def breaks(argument: object) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(examiner, "refuses", refuses, raising=False)
-    monkeypatch.setattr(examiner, "breaks", breaks, raising=False)
+    monkeypatch.setattr(host_probe, "refuses", refuses, raising=False)
+    monkeypatch.setattr(host_probe, "breaks", breaks, raising=False)
     for verb in ("refuses", "breaks"):
-        monkeypatch.setitem(examiner.VERBS, verb, f"torchmuster.diagnose.examiner:{verb}")
-    told = asyncio.run(examiner.answer({"id": 3, "verb": "refuses", "argument": 9}))
+        monkeypatch.setitem(host_probe.VERBS, verb, f"torchmuster.diagnose.host_probe:{verb}")
+    told = asyncio.run(host_probe.answer_request({"id": 3, "verb": "refuses", "argument": 9}))
     assert told == {"id": 3, "error": {"what": "no", "why": "asked for 9", "fix": "ask for less"}}
-    told = asyncio.run(examiner.answer({"id": 4, "verb": "breaks"}))
+    told = asyncio.run(host_probe.answer_request({"id": 4, "verb": "breaks"}))
     assert told["error"]["what"] == "ValueError: broken"
 
 
-@pytest.mark.parametrize("verb", sorted(examiner.VERBS))
+@pytest.mark.parametrize("verb", sorted(host_probe.VERBS))
 def test_every_verb_is_there(verb: str) -> None:
-    assert asyncio.iscoroutinefunction(examiner._verb(verb))
+    assert asyncio.iscoroutinefunction(host_probe._verb(verb))

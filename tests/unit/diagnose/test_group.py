@@ -380,7 +380,7 @@ def test_wrong_values_are_looked_at_again_with_other_variables(
         return []
 
     monkeypatch.setattr(collectives, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
-    monkeypatch.setattr(collectives, "judge", judge)
+    monkeypatch.setattr(collectives, "judge_collectives", judge)
     scene.play()
     environments = [one.environment for one in scene.machines[0].of(protocol.Prepare)]
     assert [one.get("NCCL_P2P_DISABLE") for one in environments] == [None, None, "1"]

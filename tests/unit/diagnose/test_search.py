@@ -11,22 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulated_group import Clock, SimulatedGroup
+from torchmuster.diagnose.group_testing import (
+    Assumptions,
+    Evidence,
+    GroupDiagnosis,
+    LinkSearch,
+    Scales,
+    SuspectedFault,
+    TestGroup,
+    TestOutcome,
+    TestResult,
+    find_bad,
+    halvings,
+)
 from torchmuster.diagnose.rounds import Pair, collective_rounds, disjoint
-from torchmuster.diagnose.search.evidence import Assumptions, Evidence, Scales
-from torchmuster.diagnose.search.find import Links, find_bad
-from torchmuster.diagnose.search.links import halvings
-from torchmuster.diagnose.search.model import Diagnosis, Fault, Meeting, Outcome, Seen
 
 PERFECT = Assumptions(noise=0.0, seen_chance=1.0, chance_failure=1e-9)
-faults = st.sampled_from(Fault)
+faults = st.sampled_from(SuspectedFault)
 
 
 class Watched(SimulatedGroup):
     """A group that checks what it is asked: nobody is to be in two meetings of a round."""
 
     async def test(
-        self, meetings: Sequence[Meeting], *, without: frozenset[Pair]
-    ) -> Sequence[Outcome]:
+        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
+    ) -> Sequence[TestOutcome]:
         busy = [one for meeting in meetings for one in chain(*meeting)]
         assert busy, "a round without a meeting"
         assert len(busy) == len(set(busy)), "somebody is in two meetings of a round"
@@ -34,8 +43,12 @@ class Watched(SimulatedGroup):
 
 
 def perfect(
-    count: int, *, nodes: dict[int, Fault], bad_links: dict[Pair, Fault], links: Links
-) -> Diagnosis:
+    count: int,
+    *,
+    nodes: dict[int, SuspectedFault],
+    bad_links: dict[Pair, SuspectedFault],
+    links: LinkSearch,
+) -> GroupDiagnosis:
     group = Watched(
         bad_nodes=nodes, bad_links=bad_links, noise=0.0, seen_chance=1.0, chance_failure=0.0
     )
@@ -43,14 +56,14 @@ def perfect(
 
 
 @st.composite
-def groups_with_bad_nodes(draw: st.DrawFn) -> tuple[int, dict[int, Fault]]:
+def groups_with_bad_nodes(draw: st.DrawFn) -> tuple[int, dict[int, SuspectedFault]]:
     count = draw(st.integers(4, 80))
     most = count // 2 - 1
     return count, draw(st.dictionaries(st.integers(0, count - 1), faults, max_size=most))
 
 
 @st.composite
-def groups_with_bad_links(draw: st.DrawFn) -> tuple[int, dict[Pair, Fault]]:
+def groups_with_bad_links(draw: st.DrawFn) -> tuple[int, dict[Pair, SuspectedFault]]:
     """No machine has two bad links, and most have none."""
     count = draw(st.integers(10, 80))
     order = draw(st.permutations(range(count)))
@@ -62,21 +75,21 @@ def groups_with_bad_links(draw: st.DrawFn) -> tuple[int, dict[Pair, Fault]]:
 @settings(deadline=None, max_examples=100)
 @given(groups_with_bad_nodes())
 def test_every_bad_machine_is_found_and_no_good_one_accused(
-    group: tuple[int, dict[int, Fault]],
+    group: tuple[int, dict[int, SuspectedFault]],
 ) -> None:
     count, nodes = group
-    found = perfect(count, nodes=nodes, bad_links={}, links=Links.COLLECTIVES)
+    found = perfect(count, nodes=nodes, bad_links={}, links=LinkSearch.COLLECTIVES)
     assert (found.bad_nodes, found.bad_links, found.undecided) == (nodes, {}, ())
 
 
 @settings(deadline=None, max_examples=100)
 @given(groups_with_bad_links())
 def test_every_bad_link_of_collectives_is_found_and_no_good_one_accused(
-    group: tuple[int, dict[Pair, Fault]],
+    group: tuple[int, dict[Pair, SuspectedFault]],
 ) -> None:
     count, bad_links = group
     used = set(chain(*collective_rounds(count)))
-    found = perfect(count, nodes={}, bad_links=bad_links, links=Links.COLLECTIVES)
+    found = perfect(count, nodes={}, bad_links=bad_links, links=LinkSearch.COLLECTIVES)
     assert found.bad_nodes == {}
     assert found.bad_links.items() <= bad_links.items()
     assert used & bad_links.keys() <= found.bad_links.keys()
@@ -85,11 +98,11 @@ def test_every_bad_link_of_collectives_is_found_and_no_good_one_accused(
 @settings(deadline=None, max_examples=100)
 @given(groups_with_bad_links())
 def test_every_dead_or_corrupting_link_is_found_wherever_it_is(
-    group: tuple[int, dict[Pair, Fault]],
+    group: tuple[int, dict[Pair, SuspectedFault]],
 ) -> None:
     count, bad_links = group
-    found = perfect(count, nodes={}, bad_links=bad_links, links=Links.EVERY)
-    must = {link for link, fault in bad_links.items() if fault is not Fault.SLOW}
+    found = perfect(count, nodes={}, bad_links=bad_links, links=LinkSearch.EVERY)
+    must = {link for link, fault in bad_links.items() if fault is not SuspectedFault.SLOW}
     assert found.bad_nodes == {}
     assert found.bad_links.items() <= bad_links.items()
     assert must <= found.bad_links.keys()
@@ -97,28 +110,30 @@ def test_every_dead_or_corrupting_link_is_found_wherever_it_is(
 
 def test_a_machine_with_one_bad_link_is_not_taken_for_bad() -> None:
     for other in range(1, 12):
-        found = perfect(12, nodes={}, bad_links={(0, other): Fault.DEAD}, links=Links.EVERY)
-        assert (found.bad_nodes, found.bad_links) == ({}, {(0, other): Fault.DEAD})
+        found = perfect(
+            12, nodes={}, bad_links={(0, other): SuspectedFault.DEAD}, links=LinkSearch.EVERY
+        )
+        assert (found.bad_nodes, found.bad_links) == ({}, {(0, other): SuspectedFault.DEAD})
 
 
 def test_a_machine_with_a_bad_partner_and_a_bad_link_is_not_taken_for_bad() -> None:
     for other in range(2, 12):
-        links = {(0, other): Fault.DEAD}
-        found = perfect(12, nodes={1: Fault.DEAD}, bad_links=links, links=Links.EVERY)
-        assert (found.bad_nodes, found.bad_links) == ({1: Fault.DEAD}, links)
+        links = {(0, other): SuspectedFault.DEAD}
+        found = perfect(12, nodes={1: SuspectedFault.DEAD}, bad_links=links, links=LinkSearch.EVERY)
+        assert (found.bad_nodes, found.bad_links) == ({1: SuspectedFault.DEAD}, links)
 
 
 def test_where_nobody_is_proven_good_nobody_is_accused() -> None:
-    nodes = dict.fromkeys(range(0, 12, 2), Fault.DEAD)
-    found = perfect(12, nodes=nodes, bad_links={}, links=Links.EVERY)
+    nodes = dict.fromkeys(range(0, 12, 2), SuspectedFault.DEAD)
+    found = perfect(12, nodes=nodes, bad_links={}, links=LinkSearch.EVERY)
     assert (found.bad_nodes, found.undecided) == ({}, tuple(range(12)))
 
 
 @pytest.mark.parametrize("count", [100, 1000])
 def test_dead_machines_are_found_in_three_rounds(count: int) -> None:
-    healthy = perfect(count, nodes={}, bad_links={}, links=Links.NONE)
-    nodes = dict.fromkeys(range(3, 60, 3), Fault.DEAD)
-    found = perfect(count, nodes=nodes, bad_links={}, links=Links.NONE)
+    healthy = perfect(count, nodes={}, bad_links={}, links=LinkSearch.NONE)
+    nodes = dict.fromkeys(range(3, 60, 3), SuspectedFault.DEAD)
+    found = perfect(count, nodes=nodes, bad_links={}, links=LinkSearch.NONE)
     assert found.bad_nodes == nodes
     assert healthy.rounds == 2  # one for the dead, one for slow and corrupting
     # Three for the dead: in pairs, then with one witness, then with another. Then one for the others,
@@ -127,11 +142,17 @@ def test_dead_machines_are_found_in_three_rounds(count: int) -> None:
 
 
 def test_who_looks_for_dead_ones_alone_needs_few_rounds_and_finds_no_others() -> None:
-    bad_links = {(5, 77): Fault.DEAD, (8, 9): Fault.DEAD, (20, 51): Fault.CORRUPTING}
-    group = Watched(bad_nodes={3: Fault.DEAD, 40: Fault.SLOW}, bad_links=bad_links)
-    found = asyncio.run(find_bad(group, 100, links=Links.EVERY, faults=[Fault.DEAD]))
-    assert found.bad_nodes == {3: Fault.DEAD}
-    assert found.bad_links == {(5, 77): Fault.DEAD, (8, 9): Fault.DEAD}
+    bad_links = {
+        (5, 77): SuspectedFault.DEAD,
+        (8, 9): SuspectedFault.DEAD,
+        (20, 51): SuspectedFault.CORRUPTING,
+    }
+    group = Watched(
+        bad_nodes={3: SuspectedFault.DEAD, 40: SuspectedFault.SLOW}, bad_links=bad_links
+    )
+    found = asyncio.run(find_bad(group, 100, links=LinkSearch.EVERY, faults=[SuspectedFault.DEAD]))
+    assert found.bad_nodes == {3: SuspectedFault.DEAD}
+    assert found.bad_links == {(5, 77): SuspectedFault.DEAD, (8, 9): SuspectedFault.DEAD}
     # Machines, everybody with everybody, the proof, and once more that nothing is left.
     assert found.rounds <= 10 + 2 * 7
     assert found.confidence == pytest.approx(0.96)
@@ -142,24 +163,26 @@ def test_blamed_links_are_proven_without_narrowing_down() -> None:
         """Does not say who got no answer."""
 
         async def test(
-            self, meetings: Sequence[Meeting], *, without: frozenset[Pair]
-        ) -> Sequence[Outcome]:
+            self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
+        ) -> Sequence[TestOutcome]:
             told = await super().test(meetings, without=without)
             return [outcome._replace(blamed=frozenset()) for outcome in told]
 
     rounds = []
     for kind in (Watched, Silent):
-        group = kind(bad_links={(5, 77): Fault.DEAD})
-        found = asyncio.run(find_bad(group, 100, links=Links.EVERY, faults=[Fault.DEAD]))
-        assert (found.bad_nodes, found.bad_links) == ({}, {(5, 77): Fault.DEAD})
+        group = kind(bad_links={(5, 77): SuspectedFault.DEAD})
+        found = asyncio.run(
+            find_bad(group, 100, links=LinkSearch.EVERY, faults=[SuspectedFault.DEAD])
+        )
+        assert (found.bad_nodes, found.bad_links) == ({}, {(5, 77): SuspectedFault.DEAD})
         rounds.append(found.rounds)
     assert rounds[0] < rounds[1]
 
 
 def test_with_more_bad_links_than_it_is_meant_for_a_search_ends_early() -> None:
-    star = {(0, other): Fault.DEAD for other in range(30, 90)}
+    star = {(0, other): SuspectedFault.DEAD for other in range(30, 90)}
     group = Watched(bad_links=star)
-    found = asyncio.run(find_bad(group, 100, links=Links.EVERY, faults=[Fault.DEAD]))
+    found = asyncio.run(find_bad(group, 100, links=LinkSearch.EVERY, faults=[SuspectedFault.DEAD]))
     assert found.bad_nodes == {}
     assert found.bad_links.items() <= star.items()
     assert 20 < len(found.bad_links) <= 40
@@ -169,9 +192,9 @@ def test_noise_is_seldom_taken_for_a_fault_and_a_fault_seldom_for_noise() -> Non
     missed = accused = 0
     for seed in range(60):
         chosen = random.Random(seed)
-        nodes = {one: chosen.choice(list(Fault)) for one in chosen.sample(range(200), 6)}
+        nodes = {one: chosen.choice(list(SuspectedFault)) for one in chosen.sample(range(200), 6)}
         group = Watched(bad_nodes=nodes, seed=seed)
-        found = asyncio.run(find_bad(group, 200, links=Links.NONE))
+        found = asyncio.run(find_bad(group, 200, links=LinkSearch.NONE))
         missed += len(nodes.keys() - found.bad_nodes.keys())
         accused += len(found.bad_nodes.keys() - nodes.keys()) + len(found.bad_links)
     assert missed <= 1
@@ -180,12 +203,12 @@ def test_noise_is_seldom_taken_for_a_fault_and_a_fault_seldom_for_noise() -> Non
 
 def test_a_healthy_but_noisy_group_is_left_alone() -> None:
     for seed in range(10):
-        found = asyncio.run(find_bad(Watched(seed=seed), 64, links=Links.EVERY))
+        found = asyncio.run(find_bad(Watched(seed=seed), 64, links=LinkSearch.EVERY))
         assert (found.bad_nodes, found.bad_links, found.undecided) == ({}, {}, ())
 
 
 def test_confidence_falls_with_what_is_looked_at() -> None:
-    said = [perfect(16, nodes={}, bad_links={}, links=links).confidence for links in Links]
+    said = [perfect(16, nodes={}, bad_links={}, links=links).confidence for links in LinkSearch]
     assert said == [pytest.approx(0.96), pytest.approx(0.94), pytest.approx(0.92)]
 
 
@@ -204,26 +227,26 @@ def test_halving_lets_every_two_meet_exactly_once(count: int) -> None:
 
 
 def test_a_good_pair_is_cleared_and_a_slow_one_is_not() -> None:
-    scales = Scales([Fault.SLOW], Assumptions())
+    scales = Scales([SuspectedFault.SLOW], Assumptions())
     good, slow = Evidence(scales), Evidence(scales)
     for _ in range(2):
-        good.add(Outcome(ratio=1.0))
-        slow.add(Outcome(ratio=1.25))
+        good.add(TestOutcome(ratio=1.0))
+        slow.add(TestOutcome(ratio=1.25))
     assert good.cleared
     assert not slow.cleared
     assert slow.nats > Assumptions().nats_to_accuse(1000)
-    assert slow.likeliest is Fault.SLOW
+    assert slow.likeliest is SuspectedFault.SLOW
 
 
 def test_one_wrong_value_is_proof_and_one_missing_answer_is_not() -> None:
-    scales = Scales(list(Fault), Assumptions())
+    scales = Scales(list(SuspectedFault), Assumptions())
     wrong, silent = Evidence(scales), Evidence(scales)
-    wrong.add(Outcome(seen=Seen.WRONG))
-    silent.add(Outcome(seen=Seen.FAILED))
+    wrong.add(TestOutcome(seen=TestResult.WRONG))
+    silent.add(TestOutcome(seen=TestResult.FAILED))
     assert wrong.nats > Assumptions().nats_to_accuse(10**9)
-    assert wrong.likeliest is Fault.CORRUPTING
+    assert wrong.likeliest is SuspectedFault.CORRUPTING
     assert silent.nats < Assumptions().nats_to_accuse(1000)
-    silent.add(Outcome(seen=Seen.FAILED))
+    silent.add(TestOutcome(seen=TestResult.FAILED))
     assert silent.nats > Assumptions().nats_to_accuse(1000)
 
 

@@ -11,16 +11,28 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.diagnose.links.judge import judge
-from torchmuster.diagnose.links.messages import Call, Called, Result, Served, read, written
+from torchmuster.diagnose.group_testing import (
+    GroupDiagnosis,
+    LinkSearch,
+    SuspectedFault,
+    TestGroup,
+    TestResult,
+    find_bad,
+)
+from torchmuster.diagnose.links import survey as calling
+from torchmuster.diagnose.links.judge import judge_links
+from torchmuster.diagnose.links.messages import (
+    Call,
+    Called,
+    Result,
+    Served,
+    encode_message,
+    read_message,
+)
 from torchmuster.diagnose.links.model import Figures, Link
-from torchmuster.diagnose.links.opening import serve_all
-from torchmuster.diagnose.links.survey import survey
+from torchmuster.diagnose.links.reaching import serve_all
+from torchmuster.diagnose.links.survey import CallingTester, survey_links
 from torchmuster.diagnose.rounds import Pair, survey_rounds
-from torchmuster.diagnose.search import calling
-from torchmuster.diagnose.search.calling import CallingTester
-from torchmuster.diagnose.search.find import Links, find_bad
-from torchmuster.diagnose.search.model import Diagnosis, Fault, Meeting, Seen
 from torchmuster.launch import protocol
 
 COUNT = 40
@@ -38,7 +50,7 @@ class Machine:
 
     async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
         if verb == "serve":
-            return written(
+            return encode_message(
                 Served(
                     port=40000,
                     addresses=(
@@ -51,10 +63,10 @@ class Machine:
             )
         if verb == "close":
             return {}
-        call = read(Call, argument)
+        call = read_message(Call, argument)
         others = [int(target.address.rpartition(".")[2]) - 1 for target in call.targets]
         self._network.asked.append((self.place, call))
-        return written(
+        return encode_message(
             Called(results=tuple(self._network.result(self.place, one, call) for one in others))
         )
 
@@ -81,15 +93,15 @@ class Network:
         addresses = [f"10.0.0.{place + 1}" for place in range(COUNT)]
         return CallingTester(found, addresses, nonce="nonce", timeout_s=1.0)
 
-    def find(self, links: Links) -> Diagnosis:
-        async def run() -> Diagnosis:
+    def find(self, links: LinkSearch) -> GroupDiagnosis:
+        async def run() -> GroupDiagnosis:
             tester = await self.tester()
-            return await find_bad(tester, COUNT, links=links, faults=[Fault.DEAD])
+            return await find_bad(tester, COUNT, links=links, faults=[SuspectedFault.DEAD])
 
         return asyncio.run(run())
 
     def surveyed(self) -> list[Link]:
-        return asyncio.run(survey(self.machines))
+        return asyncio.run(survey_links(self.machines))
 
     def tries(self, caller: int, called: int) -> int:
         address = f"10.0.0.{called + 1}"
@@ -102,7 +114,8 @@ class Network:
     def named(self) -> list[tuple[str, list[str]]]:
         """What is wrong by its finding's name, and the machines that the finding names."""
         return [
-            (found.name, re.findall(r"node\d+", found.what)) for found in judge(self.surveyed())
+            (found.name, re.findall(r"node\d+", found.what))
+            for found in judge_links(self.surveyed())
         ]
 
 
@@ -114,30 +127,30 @@ def both_ways(*pairs: Pair) -> set[tuple[int, int]]:
 
 
 def test_a_good_group_is_left_alone() -> None:
-    found = Network().find(Links.EVERY)
+    found = Network().find(LinkSearch.EVERY)
     assert (found.bad_nodes, found.bad_links, found.undecided) == ({}, {}, ())
     # All in pairs once, then everybody with everybody.
     assert found.rounds == 1 + math.ceil(math.log2(COUNT))
 
 
 def test_dead_machines_are_found_by_calling() -> None:
-    found = Network(dead=[3, 4, 17, 39]).find(Links.COLLECTIVES)
-    assert found.bad_nodes == dict.fromkeys([3, 4, 17, 39], Fault.DEAD)
+    found = Network(dead=[3, 4, 17, 39]).find(LinkSearch.COLLECTIVES)
+    assert found.bad_nodes == dict.fromkeys([3, 4, 17, 39], SuspectedFault.DEAD)
     assert found.bad_links == {}
 
 
-@pytest.mark.parametrize("links", [Links.COLLECTIVES, Links.EVERY])
-def test_dead_links_that_collectives_use_are_found_by_calling(links: Links) -> None:
+@pytest.mark.parametrize("links", [LinkSearch.COLLECTIVES, LinkSearch.EVERY])
+def test_dead_links_that_collectives_use_are_found_by_calling(links: LinkSearch) -> None:
     pairs = [(5, 6), (10, 26), (0, 39)]
     found = Network(blocked=both_ways(*pairs)).find(links)
-    assert (found.bad_nodes, found.bad_links) == ({}, dict.fromkeys(pairs, Fault.DEAD))
+    assert (found.bad_nodes, found.bad_links) == ({}, dict.fromkeys(pairs, SuspectedFault.DEAD))
 
 
 def test_dead_links_that_collectives_do_not_use_are_found_by_calling() -> None:
-    found = Network(blocked=both_ways(NOT_MEASURED, (1, 30))).find(Links.EVERY)
+    found = Network(blocked=both_ways(NOT_MEASURED, (1, 30))).find(LinkSearch.EVERY)
     assert (found.bad_nodes, found.bad_links) == (
         {},
-        {NOT_MEASURED: Fault.DEAD, (1, 30): Fault.DEAD},
+        {NOT_MEASURED: SuspectedFault.DEAD, (1, 30): SuspectedFault.DEAD},
     )
 
 
@@ -146,11 +159,11 @@ def test_a_machine_has_only_so_many_calls_under_way(monkeypatch: pytest.MonkeyPa
     network = Network(blocked=[(19, 39)])
 
     async def run() -> Any:
-        meeting = Meeting(range(20), range(20, COUNT))
+        meeting = TestGroup(range(20), range(20, COUNT))
         return await (await network.tester()).test([meeting], without=frozenset())
 
     (outcome,) = asyncio.run(run())
-    assert (outcome.seen, outcome.blamed) == (Seen.FAILED, {(19, 39)})
+    assert (outcome.seen, outcome.blamed) == (TestResult.FAILED, {(19, 39)})
     assert max(len(call.targets) for _, call in network.asked) == 7
     # All at first, and twice again the one that was not answered.
     assert sum(len(call.targets) for _, call in network.asked) == 2 * 20 * 20 + 2
@@ -170,7 +183,7 @@ def test_a_large_group_is_measured_where_collectives_go_and_called_everywhere() 
     assert {link.places for link in surveyed} == both_ways(*pairs) | to_the_first
     assert {link.places for link in surveyed if link.figures} == both_ways(*pairs)
     assert len(pairs) < COUNT * (COUNT - 1) / 2 / 2
-    assert judge(surveyed) == []
+    assert judge_links(surveyed) == []
     called = {
         (caller, int(target.address.rpartition(".")[2]) - 1)
         for caller, call in network.asked
@@ -194,7 +207,7 @@ def test_a_dead_link_that_collectives_do_not_use_is_named() -> None:
 
 
 def test_a_link_that_is_dead_in_one_direction_is_named_with_it(snapshot: SnapshotAssertion) -> None:
-    (found,) = judge(Network(blocked=[NOT_MEASURED]).surveyed())
+    (found,) = judge_links(Network(blocked=[NOT_MEASURED]).surveyed())
     assert found.name == "blocked-dropped"
     assert found == snapshot
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from torchmuster.known_errors.explain import explain
+from torchmuster.known_errors.explain import explain_text
 
 CORPUS = Path(__file__).parent / "corpus"
 UNKNOWN = "unknown"
@@ -49,7 +49,7 @@ def cases(name: str) -> list[Case]:
 
 def cause_of(text: str) -> str:
     """Return the name of the cause that comes first, or that it is unknown."""
-    explanations = explain(text)
+    explanations = explain_text(text)
     return explanations[0].name if explanations else UNKNOWN
 
 

@@ -5,15 +5,18 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Status, exit_code, render
-from torchmuster.known_errors.as_finding import as_finding, findings_of
-from torchmuster.known_errors.explain import explain
+from torchmuster.known_errors.explain import (
+    explain_text,
+    explanation_finding,
+    explanations_as_findings,
+)
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 CLOSED = "RuntimeError: [/w/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
 def test_the_cause_comes_first_and_the_rest_are_notes() -> None:
-    findings = findings_of(f"{CLOSED}\n{OOM}")
+    findings = explanations_as_findings(f"{CLOSED}\n{OOM}")
     assert [(one.name, one.status) for one in findings] == [
         ("gpu-out-of-memory", Status.WARNING),
         ("peer-died", Status.NOTE),
@@ -23,11 +26,13 @@ def test_the_cause_comes_first_and_the_rest_are_notes() -> None:
 
 
 def test_to_have_explained_an_error_is_no_failure() -> None:
-    assert exit_code(findings_of(OOM)) is ExitCode.GOOD
+    assert exit_code(explanations_as_findings(OOM)) is ExitCode.GOOD
 
 
 def test_how_to_make_sure_stands_before_how_to_mend_it() -> None:
-    finding = as_finding(explain("OSError: [Errno 98] Address already in use\nport: 29511,")[0])
+    finding = explanation_finding(
+        explain_text("OSError: [Errno 98] Address already in use\nport: 29511,")[0]
+    )
     lines = finding.fix.splitlines()
     assert lines[0] == "to make sure:"
     assert lines[1].startswith("  ss -ltnp 'sport = :29511'")
@@ -36,8 +41,8 @@ def test_how_to_make_sure_stands_before_how_to_mend_it() -> None:
 
 
 def test_commands_survive_the_renderer() -> None:
-    finding = as_finding(
-        explain("RuntimeError: Gloo connectFullMesh failed with x, remote=[10.0.0.2]:5")[0]
+    finding = explanation_finding(
+        explain_text("RuntimeError: Gloo connectFullMesh failed with x, remote=[10.0.0.2]:5")[0]
     )
     shown = render([finding], width=40)
     for line in finding.fix.splitlines():
@@ -45,7 +50,7 @@ def test_commands_survive_the_renderer() -> None:
 
 
 def test_an_unknown_text_says_so_and_what_to_collect() -> None:
-    (finding,) = findings_of("the sky is green")
+    (finding,) = explanations_as_findings("the sky is green")
     assert finding.name == "unknown-error"
     assert finding.status is Status.NOTE
     assert finding.what.startswith("unknown: ")
@@ -56,14 +61,14 @@ def test_an_unknown_text_says_so_and_what_to_collect() -> None:
 
 
 def test_an_unknown_text_shows_the_script_s_own_exception() -> None:
-    (finding,) = findings_of(f"Traceback …\nKeyError: 'loss'\n{CLOSED}")
+    (finding,) = explanations_as_findings(f"Traceback …\nKeyError: 'loss'\n{CLOSED}")
     assert finding.name == "unknown-error"
     assert finding.evidence == "KeyError: 'loss'"
     assert "only follow from it" in finding.why
 
 
 def test_silence_leads_on_to_a_check(snapshot: SnapshotAssertion) -> None:
-    (finding,) = findings_of(" \n\n")
+    (finding,) = explanations_as_findings(" \n\n")
     assert (finding.name, finding.status) == ("no-error-text", Status.NOTE)
     assert finding.as_json() == snapshot
     commands = [line.partition("   #")[0] for line in finding.fix.splitlines()]
@@ -92,5 +97,5 @@ def test_silence_leads_on_to_a_check(snapshot: SnapshotAssertion) -> None:
 )
 def test_what_is_to_be_typed_next_stands_on_a_line_of_its_own(text: str, line: str) -> None:
     """What is said beside a command comes after a ``#``, so that the whole line can be copied."""
-    lines = findings_of(text)[0].fix.splitlines()
+    lines = explanations_as_findings(text)[0].fix.splitlines()
     assert line in [one.partition("   #")[0].strip() for one in lines]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchmuster.known_errors.explain import Explanation, explain
+from torchmuster.known_errors.explain import Explanation, explain_text
 from torchmuster.known_errors.rule import Role
 from unit.known_errors.scoring import UNKNOWN, cause_of
 
@@ -35,7 +35,7 @@ NCCL = (
 
 
 def first(text: str) -> Explanation:
-    explanations = explain(text)
+    explanations = explain_text(text)
     assert explanations, text
     return explanations[0]
 
@@ -305,7 +305,7 @@ def test_a_text_that_the_terminal_broke_in_the_middle_of_words() -> None:
 
 
 def test_others_follow_the_cause_each_once() -> None:
-    explanations = explain(f"{CLOSED}\n{CLOSED}\n{OOM}\n{OOM}")
+    explanations = explain_text(f"{CLOSED}\n{CLOSED}\n{OOM}\n{OOM}")
     assert [one.name for one in explanations] == ["gpu-out-of-memory", "peer-died"]
     assert [one.role for one in explanations] == [Role.CAUSE, Role.PEER_GONE]
 
@@ -324,4 +324,4 @@ def test_an_error_in_the_middle_of_a_very_long_log_is_found() -> None:
 
 
 def test_the_machine_is_called_by_its_name() -> None:
-    assert "on gpu-b" in explain("No module named 'einops'", host="gpu-b")[0].what
+    assert "on gpu-b" in explain_text("No module named 'einops'", host="gpu-b")[0].what

@@ -3,7 +3,7 @@
 import re
 import string
 
-from torchmuster.known_errors.all_rules import SUBJECTS, all_rules
+from torchmuster.known_errors.explain import SUBJECTS, all_rules
 from torchmuster.known_errors.rule import Role, Rule, expression, in_small_letters
 
 GIVEN = {"host"}

@@ -9,25 +9,24 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.labs import course, desk, report
-from torchmuster.labs.desk import Grade
-from torchmuster.labs.grading import Verdict, as_finding, points
-from torchmuster.labs.measured import Bars, Curves, Series, Table
-from torchmuster.labs.measuring import Answer
+from torchmuster.labs import lesson, measurements, workspace
+from torchmuster.labs.grading import Verdict, mistake_finding, points
+from torchmuster.labs.measurements import Bars, Curves, MeasureAnswer, Series, Table
+from torchmuster.labs.workspace import Grade
 
-DDP = course.lesson("ddp")
+DDP = lesson.lesson("ddp")
 
 
 def test_a_lab_is_copied_once_and_work_is_never_overwritten(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    started = desk.start(DDP, tmp_path)
+    started = workspace.start_workspace(DDP, tmp_path)
     assert started.file.read_text() == DDP.starter()
     assert (started.folder / "reading.md").read_text() == DDP.reading()
     assert DDP.questions[0] in (started.folder / "answers.md").read_text()
     started.file.write_text("my work")
     with pytest.raises(Impossible) as refused:
-        desk.start(DDP, tmp_path)
+        workspace.start_workspace(DDP, tmp_path)
     assert str(started.file) in refused.value.fix
     assert refused.value.what == snapshot
     assert started.file.read_text() == "my work"
@@ -36,7 +35,7 @@ def test_a_lab_is_copied_once_and_work_is_never_overwritten(
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Impossible, match=re.escape(str(tmp_path / "file" / "labs"))) as refused:
-        desk.start(DDP, tmp_path / "file" / "labs")
+        workspace.start_workspace(DDP, tmp_path / "file" / "labs")
     assert "--labs DIR" in refused.value.fix
 
 
@@ -44,31 +43,31 @@ def test_without_a_name_the_lab_changed_last_is_meant(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as refused:
-        desk.find(None, tmp_path)
+        workspace.find_workspace(None, tmp_path)
     assert refused.value.what == snapshot
-    first = desk.start(DDP, tmp_path)
-    second = desk.start(course.lesson("memory"), tmp_path)
+    first = workspace.start_workspace(DDP, tmp_path)
+    second = workspace.start_workspace(lesson.lesson("memory"), tmp_path)
     os.utime(first.file, (1000, 1000))
-    assert desk.find(None, tmp_path).lesson.name == "memory"
+    assert workspace.find_workspace(None, tmp_path).lesson.name == "memory"
     os.utime(second.file, (500, 500))
-    assert desk.find(None, tmp_path).lesson.name == "ddp"
+    assert workspace.find_workspace(None, tmp_path).lesson.name == "ddp"
     with pytest.raises(Impossible) as refused:
-        desk.find("pipeline", tmp_path)
+        workspace.find_workspace("pipeline", tmp_path)
     assert refused.value.fix == "muster lab start pipeline"
 
 
 def test_inside_of_a_labs_folder_that_lab_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = desk.start(DDP, tmp_path)
+    started = workspace.start_workspace(DDP, tmp_path)
     monkeypatch.chdir(started.folder)
     for name in (None, "ddp"):
-        found = desk.find(name, desk.DEFAULT_ROOT)
+        found = workspace.find_workspace(name, workspace.DEFAULT_ROOT)
         assert found.file.resolve() == started.file.resolve()
 
 
 def test_a_grade_is_kept_and_one_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    started = desk.start(DDP, tmp_path)
+    started = workspace.start_workspace(DDP, tmp_path)
     assert started.grade() is None
     verdicts = (Verdict(exercise="reduce_mean"), Verdict(exercise="train_epoch", mistake="hangs"))
     kept = Grade(of=started.fingerprint(), points=points(DDP, verdicts), verdicts=verdicts)
@@ -80,29 +79,33 @@ def test_a_grade_is_kept_and_one_that_cannot_be_read_is_none(tmp_path: Path) -> 
 
 
 def test_a_verdict_in_words(snapshot: SnapshotAssertion) -> None:
-    wrong = as_finding(DDP, Verdict(exercise="save_checkpoint", mistake="saved-wrapper", seen="x"))
+    wrong = mistake_finding(
+        DDP, Verdict(exercise="save_checkpoint", mistake="saved-wrapper", seen="x")
+    )
     assert wrong.name == "saved-wrapper"
     assert wrong.what == snapshot
     assert wrong.fix == "self.model.module.state_dict()"
     assert (wrong.status.value, wrong.evidence) == ("failure", "x")
-    assert as_finding(DDP, Verdict(exercise="reduce_mean")).what == "reduce_mean (3 of 3 points)"
-    gap = as_finding(DDP, Verdict(exercise="reduce_mean", mistake="not-done"))
+    assert (
+        mistake_finding(DDP, Verdict(exercise="reduce_mean")).what == "reduce_mean (3 of 3 points)"
+    )
+    gap = mistake_finding(DDP, Verdict(exercise="reduce_mean", mistake="not-done"))
     assert (gap.status.value, gap.name) == ("note", "not-done")
 
 
 def test_a_report_has_grade_measurements_and_answers_and_runs_nothing_of_them(
     tmp_path: Path,
 ) -> None:
-    started = desk.start(DDP, tmp_path)
+    started = workspace.start_workspace(DDP, tmp_path)
     answers = started.folder / "answers.md"
     answers.write_text(answers.read_text().replace("(your answer)", "<b>half</b>", 1))
     mistaken = Verdict(
         exercise="save_checkpoint", mistake="no-barrier", seen="rank 1 found no file"
     )
     started.keep(Grade(of="an older file", points=12, verdicts=(mistaken,)))
-    page = report.page(
+    page = measurements.lab_page(
         started,
-        Answer(
+        MeasureAnswer(
             measured_on="torch 2.13.0, 2 cores, 2 ranks",
             parts=[
                 Table(title="in figures", columns=["", "seconds"], rows=[["one", "<1.5>"]]),
@@ -114,7 +117,7 @@ def test_a_report_has_grade_measurements_and_answers_and_runs_nothing_of_them(
         ),
     )
     assert "12 of 20 points (" in page
-    assert escape(as_finding(DDP, mistaken).what.partition(": ")[2]) in page
+    assert escape(mistake_finding(DDP, mistaken).what.partition(": ")[2]) in page
     assert "Measured with torch 2.13.0, 2 cores, 2 ranks." in page
     assert page.count("<svg") == 2
     assert "&lt;1.5&gt;" in page

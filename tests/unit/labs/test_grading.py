@@ -35,12 +35,12 @@ def test_it_is_said_that_code_still_runs(slow: Path, snapshot: SnapshotAssertion
         told.append(text)
         (slow / "said").touch()
 
-    answer = grading.ask("slow_program", b"{}", within_s=GIVE_UP_S, gpus=False, say=say)
+    answer = grading.ask_examiner("slow_program", b"{}", within_s=GIVE_UP_S, gpus=False, say=say)
     assert answer == b"answer"
     assert re.sub(r"\d+ s", "N s", told[0]) == snapshot
 
 
 def test_what_never_answers_is_ended(slow: Path) -> None:
     with pytest.raises(MusterError, match="could not be run") as raised:
-        grading.ask("slow_program", b"{}", within_s=0.2, gpus=False, say=lambda _: None)
+        grading.ask_examiner("slow_program", b"{}", within_s=0.2, gpus=False, say=lambda _: None)
     assert raised.value.why == "no answer within 0.2 s"

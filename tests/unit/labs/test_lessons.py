@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from torchmuster.errors import Impossible
-from torchmuster.labs import course
+from torchmuster.labs import lesson as course
 from torchmuster.labs.lesson import ANYWHERE, with_gaps, without_gaps
 
 SOLUTION = '''\

@@ -18,7 +18,7 @@ from torchmuster.launch.node import sidecar as engagement_module
 from torchmuster.launch.node.node_agent import Keeper
 from torchmuster.launch.node.sidecar import Engagement
 
-EXAMINER = "torchmuster.diagnose.examiner"
+EXAMINER = "torchmuster.diagnose.host_probe"
 
 pytestmark = pytest.mark.usefixtures("patient_keeper")
 

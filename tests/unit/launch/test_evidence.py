@@ -9,7 +9,7 @@ import pytest
 from patience import BUSY_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.history import evidence, json_lines, run_state
+from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.root_cause import NodeEnd
 from torchmuster.runfolder import RunFolder, create
 
@@ -98,10 +98,10 @@ def test_a_torn_line_costs_that_line_only(run: RunFolder) -> None:
 
 def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> None:
     path = run.path / "lines.jsonl"
-    path.write_bytes(b"{}\n" * (json_lines._LARGEST_FILE_BYTES // 3 + 2))
+    path.write_bytes(b"{}\n" * (run_state._LARGEST_FILE_BYTES // 3 + 2))
     size = path.stat().st_size
-    json_lines.append_line(path, {"one": "more"})
-    json_lines.append_line(run.path / "other.jsonl", {"long": "x" * json_lines._LONGEST_LINE_BYTES})
+    run_state.append_line(path, {"one": "more"})
+    run_state.append_line(run.path / "other.jsonl", {"long": "x" * run_state._LONGEST_LINE_BYTES})
     assert path.stat().st_size == size
     assert not (run.path / "other.jsonl").exists()
 

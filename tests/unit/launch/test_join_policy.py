@@ -15,7 +15,7 @@ from torchmuster.cli.job_flags import _LIBRARY_VARIABLES
 from torchmuster.config import fields
 from torchmuster.config.layers import OTHER_VARIABLES, variable_name
 from torchmuster.config.training import FUNCTIONS
-from torchmuster.diagnose.conversation import PROGRAM as EXAMINER
+from torchmuster.diagnose.probing import HOST_PROBE as EXAMINER
 from torchmuster.diagnose.probing import PROGRAM as COLLECTIVES
 from torchmuster.errors import NotTrusted
 from torchmuster.launch import protocol
@@ -187,7 +187,12 @@ def test_modules_inside_the_folder_run(folder: Path, module: str) -> None:
             "torchmuster.notebook.rank_loop",
             "torchmuster.cli",
         ),
-        *("torchmuster.notebook.launcher_process", "torchmuster.diagnose.examiner", "loop", "x\0y"),
+        *(
+            "torchmuster.notebook.launcher_process",
+            "torchmuster.diagnose.host_probe",
+            "loop",
+            "x\0y",
+        ),
     ],
 )
 def test_other_modules_are_refused(folder: Path, module: str) -> None:

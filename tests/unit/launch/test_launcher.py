@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
-from torchmuster.launch.history import evidence, launcher_heartbeat, run_state
+from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalVoice
 from torchmuster.launch.launcher.job_runner import Outcome
@@ -77,7 +77,7 @@ class LongCourse:
 def test_as_long_as_it_lives_it_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher_heartbeat, "_EVERY_S", 0.01)
+    monkeypatch.setattr(run_state, "_EVERY_S", 0.01)
     run = create(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 

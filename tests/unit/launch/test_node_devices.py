@@ -12,7 +12,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices import snapshot
-from torchmuster.launch.history import node_devices
+from torchmuster.launch.history import node_records
 from torchmuster.runfolder import RunFolder, create
 
 Machine = Callable[[Scenario], Path]
@@ -29,11 +29,11 @@ def _written(run: RunFolder, first_rank: int) -> Path:
 
 def test_what_was_written_is_read(machine: Machine, run: RunFolder) -> None:
     machine(scenarios.eight_a100())
-    node = snapshot.take()
-    node_devices.write(_written(run, 8), node)
-    (found,) = node_devices.read(run, node.taken_unix_s)
+    node = snapshot.take_snapshot()
+    node_records.write_node_devices(_written(run, 8), node)
+    (found,) = node_records.read_node_devices(run, node.taken_unix_s)
     assert found.devices == node.accelerators
-    assert node_devices.read(run, node.taken_unix_s + 60) == []  # too old
+    assert node_records.read_node_devices(run, node.taken_unix_s + 60) == []  # too old
 
 
 def test_command_lines_are_left_out(machine: Machine, run: RunFolder) -> None:
@@ -41,10 +41,10 @@ def test_command_lines_are_left_out(machine: Machine, run: RunFolder) -> None:
     process = {"pid": os.getpid(), "memory": 2**30, "type": "compute", "sm_percent": 0}
     scenario["devices"][0]["processes"] = [process]
     machine(scenario)
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     assert node.accelerators[0].processes[0].command
-    node_devices.write(_written(run, 0), node)
-    (found,) = node_devices.read(run, node.taken_unix_s)
+    node_records.write_node_devices(_written(run, 0), node)
+    (found,) = node_records.read_node_devices(run, node.taken_unix_s)
     (one,) = found.devices[0].processes
     assert one == dataclasses.replace(node.accelerators[0].processes[0], command=None)
 
@@ -52,14 +52,16 @@ def test_command_lines_are_left_out(machine: Machine, run: RunFolder) -> None:
 def test_noting_goes_on_until_it_is_over(
     machine: Machine, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_devices, "_EVERY_S", 0.01)
+    monkeypatch.setattr(node_records, "_EVERY_S", 0.01)
     machine(scenarios.eight_a100())
 
     def busy_is(percent: int) -> bool:
-        seen = [one for node in node_devices.read(run, time.time()) for one in node.devices]
+        seen = [
+            one for node in node_records.read_node_devices(run, time.time()) for one in node.devices
+        ]
         return bool(seen) and seen[0].utilisation_percent == percent
 
-    with node_devices.Noting(run, 0):
+    with node_records.Noting(run, 0):
         _await(lambda: busy_is(98))
         machine(scenarios.eight_a100_idle())
         _await(lambda: busy_is(0))
@@ -67,7 +69,7 @@ def test_noting_goes_on_until_it_is_over(
 
 def test_a_machine_without_accelerators_writes_nothing(machine: Machine, run: RunFolder) -> None:
     machine(scenarios.no_gpus())
-    with node_devices.Noting(run, 0) as thread:
+    with node_records.Noting(run, 0) as thread:
         thread.join(GIVE_UP_S)
         assert not thread.is_alive()
     assert not _written(run, 0).exists()
@@ -76,13 +78,15 @@ def test_a_machine_without_accelerators_writes_nothing(machine: Machine, run: Ru
 @pytest.mark.parametrize("content", [b"", b"{", b'{"host": 3}', b"\xff"])
 def test_a_file_that_is_damaged_is_passed_over(run: RunFolder, content: bytes) -> None:
     _written(run, 0).write_bytes(content)
-    assert node_devices.read(run, time.time()) == []
+    assert node_records.read_node_devices(run, time.time()) == []
 
 
 def test_a_folder_that_cannot_be_written_to_ends_nothing(machine: Machine, tmp_path: Path) -> None:
     machine(scenarios.eight_a100())
     (tmp_path / "file").write_text("")
-    node_devices.write(tmp_path / "file" / "metrics" / "x.json", snapshot.take())
+    node_records.write_node_devices(
+        tmp_path / "file" / "metrics" / "x.json", snapshot.take_snapshot()
+    )
 
 
 def _await(holds: Callable[[], bool]) -> None:

@@ -7,8 +7,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher import restart_policy
-from torchmuster.launch.launcher.restart_policy import Attempt, decide
+from torchmuster.launch.launcher import job_runner
+from torchmuster.launch.launcher.job_runner import Attempt, decide
 
 
 def failure(
@@ -119,20 +119,20 @@ def failed(what: str = "", error: str = "", exit_code: int = 1) -> protocol.Fail
     ],
 )
 def test_what_cannot_mend_itself(what: str, ranks: list[protocol.Failure], expected: bool) -> None:
-    assert restart_policy.cannot_mend_itself(failure(what), ranks) is expected
+    assert job_runner.cannot_mend_itself(failure(what), ranks) is expected
 
 
 @pytest.mark.parametrize(("saved", "pause_s"), [(None, 0.0), (1200, 0.0), (None, 2.0)])
 def test_what_is_said_at_a_restart(
     saved: int | None, pause_s: float, snapshot: SnapshotAssertion
 ) -> None:
-    announced = restart_policy.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
+    announced = job_runner.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
     assert announced.startswith(f"{KILLED}; ")
     assert announced == snapshot
 
 
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
-    ended = restart_policy.with_reason(failure(), "crash loop")
+    ended = job_runner.with_reason(failure(), "crash loop")
     assert ended.what == failure().what
     assert ended.why == f"crash loop\n{failure().why}"
-    assert restart_policy.with_reason(failure(), "") == failure()
+    assert job_runner.with_reason(failure(), "") == failure()

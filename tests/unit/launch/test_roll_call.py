@@ -9,9 +9,9 @@ import pytest
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher import node_registry, waiting
+from torchmuster.launch.launcher import node_handle, node_registry
+from torchmuster.launch.launcher.node_handle import Stopped, Waiting
 from torchmuster.launch.launcher.node_registry import RollCall
-from torchmuster.launch.launcher.waiting import Stopped, Waiting
 from torchmuster.launch.transports.channel import Arrive
 
 RECORD = protocol.NodeRecord(
@@ -145,7 +145,7 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node_registry, "_LET_GO_WITHIN_S", 0.3)
-    monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(node_handle, "FIRST_WORD_S", 0.1)
     said: list[str] = []
 
     async def scene(roll: RollCall, called: Called, _: Waiting) -> None:

@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher import saved
+from torchmuster.launch.launcher import node_handle
 
 WORDS = "saved at step 120 at a request to end (SIGUSR1 to rank 1)"
 
@@ -35,11 +35,11 @@ def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: 
     ],
 )
 def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
-    assert saved.words(machines) == WORDS
+    assert node_handle.words(machines) == WORDS
 
 
 def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAssertion) -> None:
-    assert saved.words([machine(rank(0, 75))]) == snapshot
+    assert node_handle.words([machine(rank(0, 75))]) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAsser
     ],
 )
 def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
-    assert saved.words(machines) == ""
+    assert node_handle.words(machines) == ""
 
 
 def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
     snapshot: SnapshotAssertion,
 ) -> None:
     starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
-    assert saved.words(starting, warned=True) == snapshot
-    assert saved.words(starting) == ""  # nobody warned them, or they do not know how to save
+    assert node_handle.words(starting, warned=True) == snapshot
+    assert node_handle.words(starting) == ""  # nobody warned them, or they do not know how to save
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
-    assert saved.words(late, warned=True) == WORDS
-    assert saved.words([machine(rank(0, -10), rank(1, 1))], warned=True) == ""
+    assert node_handle.words(late, warned=True) == WORDS
+    assert node_handle.words([machine(rank(0, -10), rank(1, 1))], warned=True) == ""

@@ -20,7 +20,7 @@ def save(folder: Path, step: int) -> str:
     store = open_store(folder / "checkpoints")
     name = manifest.new_name(step)
     record = manifest.write_file(store, name, "state.json", [b"{}"])
-    manifest.commit(
+    manifest.commit_checkpoint(
         store,
         manifest.Manifest(
             name=name,

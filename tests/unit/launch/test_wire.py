@@ -147,9 +147,9 @@ def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
         b'{"kind":"stop","grace_s":NaN,"why":""}',
         b'{"kind":"stop","grace_s":1e999,"why":""}',
         # An empty token would name every process of the user, a line end the folder to be removed.
-        b'{"kind":"engage","program":"torchmuster.diagnose.examiner","token":""}',
-        b'{"kind":"engage","program":"torchmuster.diagnose.examiner","token":"a\\n/home"}',
-        b'{"kind":"engage","program":"torchmuster.diagnose.examiner","token":"a\\n"}',
+        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":""}',
+        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":"a\\n/home"}',
+        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":"a\\n"}',
         protocol.encode(msgspec.structs.replace(PREPARE, token="")),
         protocol.encode(msgspec.structs.replace(PREPARE, token="a\n/home")),
         protocol.encode(msgspec.structs.replace(PREPARE, ranks=10**9)),

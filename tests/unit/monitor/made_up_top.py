@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from made_up_runs import LINE, NOW
-from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_devices, node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.monitor.views.top_picture import TopPicture, TopWatch
 from torchmuster.runfolder import RunFolder, create, write_atomically
 from torchmuster.units import GiB
@@ -23,7 +23,7 @@ def gpu(index: int, *, host: str = "a", pid: int | None = None, **more: object) 
     """Return a GPU, on which perhaps a process computes."""
     process = DeviceProcess(pid=pid or 0, compute=True, memory_bytes=70 * GiB, user="ana")
     known: dict[str, object] = {
-        "kind": Kind.CUDA,
+        "kind": DeviceKind.CUDA,
         "index": index,
         "uuid": f"GPU-{host}-{index}",
         "name": "NVIDIA A100-SXM4-80GB",
@@ -41,7 +41,7 @@ def gpu(index: int, *, host: str = "a", pid: int | None = None, **more: object) 
 
 def machine(*devices: Device, hostname: str = "a") -> Node:
     """Return a machine with these."""
-    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="a cpu")
+    cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="a cpu")
     return Node(
         hostname=hostname,
         taken_unix_s=NOW,
@@ -90,12 +90,12 @@ def on_machine(run: RunFolder, *pulses: Pulse, host: str, devices: tuple[Device,
     if not pulses:
         return
     first = pulses[0].rank
-    ranks = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-    place = node_ranks.place(run, host, first)
+    ranks = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
+    place = node_records.place(run, host, first)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(msgspec.json.encode(ranks))
     if devices:
-        told = node_devices.NodeDevices(host=host, at_unix_s=NOW, devices=devices)
+        told = node_records.NodeDevices(host=host, at_unix_s=NOW, devices=devices)
         (run.metrics / f"devices-from-{first}.json").write_bytes(msgspec.json.encode(told))
 
 

@@ -14,9 +14,9 @@ import pytest
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.for_prometheus import rules_file
 from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import News, Watching
+from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
 from torchmuster.monitor.dashboard import dashboard
-from torchmuster.monitor.document import page
+from torchmuster.monitor.document import metrics_document
 from torchmuster.monitor.metric import Sample
 from unit.monitor.alert_scenarios import RUN, SCENARIOS, Scenario, Series
 
@@ -35,8 +35,8 @@ def _minutes(scenario: Scenario) -> int:
     return max(len(values) for _, _, values in scenario.series)
 
 
-def _watched(scenario: Scenario) -> list[News]:
-    watching = Watching()
+def _watched(scenario: Scenario) -> list[AlertNews]:
+    watching = AlertWatch()
     for minute in range(_minutes(scenario)):
         watching.look(_samples(scenario.series, minute), 60.0 * minute)
     return watching.raised
@@ -51,7 +51,7 @@ def test_an_alert_is_raised_when_it_should_be(scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: f"{one.alert}: {one.why}")
 def test_a_faster_alert_is_the_same_one_in_less_time(scenario: Scenario) -> None:
     """Seconds instead of minutes, and ages that are a sixtieth: nothing else is different."""
-    faster = Watching([alert.faster(60.0) for alert in ALERTS])
+    faster = AlertWatch([alert.faster(60.0) for alert in ALERTS])
     for second in range(_minutes(scenario)):
         samples = [
             replace(one, value=one.value / 60) if one.metric.unit == "seconds" else one
@@ -85,7 +85,7 @@ def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> No
     [
         (_RULES, rules_file, "alerts.for_prometheus"),
         (Path("deploy/grafana/torchmuster.json"), dashboard, "dashboard"),
-        (Path("docs/metrics.md"), page, "document"),
+        (Path("docs/metrics.md"), metrics_document, "document"),
     ],
 )
 def test_what_is_shipped_is_what_the_code_makes(
@@ -135,9 +135,9 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def test_it_is_told_once_and_once_more_when_it_is_over() -> None:
-    watching = Watching()
+    watching = AlertWatch()
 
-    def look(minute: int, age_s: float) -> list[News]:
+    def look(minute: int, age_s: float) -> list[AlertNews]:
         series: tuple[Series, ...] = (
             (catalogue.STEP_AGE, RUN, [age_s]),
             (catalogue.RUN_PHASE, {**RUN, "phase": "running"}, [1.0]),
@@ -156,7 +156,7 @@ def test_it_is_told_once_and_once_more_when_it_is_over() -> None:
 
 
 def test_what_must_hold_for_a_while_begins_anew_after_a_gap() -> None:
-    watching = Watching()
+    watching = AlertWatch()
     series: tuple[Series, ...] = ((catalogue.HOST_DISK_FREE, {"host": "a"}, [1e9]),)
     assert watching.look(_samples(series, 0), 0.0) == []
     assert watching.look([], 30.0) == []
@@ -166,7 +166,7 @@ def test_what_must_hold_for_a_while_begins_anew_after_a_gap() -> None:
 
 
 def test_a_name_with_braces_is_shown_as_it_is() -> None:
-    watching = Watching()
+    watching = AlertWatch()
     labels = {"job": "{value} {run}", "run": "r{1}", "phase": "failed"}
     (news,) = watching.look(_samples(((catalogue.RUN_PHASE, labels, [1.0]),), 0), 0.0)
     assert news.summary.startswith("{value} {run}: ")

@@ -7,15 +7,14 @@ import subprocess
 import pytest
 
 from torchmuster.monitor.catalogue import METRICS
-from torchmuster.monitor.exposition import exposition
-from torchmuster.monitor.metric import Kind, Sample
+from torchmuster.monitor.metric import MetricKind, Sample, exposition
 
 
 def test_names_follow_the_rules() -> None:
     assert len({one.name for one in METRICS}) == len(METRICS)
     for one in METRICS:
         assert re.fullmatch(r"muster_[a-z_]+", one.name)
-        assert one.name.endswith("_total") is (one.kind is Kind.COUNTER)
+        assert one.name.endswith("_total") is (one.kind is MetricKind.COUNTER)
         stem = one.name.removesuffix("_total")
         assert not one.unit or stem.endswith(f"_{one.unit}"), one.name
         assert not one.help.endswith(".")

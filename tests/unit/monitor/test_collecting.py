@@ -10,18 +10,18 @@ import msgspec
 import pytest
 
 from made_up_runs import LINE, NOW
-from torchmuster.devices.model import Device, Ecc, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks, run_state
+from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
 from torchmuster.runfolder import RunFolder, create, write_atomically
 
 
 def _node() -> Node:
-    cpu = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="a cpu")
+    cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="a cpu")
     gpu = Device(
-        kind=Kind.CUDA,
+        kind=DeviceKind.CUDA,
         index=0,
         uuid="GPU-1",
         name="a gpu",
@@ -60,8 +60,8 @@ class Watched:
 
     def ranks_of(self, host: str, pulses: tuple[Pulse, ...]) -> None:
         """Let a machine write what its ranks are doing."""
-        content = node_ranks.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-        path = node_ranks.place(self.run, host, pulses[0].rank)
+        content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
+        path = node_records.place(self.run, host, pulses[0].rank)
         path.parent.mkdir(parents=True)
         path.write_bytes(msgspec.json.encode(content))
 
@@ -217,8 +217,8 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
         for rank in (0, 1)
     )
     for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
-        content = node_ranks.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
-        path = node_ranks.place(watched.run, "a", first)
+        content = node_records.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
+        path = node_records.place(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
     seen = watched.look()
@@ -235,8 +235,8 @@ def test_a_rank_that_was_heard_of_before_the_first_one_counts_once(watched: Watc
     pulses = [Pulse(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
     for first, at_s in ((1, NOW - 2), (0, NOW)):
         ranks = tuple(pulses[first:])
-        content = node_ranks.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
-        path = node_ranks.place(watched.run, "a", first)
+        content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
+        path = node_records.place(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
     assert watched.look()["run_ranks"] == 2
@@ -258,20 +258,20 @@ def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched)
 def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
     watched.state("running")
     pulse = Pulse(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
-    node_ranks.write(watched.run, host="b", attempt=0, pulses=(pulse,))
-    (found,) = node_ranks.read(watched.run, now_unix_s=0.0)
+    node_records.write_node_ranks(watched.run, host="b", attempt=0, pulses=(pulse,))
+    (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
     assert (found.host, found.ranks) == ("b", (pulse,))
     own = socket.gethostname()
-    assert node_ranks.read(watched.run, now_unix_s=0.0, written_on=own) == [found]
-    assert node_ranks.read(watched.run, now_unix_s=0.0, written_on="another") == []
+    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on=own) == [found]
+    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on="another") == []
 
 
 def test_a_machine_writes_only_where_it_sees_the_run(watched: Watched, tmp_path: Path) -> None:
     path = str(watched.run.path)
-    assert node_ranks.seen_here(path, watched.run.id) == watched.run
-    assert node_ranks.seen_here(path, "another-run") is None
-    assert node_ranks.seen_here(str(tmp_path / "not-mounted"), watched.run.id) is None
-    assert node_ranks.seen_here(None, watched.run.id) is None
+    assert node_records.seen_here(path, watched.run.id) == watched.run
+    assert node_records.seen_here(path, "another-run") is None
+    assert node_records.seen_here(str(tmp_path / "not-mounted"), watched.run.id) is None
+    assert node_records.seen_here(None, watched.run.id) is None
 
 
 def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: Watched) -> None:

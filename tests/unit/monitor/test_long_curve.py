@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torchmuster.monitor.views.long_curve import LongCurve
+from torchmuster.monitor.views.run_picture import LongCurve
 
 
 def test_a_short_curve_is_kept_as_it_is() -> None:

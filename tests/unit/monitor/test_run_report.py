@@ -24,7 +24,6 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.monitor.views import run_report
-from torchmuster.monitor.views.run_report import report
 from torchmuster.runfolder import RunFolder
 from unit.monitor.test_page_parts import EVIL, check_markup
 
@@ -44,7 +43,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def _page(run: RunFolder) -> str:
-    page = report(run)
+    page = run_report.run_report(run)
     check_markup(page)
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page, (
         "nothing may run or be fetched"
@@ -173,7 +172,7 @@ def test_secrets_in_settings_are_hidden(run: RunFolder) -> None:
 
 def test_a_long_run_makes_a_small_page(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "torchmuster.monitor.collecting.growing_file._AT_A_TIME_BYTES", 100_000
+        "torchmuster.monitor.collecting.run_metrics._AT_A_TIME_BYTES", 100_000
     )  # so that it takes several looks
     monkeypatch.setattr(run_report, "_READ_WITHIN_S", GIVE_UP_S)
     write_lines(run, lifelike_lines(5_000))

@@ -6,7 +6,7 @@ import pytest
 
 from made_up_runs import NOW, a_run, add_lines, add_ranks, set_state
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
-from torchmuster.monitor.views.run_screen import screen
+from torchmuster.monitor.views.run_screen import run_screen
 from torchmuster.runfolder import RunFolder
 
 
@@ -20,7 +20,7 @@ def _look(run: RunFolder) -> RunPicture:
 
 
 def _shown(run: RunFolder, width: int = 80) -> str:
-    return screen(_look(run), width).plain
+    return run_screen(_look(run), width).plain
 
 
 def test_before_the_first_step(run: RunFolder) -> None:

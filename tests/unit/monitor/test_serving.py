@@ -209,7 +209,7 @@ def test_an_answer_that_fails_says_nothing_of_why() -> None:
 )
 def test_nobody_else_is_served_without_protection(access: Access, missing: str) -> None:
     with pytest.raises(Impossible) as caught:
-        serving.check(access)
+        serving.check_access(access)
     assert caught.value.what == f"metrics are not served on {access.address}: {missing}"
     assert "--token-file" in caught.value.fix
 

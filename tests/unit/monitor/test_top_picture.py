@@ -8,7 +8,7 @@ import pytest
 from made_up_runs import NOW
 from torchmuster.devices.model import DeviceProcess
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.views.top_picture import ORDERS, RankRow, TopWatch, ordered
+from torchmuster.monitor.views.top_picture import ORDERS, RankRow, TopWatch, ordered_rows
 from unit.monitor.made_up_top import (
     FIRST_PID,
     gpu,
@@ -144,8 +144,8 @@ def test_the_most_comes_first_and_what_is_not_known_last(
     order: str, values: dict[str, list[object]]
 ) -> None:
     ranks = _ranks(**values)
-    assert [one.pulse.rank for one in ordered(ranks, order)] == [2, 3, 0, 1]
-    backwards = [one.pulse.rank for one in ordered(ranks, order, reverse=True)]
+    assert [one.pulse.rank for one in ordered_rows(ranks, order)] == [2, 3, 0, 1]
+    backwards = [one.pulse.rank for one in ordered_rows(ranks, order, reverse=True)]
     assert backwards == ([1, 0, 2, 3] if order == "silent" else [0, 2, 3, 1])
 
 
@@ -153,7 +153,7 @@ def test_ranks_are_counted_upwards_and_busy_ones_downwards() -> None:
     ranks = _ranks(step=[1, 1, 1])
     ranks[2] = dataclasses.replace(ranks[2], devices=[gpu(0)])
     ranks[1] = dataclasses.replace(ranks[1], devices=[gpu(1, pid=1)])
-    assert [one.pulse.rank for one in ordered(ranks, "rank")] == [0, 1, 2]
-    assert [one.pulse.rank for one in ordered(ranks, "rank", reverse=True)] == [2, 1, 0]
-    assert [one.pulse.rank for one in ordered(ranks, "busy")] == [1, 2, 0]
-    assert all(len(ordered(ranks, order)) == 3 for order in ORDERS)
+    assert [one.pulse.rank for one in ordered_rows(ranks, "rank")] == [0, 1, 2]
+    assert [one.pulse.rank for one in ordered_rows(ranks, "rank", reverse=True)] == [2, 1, 0]
+    assert [one.pulse.rank for one in ordered_rows(ranks, "busy")] == [1, 2, 0]
+    assert all(len(ordered_rows(ranks, order)) == 3 for order in ORDERS)

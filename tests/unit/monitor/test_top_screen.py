@@ -8,7 +8,7 @@ from rich.text import Text
 from torchmuster.devices.model import Device, DeviceProcess, Ecc
 from torchmuster.monitor.views.bars import bar, curve_of_percents
 from torchmuster.monitor.views.top_picture import TopPicture
-from torchmuster.monitor.views.top_screen import TopView, screen
+from torchmuster.monitor.views.top_screen import TopView, top_screen
 from unit.monitor.made_up_top import (
     FIRST_PID,
     gpu,
@@ -22,7 +22,7 @@ from unit.monitor.made_up_top import (
 
 
 def _lines(picture: TopPicture, width: int = 80, **view: object) -> list[str]:
-    shown = screen(picture, width, TopView(**view)).plain.splitlines()  # type: ignore[arg-type]
+    shown = top_screen(picture, width, TopView(**view)).plain.splitlines()  # type: ignore[arg-type]
     assert max(map(len, shown)) <= width
     return shown
 
@@ -183,7 +183,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     running(tmp_path, pulse(0, place="\x1b[2Jx"), name="\x1b[2Jllm", host="\x1b[1mb")
     picture = look(tmp_path, machine(gpu(0, name="\x1b[2Jcard")))
     for width in (80, 200):
-        assert "\x1b" not in screen(picture, width, TopView()).plain
+        assert "\x1b" not in top_screen(picture, width, TopView()).plain
 
 
 def test_alerts_are_below(tmp_path: Path) -> None:

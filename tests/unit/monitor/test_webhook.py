@@ -11,14 +11,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.monitor.alerts import webhook
+from torchmuster.monitor.alerts import watching
 from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import News
-from torchmuster.monitor.alerts.webhook import Webhook
+from torchmuster.monitor.alerts.watching import AlertNews, Webhook
 
 (FAILED,) = (one for one in ALERTS if one.name == "MusterRunFailed")
 LABELS = (("job", "llm"), ("run", "r1"), ("phase", "failed"))
-NEWS = News(alert=FAILED, labels=LABELS, value=1.0, raised=True)
+NEWS = AlertNews(alert=FAILED, labels=LABELS, value=1.0, raised=True)
 
 
 class Listener:
@@ -56,9 +55,9 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "_WAIT_S", 0.0)
-    monkeypatch.setattr(webhook, "_PATIENCE_S", GIVE_UP_S)
-    monkeypatch.setattr(webhook, "_LAST_WORDS_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(watching, "_WAIT_S", 0.0)
+    monkeypatch.setattr(watching, "_PATIENCE_S", GIVE_UP_S)
+    monkeypatch.setattr(watching, "_LAST_WORDS_WITHIN_S", GIVE_UP_S)
 
 
 def test_news_are_posted_with_their_fix(listener: Listener, snapshot: SnapshotAssertion) -> None:

@@ -13,15 +13,14 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch.transports.join import certificate
-from torchmuster.notebook.connection import Connection
-from torchmuster.notebook.entrance import Entrance
+from torchmuster.notebook.connection import Connection, RankListener
 from torchmuster.notebook.messages import (
-    Meeting,
+    NotebookAddress,
     NotTheOther,
     Run,
     ToRank,
     Wrote,
-    introduce,
+    introduce_rank,
     new_secret,
 )
 from torchmuster.notebook.rank_loop import connect
@@ -33,13 +32,13 @@ class Door:
     def __init__(self, *, tls: bool = False) -> None:
         self.came: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         made = certificate.make() if tls else None
-        self.entrance = Entrance(
+        self.entrance = RankListener(
             ["127.0.0.1"],
             KEY,
             lambda rank, connection: self.came.put((rank, connection)),
             context=made.context if made else None,
         )
-        self.meeting = Meeting(
+        self.meeting = NotebookAddress(
             addresses=self.entrance.addresses, fingerprint=made.fingerprint.hex() if made else ""
         )
 
@@ -93,7 +92,7 @@ def test_a_rank_with_the_key_comes_in_and_both_speak(tls: bool) -> None:
 def test_a_wrong_key_is_refused(snapshot: SnapshotAssertion) -> None:
     with door() as one, knock(one) as end:
         with pytest.raises(NotTheOther, match="closed the connection"):
-            introduce(end, new_secret(), 0)
+            introduce_rank(end, new_secret(), 0)
         assert one.came.empty()
     assert one.entrance.refused == snapshot
 
@@ -127,7 +126,7 @@ def test_what_a_rank_proved_once_is_of_no_use_to_who_overheard_it() -> None:
     with door() as one:
         with Overheard() as listened_to:
             listened_to.connect(one.entrance.addresses[0])
-            introduce(listened_to, KEY, 0)
+            introduce_rank(listened_to, KEY, 0)
             one.came.get(timeout=GIVE_UP_S)[1].close()
         with knock(one) as end:
             end.recv(32)
@@ -141,7 +140,7 @@ def test_a_rank_comes_once() -> None:
         first = connect(one.meeting, KEY, 0)
         _, here = one.came.get(timeout=GIVE_UP_S)
         with knock(one) as end:
-            introduce(end, KEY, 0)
+            introduce_rank(end, KEY, 0)
             assert end.recv(1) == b""
         first.close()
         here.close()
@@ -164,7 +163,7 @@ def test_a_rank_speaks_to_nobody_without_the_key() -> None:
             socket.create_connection(stranger.getsockname(), GIVE_UP_S) as end,
             pytest.raises(NotTheOther, match="not the notebook"),
         ):
-            introduce(end, KEY, 0)
+            introduce_rank(end, KEY, 0)
         thread.join()
 
 

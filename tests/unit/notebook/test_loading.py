@@ -43,7 +43,7 @@ def test_loading_it_imports_no_torch() -> None:
     ("line", "ranks"), [("0", [0]), ("0,2-3", [0, 2, 3]), ("3 1", [1, 3]), ("1-1", [1])]
 )
 def test_ranks_are_chosen_by_their_numbers(line: str, ranks: list[int]) -> None:
-    assert command_line.chosen(line, 4) == ranks
+    assert command_line.chosen_ranks(line, 4) == ranks
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,24 @@ def test_ranks_are_chosen_by_their_numbers(line: str, ranks: list[int]) -> None:
 )
 def test_ranks_that_are_none_are_refused(line: str, what: str) -> None:
     with pytest.raises(Impossible) as refused:
-        command_line.chosen(line, 4)
+        command_line.chosen_ranks(line, 4)
     assert refused.value.what == what
 
 
 def test_what_start_asks_for() -> None:
     words = "start --ranks 2 --device cpu --hosts a,b:4"
-    asked = command_line.asked_for(command_line.parser().parse_args(words.split()))
+    asked = command_line.requested_ranks(command_line.magic_parser().parse_args(words.split()))
     assert [str(host) for host in asked.spec.hosts] == ["a", "b:4"]
     assert (asked.spec.ranks, asked.spec.device, asked.many) == (2, "cpu", True)
-    joined = command_line.asked_for(command_line.parser().parse_args(["start", "--nnodes", "3"]))
+    joined = command_line.requested_ranks(
+        command_line.magic_parser().parse_args(["start", "--nnodes", "3"])
+    )
     assert (joined.guests, joined.many) == (2, True)
-    assert not command_line.asked_for(command_line.parser().parse_args(["start"])).many
+    assert not command_line.requested_ranks(command_line.magic_parser().parse_args(["start"])).many
 
 
 @pytest.mark.parametrize("line", ["start --ranks 0", "start --hosts a --nnodes 2", "begin", ""])
 def test_words_that_are_wrong_are_told_with_what_is_right(line: str) -> None:
     with pytest.raises(Impossible) as refused:
-        command_line.parser().parse_args(line.split())
+        command_line.magic_parser().parse_args(line.split())
     assert refused.value.fix.startswith("usage: %muster")

@@ -6,9 +6,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchmuster.pages.charts import Axis, Bar, Curve, Stack, bars, lines, stacked
-from torchmuster.pages.figures import amount
-from torchmuster.pages.scales import linear, logarithmic
+from torchmuster.pages.charts import (
+    Axis,
+    Bar,
+    Curve,
+    Stack,
+    amount_text,
+    bar_chart,
+    line_chart,
+    linear_scale,
+    logarithmic_scale,
+    stacked_chart,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "<script>alert(1)</script>"
@@ -42,11 +51,11 @@ def texts(svg: str) -> list[str]:
     ],
 )
 def test_amounts_as_people_read_them(value: float, unit: str, words: str) -> None:
-    assert amount(value, unit) == words
+    assert amount_text(value, unit) == words
 
 
 def test_curves_have_their_points_where_their_values_are() -> None:
-    svg = lines(
+    svg = line_chart(
         "speed",
         Axis(title="size", unit="1", log=True),
         Axis(title="FLOP/s", unit="FLOP/s"),
@@ -61,7 +70,7 @@ def test_curves_have_their_points_where_their_values_are() -> None:
 
 
 def test_bars_are_as_long_as_their_values_say() -> None:
-    svg = bars(
+    svg = bar_chart(
         "step", "s", [Bar(name="one", value=1.0, low=0.9, high=1.2), Bar(name="two", value=2.0)]
     )
     one, two = (
@@ -74,7 +83,7 @@ def test_bars_are_as_long_as_their_values_say() -> None:
 
 
 def test_negative_bars_go_to_the_left() -> None:
-    svg = bars("change", "%", [Bar(name="less", value=-5.0), Bar(name="more", value=5.0)])
+    svg = bar_chart("change", "%", [Bar(name="less", value=-5.0), Bar(name="more", value=5.0)])
     less, more = (
         rect for rect in drawn(svg).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None
     )
@@ -83,7 +92,7 @@ def test_negative_bars_go_to_the_left() -> None:
 
 
 def test_stacks_add_up_and_equal_parts_have_equal_colours() -> None:
-    svg = stacked(
+    svg = stacked_chart(
         "step",
         "s",
         [
@@ -100,15 +109,15 @@ def test_stacks_add_up_and_equal_parts_have_equal_colours() -> None:
 @pytest.mark.parametrize(
     "svg",
     [
-        lines(
+        line_chart(
             EVIL, Axis(title=EVIL), Axis(title=EVIL), [Curve(name=EVIL, points=[(1, 1), (2, 2)])]
         ),
-        bars(EVIL, "s", [Bar(name=EVIL, value=1.0, label=EVIL)]),
-        stacked(EVIL, "s", [Stack(name=EVIL, parts={EVIL: 1.0})]),
-        lines("empty", Axis(title="x", log=True), Axis(title="y"), []),
-        bars("empty", "s", []),
-        stacked("empty", "s", []),
-        bars("nothing", "s", [Bar(name="0", value=0.0)]),
+        bar_chart(EVIL, "s", [Bar(name=EVIL, value=1.0, label=EVIL)]),
+        stacked_chart(EVIL, "s", [Stack(name=EVIL, parts={EVIL: 1.0})]),
+        line_chart("empty", Axis(title="x", log=True), Axis(title="y"), []),
+        bar_chart("empty", "s", []),
+        stacked_chart("empty", "s", []),
+        bar_chart("nothing", "s", [Bar(name="0", value=0.0)]),
     ],
 )
 def test_names_are_texts_and_empty_pictures_can_be_drawn(svg: str) -> None:
@@ -118,17 +127,17 @@ def test_names_are_texts_and_empty_pictures_can_be_drawn(svg: str) -> None:
 
 
 def test_scales_end_on_round_numbers_and_have_few_ticks() -> None:
-    scale = linear([0.0, 9.1e10], 0, 100)
+    scale = linear_scale([0.0, 9.1e10], 0, 100)
     assert scale.ticks == (0.0, 2e10, 4e10, 6e10, 8e10, 1e11)
     assert scale.place(1e11) == pytest.approx(100)
-    wide = logarithmic([10.0**power * one for power in range(9) for one in (1, 3)], 0, 100)
+    wide = logarithmic_scale([10.0**power * one for power in range(9) for one in (1, 3)], 0, 100)
     assert wide.ticks == tuple(10.0**power for power in range(9))
-    assert logarithmic([128, 256, 512], 0, 100).ticks == (128, 256, 512)
+    assert logarithmic_scale([128, 256, 512], 0, 100).ticks == (128, 256, 512)
 
 
 def test_what_is_no_number_leaves_a_gap_with_a_cross() -> None:
     points = [(1, 5.0), (2, 4.0), (3, math.nan), (4, 3.0)]
-    svg = lines(
+    svg = line_chart(
         "loss",
         Axis(title="step"),
         Axis(title=""),
@@ -144,13 +153,15 @@ def test_what_is_no_number_leaves_a_gap_with_a_cross() -> None:
     assert cross.findtext(f"{SVG}title") == "not a number at 3"
     assert tree.attrib["width"] == "440"
     only_gaps = [Curve(name="", points=[(1, math.nan)], marked=False)]
-    assert not list(drawn(lines("x", Axis(title=""), Axis(title=""), only_gaps)).iter("polyline"))
+    assert not list(
+        drawn(line_chart("x", Axis(title=""), Axis(title=""), only_gaps)).iter("polyline")
+    )
 
 
 @pytest.mark.parametrize(
     "values", [[1.0, 1.0 + 1e-15], [0.0, 1e-320], [-1e99, 1e99], [3e-13, 4e-13], [7.0]]
 )
 def test_scales_of_values_that_are_close_or_far_apart_have_ticks(values: list[float]) -> None:
-    scale = linear(values, 0, 100, from_zero=False)
+    scale = linear_scale(values, 0, 100, from_zero=False)
     assert 2 <= len(scale.ticks) <= 12
     assert all(-1 <= scale.place(value) <= 101 for value in values)

@@ -7,7 +7,7 @@ EVIL = "</title><script>alert(1)</script>"
 
 
 def test_a_page_may_load_and_run_nothing() -> None:
-    page = frame.page(EVIL, ["<p>one</p>", "<p>two</p>"])
+    page = frame.html_page(EVIL, ["<p>one</p>", "<p>two</p>"])
     assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
     assert "<script" not in page
     assert "&lt;/title&gt;&lt;script&gt;" in page
@@ -15,7 +15,9 @@ def test_a_page_may_load_and_run_nothing() -> None:
 
 
 def test_a_page_that_is_served_may_run_its_servers_script_only() -> None:
-    page = frame.page("TITLE SCRIPT MORE POLICY", [], style=".x { color: red }\n", script="page.js")
+    page = frame.html_page(
+        "TITLE SCRIPT MORE POLICY", [], style=".x { color: red }\n", script="page.js"
+    )
     assert "script-src 'self'; connect-src 'self'" in page
     assert "unsafe-eval" not in page
     assert page.count("<script") == 1
@@ -27,10 +29,10 @@ def test_a_page_that_is_served_may_run_its_servers_script_only() -> None:
 def test_findings_tables_and_parts_show_texts() -> None:
     finding = Finding(name="x", status=Status.WARNING, what=EVIL, why=EVIL, fix=EVIL, evidence=EVIL)
     for markup in (
-        frame.article(finding),
-        frame.table((EVIL,), [(EVIL,)]),
-        frame.folded(EVIL, "", opened=True),
+        frame.html_article(finding),
+        frame.html_table((EVIL,), [(EVIL,)]),
+        frame.html_details(EVIL, "", opened=True),
     ):
         assert "<script" not in markup
         assert "&lt;script&gt;" in markup
-    assert frame.folded("a", "b") == "<details><summary>a</summary>b</details>"
+    assert frame.html_details("a", "b") == "<details><summary>a</summary>b</details>"

@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import CARD, hardware
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.catalogue import Gpu
@@ -21,7 +21,7 @@ def asked(card: Gpu, **settings: object) -> PlanRequest:
     }
     flags = [Flag(flag="--set", path=path, text=text) for path, text in texts.items()]
     on = dataclasses.replace(hardware(), card=card)
-    return request_from_settings(resolve(flags=flags), on, folder=".")
+    return request_from_settings(resolve_settings(flags=flags), on, folder=".")
 
 
 def unlisted(*types: str, kind: str = "cuda") -> Gpu:

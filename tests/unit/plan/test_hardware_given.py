@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.devices.model import Device, Kind, LinkKind, Node
+from torchmuster.devices.model import Device, DeviceKind, LinkKind, Node
 from torchmuster.devices.model import Link as DeviceLink
 from torchmuster.errors import ConfigError, Impossible
 from torchmuster.plan.hardware import cluster_file, here
@@ -219,7 +219,7 @@ def test_links_as_a_check_measured_them(tmp_path: Path, snapshot: SnapshotAssert
     assert caught.value == snapshot
 
 
-CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
+CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
 
 
 def node(*cards: Device, links: tuple[DeviceLink, ...] = ()) -> Node:
@@ -228,7 +228,11 @@ def node(*cards: Device, links: tuple[DeviceLink, ...] = ()) -> Node:
 
 def card(index: int, name: str, gib: float) -> Device:
     return Device(
-        kind=Kind.CUDA, index=index, uuid=f"GPU-{index}", name=name, total_bytes=int(gib * GiB)
+        kind=DeviceKind.CUDA,
+        index=index,
+        uuid=f"GPU-{index}",
+        name=name,
+        total_bytes=int(gib * GiB),
     )
 
 

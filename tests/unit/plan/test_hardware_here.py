@@ -6,15 +6,15 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
-from torchmuster.devices.model import Device, DeviceProcess, Kind, Node
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
 from torchmuster.errors import Impossible, NoSuchDevice
 from torchmuster.plan.hardware import catalogue, here
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.units import GiB
 
-CPU = Device(kind=Kind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
+CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=64 * GiB)
 L4 = "NVIDIA L4"
 
 
@@ -24,7 +24,9 @@ def node(*cards: Device) -> Node:
 
 def card(index: int, name: str = L4, gib: float = 22, **more: object) -> Device:
     size = int(gib * GiB)
-    one = Device(kind=Kind.CUDA, index=index, uuid=f"GPU-{index}", name=name, total_bytes=size)
+    one = Device(
+        kind=DeviceKind.CUDA, index=index, uuid=f"GPU-{index}", name=name, total_bytes=size
+    )
     return dataclasses.replace(one, **more)  # type: ignore[arg-type]
 
 
@@ -34,7 +36,7 @@ OTHER = node(card(0), card(1, "Tesla T4", 14), card(2), card(3))
 
 
 def settings(*flags: tuple[str, str]) -> Settings:
-    return resolve(
+    return resolve_settings(
         flags=[Flag(flag="--set", path=path, text=text) for path, text in flags]
     ).settings
 

@@ -5,7 +5,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import hardware, question
 from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import Impossible
 from torchmuster.plan.answer import as_settings, candidate_name
 from torchmuster.plan.job import Candidate
@@ -95,7 +95,7 @@ def test_a_way_becomes_settings_that_lay_the_model_out_so(one: Candidate) -> Non
     asked = question(hardware(machines=4))
     chosen = as_settings(one, asked)
     flags = [Flag(flag="plan", path=path, text=text) for path, text in chosen.items()]
-    settings = resolve(flags=flags).settings
+    settings = resolve_settings(flags=flags).settings
     assert settings.train.global_batch_size == one.global_batch_size
     assert settings.train.micro_batch_size == one.micro_batch_size
     ranks = one.layout.ranks

@@ -22,7 +22,13 @@ from torchmuster.bench.collectives import (
     print_answer,
 )
 from torchmuster.bench.probes.clock import interleaved_on_ranks
-from torchmuster.diagnose.probes.exact_values import compare, forget, numbers, sums, wait_for_device
+from torchmuster.diagnose.probes.exact_values import (
+    compare_values,
+    exact_numbers,
+    exact_sums,
+    forget_groups,
+    wait_for_device,
+)
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.world import World, join_world
@@ -81,14 +87,14 @@ class Messages:
         part = whole // ranks
         contributed = part if operation == "all-gather" else whole
         self._got[:whole].zero_()
-        (self._got if operation == "all-reduce" else self._mine)[:contributed] = numbers(
+        (self._got if operation == "all-reduce" else self._mine)[:contributed] = exact_numbers(
             rank, contributed, turn, device
         )
         self.call(operation, size_bytes)()
         wait_for_device(device)
         found = Values()
         for got, expected in self._pieces(operation, whole, turn):
-            found = found + compare(got, expected)
+            found = found + compare_values(got, expected)
         self._got.zero_()
         self._mine.zero_()
         return found
@@ -102,18 +108,18 @@ class Messages:
         own = slice(rank * part, (rank + 1) * part)
         got = self._got
         if operation == "all-reduce":
-            yield got[:whole], sums(ranks, whole, turn, device)
+            yield got[:whole], exact_sums(ranks, whole, turn, device)
         elif operation == "reduce-scatter":
-            yield got[:part], sums(ranks, whole, turn, device)[own]
+            yield got[:part], exact_sums(ranks, whole, turn, device)[own]
         elif operation == "send-receive":
-            yield got[:whole], numbers((rank - 1) % ranks, whole, turn, device)
+            yield got[:whole], exact_numbers((rank - 1) % ranks, whole, turn, device)
         else:
             for other in range(ranks):
                 piece = got[other * part : (other + 1) * part]
                 if operation == "all-gather":
-                    yield piece, numbers(other, part, turn, device)
+                    yield piece, exact_numbers(other, part, turn, device)
                 else:
-                    yield piece, numbers(other, whole, turn, device)[own]
+                    yield piece, exact_numbers(other, whole, turn, device)[own]
 
 
 def rounded(size_bytes: int, ranks: int) -> int:
@@ -138,7 +144,7 @@ def collective_times(asked: CollectivesRequest, world: World) -> CollectiveTimes
     )
     for kind in kinds:  # once more: what went wrong meanwhile may still do
         values[kind] = values[kind] + messages.checked(*kind, turn=2)
-    forget()
+    forget_groups()
     return CollectiveTimes(
         rank=world.global_rank,
         host=socket.gethostname(),

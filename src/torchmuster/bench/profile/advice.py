@@ -21,7 +21,7 @@ from torchmuster.bench.profile.causes import (
 from torchmuster.bench.profile.changes import ChangeTrial, TriedChange
 from torchmuster.bench.profile.shares import WORDS
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import amount_text
 
 # A change of what is trained has to promise more than one that only makes the same training faster.
 _WEIGHT_OF_ANOTHER_TRAINING = 0.4
@@ -99,7 +99,7 @@ def nothing_to_fix(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> Fi
         status=Status.OK,
         what=f"nothing to mend: {limiting}",
         why="no part of the step is both large and avoidable",
-        evidence=f"a step takes {amount(analysis.step_s, 's')}{tried}",
+        evidence=f"a step takes {amount_text(analysis.step_s, 's')}{tried}",
     )
 
 

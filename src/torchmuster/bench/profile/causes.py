@@ -16,7 +16,7 @@ from torchmuster.bench.profile.trials_wanted import (
     in_full_precision,
     overlap_wanted,
 )
-from torchmuster.pages.figures import amount
+from torchmuster.pages.charts import amount_text
 from torchmuster.units import format_bytes
 
 WORTH_FROM = 1.1  # a gain below this is not worth telling
@@ -117,7 +117,7 @@ def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
         f"{'most devices do' if trial is None else 'this device does'} faster",
         fix=f'with torch.autocast("{analysis.facts[0].device.partition(":")[0]}", dtype=torch.bfloat16):\n'
         "or in the settings: train: {precision: bf16}. Compare the loss of both: muster bench precision",
-        evidence=f"forward and backward take {amount(passes_s, 's')} of {amount(analysis.step_s, 's')}",
+        evidence=f"forward and backward take {amount_text(passes_s, 's')} of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="bf16"),
         another_training=True,
     )
@@ -144,7 +144,7 @@ def tiny_batch(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
         why="sending gradients, the optimizer and the start of every operation cost the same for one sample as for many",
         fix=f"batch_size={'N' if size is None else times * size}, with a learning rate for it; or the same batch from fewer "
         "ranks\nwhat fits: muster plan --find-batch-size",
-        evidence=f"sending and the optimizer take {amount(fixed_s, 's')} of {amount(analysis.step_s, 's')}",
+        evidence=f"sending and the optimizer take {amount_text(fixed_s, 's')} of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="batch", value=times),
         another_training=True,
     )
@@ -164,7 +164,7 @@ def _idling_device(analysis: Analysis) -> Cause | None:
                 why="a kernel is done before the host has started the next one: fewer and larger ones would keep the device busy",
                 fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
                 "without --no-trials",
-                evidence=f"{small.calls:,.0f} kernels a step, the median takes {amount(small.median_s, 's')}",
+                evidence=f"{small.calls:,.0f} kernels a step, the median takes {amount_text(small.median_s, 's')}",
                 change=TriedChange(kind="batch", value=BATCH_TIMES),
                 another_training=True,
             )
@@ -199,8 +199,8 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
         why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, when nothing is left to compute; in "
         f"messages of {wanted} MiB, {hidden:.0%} of that fits beside the backward",
         fix=fix,
-        evidence=f"even the rank that comes last waits {amount(exposed_s, 's')} of {amount(analysis.step_s, 's')}; "
-        f"the backward itself takes {amount(mean_s(analysis.steps, 'backward'), 's')}",
+        evidence=f"even the rank that comes last waits {amount_text(exposed_s, 's')} of {amount_text(analysis.step_s, 's')}; "
+        f"the backward itself takes {amount_text(mean_s(analysis.steps, 'backward'), 's')}",
         change=None if messages is None else TriedChange(kind="buckets", value=wanted),
     )
 
@@ -268,7 +268,7 @@ def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
         would=f"{workers} workers would give",
         gain=computed,
         known_by="trace",
-        why=f"every rank waits {amount(min(waits), 's')} of {amount(analysis.step_s, 's')} for its next batch; "
+        why=f"every rank waits {amount_text(min(waits), 's')} of {amount_text(analysis.step_s, 's')} for its next batch; "
         f"it is read by {who}",
         fix=f"DataLoader(..., num_workers={workers}, persistent_workers=True)\n"
         f"or in the settings: data: {{workers: {workers}}}",
@@ -309,7 +309,7 @@ def host_reads(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
         "computed until it has it",
         fix=f"if step % {_READ_EVERY} == 0: history.append(loss.item())\n"
         f"in between keep loss.detach(); in the settings: train: {{log_every: {_READ_EVERY}}}",
-        evidence=f"{count} reads and {amount(reads_s, 's')} in a step of {amount(analysis.step_s, 's')}",
+        evidence=f"{count} reads and {amount_text(reads_s, 's')} in a step of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="reads", value=_READ_EVERY),
     )
 
@@ -335,11 +335,11 @@ def many_saves(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
         would=f"saving every {steps} steps would give",
         gain=gain,
         known_by="trace",
-        why=f"a save takes {amount(one_s, 's')}, and there is one {_often(every)}; every {steps} steps it would be "
+        why=f"a save takes {amount_text(one_s, 's')}, and there is one {_often(every)}; every {steps} steps it would be "
         f"{_SAVING_AT_MOST:.0%} of the time",
         fix=f"if step % {steps} == 0: torch.save(...)\n"
         f"or let it be written beside the training: checkpoint: {{every: {steps}, mode: async}}",
-        evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount(analysis.step_s, 's')}",
+        evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="saves", value=times),
     )
 
@@ -361,7 +361,7 @@ def straggler(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
         gain=slow.gain,
         known_by="trace",
         why=f"it comes last to the gradients' exchange in {slow.last_in} of {slow.of_steps} steps, "
-        f"{amount(slow.late_s, 's')} after the rank before it; its {slow.phase} takes {amount(slow.longer_s, 's')} longer "
+        f"{amount_text(slow.late_s, 's')} after the rank before it; its {slow.phase} takes {amount_text(slow.longer_s, 's')} longer "
         "than the others'. The others wait for it where gradients are exchanged, so that their steps look as long",
         fix=_PHASE_FIXES[slow.phase].format(rank=slow.rank, host=facts.host),
         evidence=_by_rank(analysis, slow.phase),
@@ -377,7 +377,7 @@ def _by_rank(analysis: Analysis, phase: str) -> str:
             mean = one.shares.by_name()[phase]
         else:
             mean = mean_s([{rank: step[rank]} for step in analysis.steps], phase)
-        lines.append(f"rank {rank}: {phase} {amount(mean, 's')}")
+        lines.append(f"rank {rank}: {phase} {amount_text(mean, 's')}")
     if len(analysis.ranks) > len(lines):
         lines.append(f"and {len(analysis.ranks) - len(lines)} more ranks")
     return "\n".join(lines)

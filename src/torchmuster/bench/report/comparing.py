@@ -11,12 +11,11 @@ from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Comparison, MetricCh
 from torchmuster.bench.environment import Environment, disturbance, environment_differences
 from torchmuster.bench.interleaved import PAIRS
 from torchmuster.bench.record import BenchRecord, take_turns
-from torchmuster.diagnose.report.terminal import columns
+from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import Finding, Status, render, worst_first
 from torchmuster.pages import frame
-from torchmuster.pages.charts import Bar, bars
-from torchmuster.pages.figures import amount
-from torchmuster.pages.frame import article, table
+from torchmuster.pages.charts import Bar, amount_text, bar_chart
+from torchmuster.pages.frame import html_article, html_table
 from torchmuster.redaction import harmless
 from torchmuster.units import plural
 
@@ -183,7 +182,7 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
 def _in_words(one: MetricChange) -> str:
     unit = one.series.unit
     return (
-        f"{one.series.title}: {amount(one.before, unit)} before, {amount(one.after, unit)} after, "
+        f"{one.series.title}: {amount_text(one.before, unit)} before, {amount_text(one.after, unit)} after, "
         f"{_percent(one.change)} ({_interval(one)})"
     )
 
@@ -200,8 +199,8 @@ def _rows(compared: ComparedSides) -> list[tuple[str, ...]]:
     return [
         (
             one.series.title,
-            amount(one.before, one.series.unit),
-            amount(one.after, one.series.unit),
+            amount_text(one.before, one.series.unit),
+            amount_text(one.after, one.series.unit),
             _percent(one.change),
             _interval(one),
             one.verdict,
@@ -214,7 +213,7 @@ def comparison_text(compared: ComparedSides, *, width: int = 100, colour: bool =
     """Return what a terminal shows."""
     rows = _rows(compared)
     blocks = [[harmless(comparison_question(compared)), *(f"  {one}" for one in _beside(compared))]]
-    blocks.append([*columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
+    blocks.append([*aligned_columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
     if len(rows) > _MOST_ROWS:
         blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more, which --json and --html have")
     blocks[-1].append(
@@ -254,13 +253,13 @@ def comparison_page(compared: ComparedSides) -> str:
         "<ul>",
         *(f"<li>{escape(one)}</li>" for one in _beside(compared)),
         "</ul>",
-        *(article(one) for one in worst_first(found)),
+        *(html_article(one) for one in worst_first(found)),
     ]
     if drawn:
-        picture = bars("change, with its interval", "%", drawn)
+        picture = bar_chart("change, with its interval", "%", drawn)
         parts.append(f"<figure>{picture}</figure>")
-    parts.append(table(_HEAD, _rows(compared)))
-    return frame.page("muster bench compare", parts)
+    parts.append(html_table(_HEAD, _rows(compared)))
+    return frame.html_page("muster bench compare", parts)
 
 
 def comparison_json(compared: ComparedSides) -> dict[str, object]:

@@ -10,12 +10,19 @@ from torchmuster.bench.profile.analysis import Analysis, RankAnalysis
 from torchmuster.bench.profile.changes import ChangeTrial
 from torchmuster.bench.profile.shares import WORDS
 from torchmuster.bench.profile.step_picture import Piece
-from torchmuster.diagnose.report.terminal import columns
+from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
 from torchmuster.pages import frame
-from torchmuster.pages.charts import Axis, Curve, Stack, lines, stacked, svg
-from torchmuster.pages.figures import amount
-from torchmuster.pages.frame import article, folded, table
+from torchmuster.pages.charts import (
+    Axis,
+    Curve,
+    Stack,
+    amount_text,
+    line_chart,
+    stacked_chart,
+    svg_chart,
+)
+from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.redaction import harmless
 from torchmuster.units import plural
 
@@ -35,7 +42,7 @@ def shares_picture(analysis: Analysis) -> str:
         )
         for one in shown
     ]
-    return stacked("where a step goes", "s", stacks)
+    return stacked_chart("where a step goes", "s", stacks)
 
 
 def memory_picture(analysis: Analysis) -> str | None:
@@ -48,7 +55,7 @@ def memory_picture(analysis: Analysis) -> str | None:
     curves = [
         Curve(name=f"rank {one.facts.rank}", points=points) for one, points in found[:_MOST_CURVES]
     ]
-    return lines(title, Axis(title="seconds", unit="s"), Axis(title="bytes", unit="B"), curves)
+    return line_chart(title, Axis(title="seconds", unit="s"), Axis(title="bytes", unit="B"), curves)
 
 
 def step_picture(analysis: Analysis) -> str | None:
@@ -70,9 +77,9 @@ def step_picture(analysis: Analysis) -> str | None:
     bottom = _TOP + len(shown) * _ROW
     for part in range(5):
         at_s = longest_s * part / 4
-        body.append(_text(_across(at_s, longest_s), bottom + 12, amount(at_s, "s"), "middle"))
+        body.append(_text(_across(at_s, longest_s), bottom + 12, amount_text(at_s, "s"), "middle"))
     body.append(_text(14, bottom + 34, "colours as above; the thin rows: messages on their way"))
-    return svg("one step over time", _WIDTH, bottom + 48, body)
+    return svg_chart("one step over time", _WIDTH, bottom + 48, body)
 
 
 def _names(analysis: Analysis) -> list[str]:
@@ -105,7 +112,7 @@ def _row(
     for one in pieces:
         begin, end = _across(one.begin_s, longest_s), _across(one.end_s, longest_s)
         colour = f"var(--c{names.index(one.name)})" if one.name in names else "var(--ink)"
-        tip = f"{WORDS.get(one.name, one.name)}: {amount(one.end_s - one.begin_s, 's')}"
+        tip = f"{WORDS.get(one.name, one.name)}: {amount_text(one.end_s - one.begin_s, 's')}"
         found.append(
             f'<rect x="{begin:.1f}" y="{y}" width="{max(end - begin, 0.5):.1f}" height="{height}" '
             f'style="fill:{colour}"><title>{escape(tip)}</title></rect>'
@@ -152,14 +159,14 @@ def profile_question(analysis: Analysis) -> str:
     where = "the CPU" if first.device == "cpu" else first.device_name
     words = (
         f"{plural(len(analysis.steps), 'step')} of {plural(ranks, 'rank')} on {where}: "
-        f"a step takes {amount(analysis.step_s, 's')}"
+        f"a step takes {amount_text(analysis.step_s, 's')}"
     )
     samples = first.loader.samples_per_batch if first.loader is not None else None
     if samples and analysis.step_s:
         each = max(one.micro_batches for step in analysis.steps for one in step.values()) or 1
-        words += f", {amount(samples * each * ranks / analysis.step_s, 'samples/s')}"
+        words += f", {amount_text(samples * each * ranks / analysis.step_s, 'samples/s')}"
     if first.flops_per_step and analysis.step_s:
-        words += f", {amount(first.flops_per_step / analysis.step_s, 'FLOP/s')} a rank"
+        words += f", {amount_text(first.flops_per_step / analysis.step_s, 'FLOP/s')} a rank"
     return words
 
 
@@ -222,7 +229,7 @@ def _shares(analysis: Analysis) -> Iterator[str]:
         [WORDS[name], *(f"{one.shares.part(name):.0%}" for one in shown)]
         for name in sorted(names, key=lambda name: -max(one.shares.part(name) for one in shown))
     ]
-    yield from columns([head, *rows], right=True)
+    yield from aligned_columns([head, *rows], right=True)
     if len(analysis.ranks) > len(shown):
         yield f"and {len(analysis.ranks) - len(shown)} more ranks, which the page has"
 
@@ -240,7 +247,7 @@ def _remarks(analysis: Analysis, width: int) -> Iterator[str]:
     traced = next((one for one in analysis.ranks if one.trace is not None), None)
     if traced is not None and traced.trace is not None and traced.trace.operations.top:
         made_of = "; ".join(
-            f"{shortened(one.name)} {amount(one.self_s, 's')} in {one.calls:,.0f}"
+            f"{shortened(one.name)} {amount_text(one.self_s, 's')} in {one.calls:,.0f}"
             for one in traced.trace.operations.top[:_MOST_OPERATIONS]
         )
         yield from _wrapped(f"operations of rank {traced.facts.rank}: {made_of}", width)
@@ -258,7 +265,7 @@ def describe_smallness(one: RankAnalysis) -> str:
         return ""
     verdict = "launch-bound" if small.bound else "not launch-bound"
     return (
-        f"{verdict}: {small.calls:,.0f} operations a step, the median takes {amount(small.median_s, 's')}; those of less "
+        f"{verdict}: {small.calls:,.0f} operations a step, the median takes {amount_text(small.median_s, 's')}; those of less "
         f"than 20 µs have {small.small_part:.0%} of their time"
     )
 
@@ -298,19 +305,19 @@ def profile_page(analysis: Analysis, advice: Sequence[Advice], proof: ChangeTria
     parts = [f"<h1>muster profile: {verdict}</h1>", f"<p>{escape(profile_question(analysis))}</p>"]
     if proof is not None:
         parts.append(f"<p>{escape(proved_changes(advice, proof))}</p>")
-    parts += [article(one) for one in told]
+    parts += [html_article(one) for one in told]
     pictures = (shares_picture(analysis), step_picture(analysis), memory_picture(analysis))
     parts += [f"<figure>{one}</figure>" for one in pictures if one]
-    parts.append(folded("where a step goes, by rank", _page_shares(analysis), opened=True))
+    parts.append(html_details("where a step goes, by rank", _page_shares(analysis), opened=True))
     for one in analysis.ranks:
         if one.trace is not None and one.trace.operations.top:
             body = f"<p>{escape(describe_smallness(one))}</p>{_operations(one)}"
             title = f"operations of rank {one.facts.rank}"
-            parts.append(folded(title, body, opened=one is analysis.ranks[0]))
+            parts.append(html_details(title, body, opened=one is analysis.ranks[0]))
     notes = "".join(f"<li>{escape(one)}</li>" for one in profile_remarks(analysis))
     if notes:
-        parts.append(folded("how the figures came about", f"<ul>{notes}</ul>", opened=True))
-    return frame.page("muster profile", parts)
+        parts.append(html_details("how the figures came about", f"<ul>{notes}</ul>", opened=True))
+    return frame.html_page("muster profile", parts)
 
 
 def _page_shares(analysis: Analysis) -> str:
@@ -319,21 +326,22 @@ def _page_shares(analysis: Analysis) -> str:
         (
             f"rank {one.facts.rank}",
             one.facts.host,
-            amount(one.shares.total_s, "s"),
+            amount_text(one.shares.total_s, "s"),
             *(
-                f"{amount(one.shares.by_name()[name], 's')} ({one.shares.part(name):.0%})"
+                f"{amount_text(one.shares.by_name()[name], 's')} ({one.shares.part(name):.0%})"
                 for name in names
             ),
         )
         for one in analysis.ranks[:_MOST_ROWS]
     ]
-    return table(("", "machine", "step", *(WORDS[name] for name in names)), rows)
+    return html_table(("", "machine", "step", *(WORDS[name] for name in names)), rows)
 
 
 def _operations(one: RankAnalysis) -> str:
     if one.trace is None:
         return ""
     rows = (
-        (amount(top.self_s, "s"), f"{top.calls:,.1f}", top.name) for top in one.trace.operations.top
+        (amount_text(top.self_s, "s"), f"{top.calls:,.1f}", top.name)
+        for top in one.trace.operations.top
     )
-    return table(("its own time in a step", "calls", "operation"), rows)
+    return html_table(("its own time in a step", "calls", "operation"), rows)

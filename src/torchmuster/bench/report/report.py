@@ -12,12 +12,12 @@ from torchmuster.bench.environment import Environment
 from torchmuster.bench.record import BenchRecord, Series
 from torchmuster.bench.statistics import estimate
 from torchmuster.decision import Decision
-from torchmuster.diagnose.report.terminal import columns, or_unknown
+from torchmuster.diagnose.report.terminal import aligned_columns, or_unknown
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status, render, worst_first
 from torchmuster.pages import frame
-from torchmuster.pages.figures import amount
-from torchmuster.pages.frame import article, folded, table
+from torchmuster.pages.charts import amount_text
+from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.redaction import harmless
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes, format_seconds
@@ -69,19 +69,19 @@ def bench_page(report: Report) -> str:
         f"<p>measured {escape(record.date)} on {escape(record.environment.host)}, "
         f"in {format_seconds(report.took_s)}</p>",
         *_choices(report),
-        *map(article, bad),
-        *map(article, good),
+        *map(html_article, bad),
+        *map(html_article, good),
         *(
             f"<figure>{one.svg}<figcaption>{escape(one.caption)}</figcaption></figure>"
             for one in report.pictures
         ),
         *map(_page_table, report.tables),
-        *map(article, notes),
-        folded("every series, with its noise", table(_TITLES, map(_row, record.series))),
-        folded("measured on", _environment(record.environment)),
-        folded("settings", _settings(record)),
+        *map(html_article, notes),
+        html_details("every series, with its noise", html_table(_TITLES, map(_row, record.series))),
+        html_details("measured on", _environment(record.environment)),
+        html_details("settings", _settings(record)),
     ]
-    return frame.page(f"muster bench {report.bench}", parts)
+    return frame.html_page(f"muster bench {report.bench}", parts)
 
 
 def _verdict(report: Report) -> str:
@@ -100,7 +100,7 @@ def _choices(report: Report) -> list[str]:
 
 def _page_table(one: Table) -> str:
     note = f"<p>{escape(one.note)}</p>" if one.note else ""
-    return folded(one.title, table(one.head, one.rows) + note, opened=True)
+    return html_details(one.title, html_table(one.head, one.rows) + note, opened=True)
 
 
 _TITLES = ("what", "median", "95 % interval", "noise", "samples")
@@ -110,8 +110,8 @@ def _row(series: Series) -> tuple[str, ...]:
     found = estimate(series.samples)
     return (
         series.title,
-        amount(found.median, series.unit),
-        f"{amount(found.low, series.unit)} to {amount(found.high, series.unit)}",
+        amount_text(found.median, series.unit),
+        f"{amount_text(found.low, series.unit)} to {amount_text(found.high, series.unit)}",
         f"± {found.noise:.1%}",
         str(found.count),
     )
@@ -133,11 +133,11 @@ def _environment(one: Environment) -> str:
         ("system", one.system),
         ("cores busy with other things", busy),
     )
-    return table(("", ""), rows)
+    return html_table(("", ""), rows)
 
 
 def _settings(record: BenchRecord) -> str:
-    return table(("", ""), ((key, str(value)) for key, value in record.settings.items()))
+    return html_table(("", ""), ((key, str(value)) for key, value in record.settings.items()))
 
 
 PAGE = "report.html"
@@ -182,7 +182,7 @@ def bench_screen(report: Report, *, width: int = 100, colour: bool = False) -> s
 
 def _text_table(table: Table, width: int) -> Iterator[str]:
     yield harmless(table.title)
-    for line in columns([table.head, *table.rows[:_MOST_ROWS]], right=True):
+    for line in aligned_columns([table.head, *table.rows[:_MOST_ROWS]], right=True):
         yield f"  {line}"
     if len(table.rows) > _MOST_ROWS:
         yield f"  … and {len(table.rows) - _MOST_ROWS} more, which the page has"

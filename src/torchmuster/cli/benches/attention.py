@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.bench import add_common_flags, device_of, finish, now
-from torchmuster.cli.benches.sizes import size
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now, size
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:

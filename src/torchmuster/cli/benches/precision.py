@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.bench import add_common_flags, device_of, finish, now
-from torchmuster.cli.benches.sizes import size
+from torchmuster.cli.bench import add_common_flags, device_of, finish, now, size
 from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.errors import ExitCode
 

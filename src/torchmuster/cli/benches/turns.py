@@ -5,9 +5,8 @@ from pathlib import Path
 
 from torchmuster.bench.interleaved import PAIRS
 from torchmuster.cli import output, parsers
-from torchmuster.cli.bench import new_folder
+from torchmuster.cli.bench import new_folder, size
 from torchmuster.cli.benches import compare
-from torchmuster.cli.benches.sizes import size
 from torchmuster.errors import ExitCode
 
 

@@ -7,7 +7,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 
 # By its full path: an ssh command often runs without /usr/sbin in PATH.
 _SYSCTL = "/usr/sbin/sysctl"
@@ -32,7 +32,7 @@ def sysctl(key: str, run: Run = run_command) -> str | None:
         return None
 
 
-def read(
+def read_apple(
     system: str | None = None, machine: str | None = None, run: Run = run_command
 ) -> list[Device]:
     """Return the Apple GPU, or nothing on any other machine."""
@@ -40,7 +40,7 @@ def read(
         return []
     memory = sysctl("hw.memsize", run)
     device = Device(
-        kind=Kind.MPS,
+        kind=DeviceKind.MPS,
         index=0,
         uuid="MPS-0",
         name=sysctl("machdep.cpu.brand_string", run) or "Apple GPU",

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from torchmuster.decision import Decision
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.apple import sysctl
 
@@ -29,11 +29,11 @@ class _Quota:
     file: str
 
 
-def read(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
+def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
     """Return the CPU with the memory that this process may use of the machine's."""
     total, used = _memory(proc_root, sys_root)
     return Device(
-        kind=Kind.CPU,
+        kind=DeviceKind.CPU,
         index=0,
         uuid="CPU-0",
         name=_name(proc_root, system or platform.system()),
@@ -106,23 +106,23 @@ def _memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
 
 
 def _first(folder: Path, *files: str) -> int | None:
-    return next((n for file in files if (n := sysfs.integer(folder / file)) is not None), None)
+    return next((n for file in files if (n := sysfs.read_integer(folder / file)) is not None), None)
 
 
 def _reclaimable(folder: Path) -> int:
     """Return the cached file pages that the kernel drops before it refuses memory."""
-    pairs = (line.split() for line in (sysfs.text(folder / "memory.stat") or "").splitlines())
+    pairs = (line.split() for line in (sysfs.read_text(folder / "memory.stat") or "").splitlines())
     counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
     return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
 
 
 def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
     for folder in cgroup_folders("cpu", proc_root, sys_root):
-        quota, _, period = (sysfs.text(folder / "cpu.max") or "").partition(" ")
+        quota, _, period = (sysfs.read_text(folder / "cpu.max") or "").partition(" ")
         if quota.isdecimal() and period.isdecimal() and int(period):
             yield _Quota(cores=int(quota) / int(period), file="cpu.max")
-        allowance = sysfs.integer(folder / "cpu.cfs_quota_us")
-        length = sysfs.integer(folder / "cpu.cfs_period_us")
+        allowance = sysfs.read_integer(folder / "cpu.cfs_quota_us")
+        length = sysfs.read_integer(folder / "cpu.cfs_period_us")
         if allowance and length and allowance > 0:
             yield _Quota(cores=allowance / length, file="cpu.cfs_quota_us")
 
@@ -130,7 +130,7 @@ def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
 def cgroup_folders(controller: str, proc_root: Path, sys_root: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those above it, for one controller."""
     paths = dict(_memberships(proc_root))
-    for line in (sysfs.text(proc_root / "self/mountinfo") or "").splitlines():
+    for line in (sysfs.read_text(proc_root / "self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
         fields = left.split()
@@ -145,7 +145,7 @@ def cgroup_folders(controller: str, proc_root: Path, sys_root: Path) -> Iterator
 
 def _memberships(proc_root: Path) -> Iterator[tuple[str, str]]:
     """Yield controller and path for each line of ``/proc/self/cgroup``; version 2 has no name."""
-    for line in (sysfs.text(proc_root / "self/cgroup") or "").splitlines():
+    for line in (sysfs.read_text(proc_root / "self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         for controller in controllers.split(","):

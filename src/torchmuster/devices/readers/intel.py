@@ -11,8 +11,8 @@ drivers tell only to root; and the memory of an integrated GPU, which is the sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.devices.model import Device, DeviceProcess, Kind
-from torchmuster.devices.readers import drm, sysfs
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess
+from torchmuster.devices.readers import sysfs
 from torchmuster.finding import Finding, Status
 
 # PCI device ids and names from Intel's compute runtime (shared/source/dll/devices).
@@ -46,11 +46,11 @@ _INTEGRATED = {
 _INTEGRATED_ADDRESS = "0000:00:02.0"
 
 
-def read(
+def read_intel(
     sys_root: Path = Path("/sys"),
     dev_root: Path = Path("/dev"),
     proc_root: Path = Path("/proc"),
-    ioctl: drm.Ioctl = drm.kernel,
+    ioctl: sysfs.Ioctl = sysfs.kernel_driver,
 ) -> tuple[list[Device], list[Finding]]:
     """Return the Intel GPUs that torch can use, and what keeps this user from using them."""
     driven = [
@@ -61,7 +61,7 @@ def read(
     if not driven:
         return [], []
     pci = sys_root / "bus/pci/devices"
-    ids = {address: sysfs.integer(pci / address / "device") or 0 for address, _ in driven}
+    ids = {address: sysfs.read_integer(pci / address / "device") or 0 for address, _ in driven}
     discrete = [
         (address, driver)
         for address, driver in sorted(driven)
@@ -69,7 +69,7 @@ def read(
     ]
     integrated = [(address, driver) for address, driver in driven if ids[address] in _INTEGRATED]
     chosen = discrete or integrated
-    holders = drm.processes(proc_root) if chosen else {}
+    holders = sysfs.drm_processes(proc_root) if chosen else {}
     devices = [
         _device(index, pci / address, driver, dev_root, ioctl, holders.get(address, []))
         for index, (address, driver) in enumerate(chosen)
@@ -82,17 +82,17 @@ def _device(
     pci: Path,
     driver: str,
     dev_root: Path,
-    ioctl: drm.Ioctl,
+    ioctl: sysfs.Ioctl,
     processes: Sequence[DeviceProcess],
 ) -> Device:
-    number = sysfs.integer(pci / "device") or 0
+    number = sysfs.read_integer(pci / "device") or 0
     sensors = sysfs.hwmon(pci, driver)
     temperature, limit = sysfs.temperatures(sensors, "pkg")
-    total, used, trouble = drm.local_memory(pci, driver, dev_root, ioctl)
+    total, used, trouble = sysfs.drm_local_memory(pci, driver, dev_root, ioctl)
     if total is None:
         total, used = _written(pci)
     return Device(
-        kind=Kind.XPU,
+        kind=DeviceKind.XPU,
         index=index,
         uuid=f"XPU-{pci.name}",
         name=(_DISCRETE | _INTEGRATED).get(number, f"Intel GPU 0x{number:04x}"),
@@ -111,12 +111,14 @@ def _device(
 
 def _written(pci: Path) -> tuple[int | None, int | None]:
     """Return total and used bytes from sysfs, where only Intel's own driver packages put them."""
-    cards = [pci / "drm" / name for name in sysfs.names(pci / "drm") if name.startswith("card")]
-    tiles = [pci / name for name in sysfs.names(pci) if name.startswith("tile")]
-    sizes = [sysfs.integer(tile / "physical_vram_size_bytes") for tile in tiles]
-    sizes += [sysfs.integer(card / "lmem_total_bytes") for card in cards]
+    cards = [
+        pci / "drm" / name for name in sysfs.read_names(pci / "drm") if name.startswith("card")
+    ]
+    tiles = [pci / name for name in sysfs.read_names(pci) if name.startswith("tile")]
+    sizes = [sysfs.read_integer(tile / "physical_vram_size_bytes") for tile in tiles]
+    sizes += [sysfs.read_integer(card / "lmem_total_bytes") for card in cards]
     total = sum(size or 0 for size in sizes) or None
-    free = [sysfs.integer(card / "lmem_avail_bytes") for card in cards]
+    free = [sysfs.read_integer(card / "lmem_avail_bytes") for card in cards]
     if total is None or not free or free[0] is None:
         return total, None
     return total, max(total - free[0], 0)

@@ -12,10 +12,15 @@ from typing import Any
 
 import pynvml
 
-from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link
-from torchmuster.devices.readers.nvml_ask import Unreachable, ask, measure
-from torchmuster.devices.readers.nvml_findings import lost, why_unusable
-from torchmuster.devices.readers.nvml_links import read_links
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc, Link
+from torchmuster.devices.readers.nvml_calls import (
+    Unreachable,
+    ask_nvml,
+    lost_finding,
+    measure_nvml,
+    read_links,
+    why_unusable,
+)
 from torchmuster.finding import Finding
 
 # Slow-downs worth telling; running at a set clock or being idle is not one of them.
@@ -39,7 +44,7 @@ class Reading:
     findings: tuple[Finding, ...] = ()
 
 
-def read() -> Reading:
+def read_nvml() -> Reading:
     """Read every NVIDIA device, or the finding that says why there is none to read."""
     try:
         pynvml.nvmlInit()
@@ -77,7 +82,7 @@ def _read_all(count: int) -> Reading:
         links=tuple(read_links(devices, handles)),
         driver_version=_version(pynvml.nvmlSystemGetDriverVersion),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-        findings=tuple(lost(device) for device in devices if device.trouble),
+        findings=tuple(lost_finding(device) for device in devices if device.trouble),
     )
 
 
@@ -92,7 +97,7 @@ def _unreadable(index: int, trouble: str) -> Device:
     """A GPU that did not even say its UUID; it gets a name nobody can ask for by accident."""
     uuid = f"GPU-unreadable-{index}"
     name = "unknown NVIDIA GPU"
-    return Device(kind=Kind.CUDA, index=index, uuid=uuid, name=name, trouble=trouble)
+    return Device(kind=DeviceKind.CUDA, index=index, uuid=uuid, name=name, trouble=trouble)
 
 
 def _read_device(index: int, handle: Any) -> Device:
@@ -108,32 +113,32 @@ def _read_device(index: int, handle: Any) -> Device:
 
 def _parts(handle: Any) -> Iterator[dict[str, Any]]:
     yield {"uuid": _uuid(handle)}
-    if name := ask(pynvml.nvmlDeviceGetName, handle):
+    if name := ask_nvml(pynvml.nvmlDeviceGetName, handle):
         yield {"name": name}
-    pci = ask(pynvml.nvmlDeviceGetPciInfo, handle)
-    yield {"pci_bus_id": pci and pci.busId, "numa_node": measure(_numa_node, handle)}
-    mig = ask(pynvml.nvmlDeviceGetMigMode, handle)
+    pci = ask_nvml(pynvml.nvmlDeviceGetPciInfo, handle)
+    yield {"pci_bus_id": pci and pci.busId, "numa_node": measure_nvml(_numa_node, handle)}
+    mig = ask_nvml(pynvml.nvmlDeviceGetMigMode, handle)
     yield {"mig_enabled": bool(mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE)}
-    yield {"compute_capability": measure(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
+    yield {"compute_capability": measure_nvml(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
     yield _memory(handle)
-    utilisation = measure(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    utilisation = measure_nvml(pynvml.nvmlDeviceGetUtilizationRates, handle)
     yield {"utilisation_percent": utilisation and utilisation.gpu}
-    yield {"temperature_c": measure(_temperature, handle)}
+    yield {"temperature_c": measure_nvml(_temperature, handle)}
     slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-    threshold = measure(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown)
+    threshold = measure_nvml(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown)
     yield {"slowdown_temperature_c": threshold}
-    yield {"power_w": _watts(measure(pynvml.nvmlDeviceGetPowerUsage, handle))}
-    yield {"power_limit_w": _watts(measure(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))}
-    energy_mj = measure(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    yield {"power_w": _watts(measure_nvml(pynvml.nvmlDeviceGetPowerUsage, handle))}
+    yield {"power_limit_w": _watts(measure_nvml(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))}
+    energy_mj = measure_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
     yield {"energy_j": None if energy_mj is None else energy_mj / 1000}
     yield {"ecc": _ecc(handle), "throttled_by": _throttled_by(handle)}
-    mode = ask(pynvml.nvmlDeviceGetComputeMode, handle)
+    mode = ask_nvml(pynvml.nvmlDeviceGetComputeMode, handle)
     yield {"compute_prohibited": mode == pynvml.NVML_COMPUTEMODE_PROHIBITED}
     yield {"processes": _processes(handle)}
 
 
 def _uuid(handle: Any) -> str:
-    uuid: str | None = ask(pynvml.nvmlDeviceGetUUID, handle)
+    uuid: str | None = ask_nvml(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         raise Unreachable("it does not say its UUID")
     return uuid
@@ -141,9 +146,9 @@ def _uuid(handle: Any) -> str:
 
 def _memory(handle: Any) -> dict[str, Any]:
     """Used memory without what the driver keeps for itself, where the driver can tell them apart."""
-    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     if memory is None:  # drivers before 510
-        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None:
         return {}
     reserved = getattr(memory, "reserved", None)
@@ -174,11 +179,11 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _ecc(handle: Any) -> Ecc | None:
-    mode = measure(pynvml.nvmlDeviceGetEccMode, handle)
+    mode = measure_nvml(pynvml.nvmlDeviceGetEccMode, handle)
     if mode is None:
         return None
     counts = [
-        measure(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_VOLATILE_ECC)
+        measure_nvml(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_VOLATILE_ECC)
         for kind in (
             pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
             pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -188,7 +193,7 @@ def _ecc(handle: Any) -> Ecc | None:
 
 
 def _throttled_by(handle: Any) -> tuple[str, ...]:
-    bits = measure(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    bits = measure_nvml(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     return tuple(text for bit, text in _THROTTLE_REASONS.items() if bits & bit)
 
 
@@ -196,10 +201,10 @@ def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
     """Processes on a device; who they are is looked up later, for all devices together."""
     busy = {
         sample.pid: sample.smUtil
-        for sample in measure(pynvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
+        for sample in measure_nvml(pynvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
     }
-    compute = ask(_first_supported("Compute"), handle) or ()
-    graphics = ask(_first_supported("Graphics"), handle) or ()
+    compute = ask_nvml(_first_supported("Compute"), handle) or ()
+    graphics = ask_nvml(_first_supported("Graphics"), handle) or ()
     found: dict[int, DeviceProcess] = {}
     # Compute last: a process that does both counts as computing.
     for is_compute, listed in ((False, graphics), (True, compute)):
@@ -241,15 +246,17 @@ def _with_slices(parent: Device, handle: Any) -> list[Device]:
 
 def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
     """Read the MIG slices of a GPU; each is a device of its own."""
-    positions = range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
-    handles = [ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, one) for one in positions]
+    positions = range(ask_nvml(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+    handles = [
+        ask_nvml(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, one) for one in positions
+    ]
     existing = [one for one in handles if one is not None]
     for number, slice_handle in enumerate(existing):
-        attributes = measure(pynvml.nvmlDeviceGetAttributes, slice_handle)
-        gpu_instance = ask(pynvml.nvmlDeviceGetGpuInstanceId, slice_handle)
-        name = ask(pynvml.nvmlDeviceGetName, slice_handle) or _slice_name(parent, attributes)
+        attributes = measure_nvml(pynvml.nvmlDeviceGetAttributes, slice_handle)
+        gpu_instance = ask_nvml(pynvml.nvmlDeviceGetGpuInstanceId, slice_handle)
+        name = ask_nvml(pynvml.nvmlDeviceGetName, slice_handle) or _slice_name(parent, attributes)
         yield Device(
-            kind=Kind.CUDA,
+            kind=DeviceKind.CUDA,
             index=parent.index,
             mig_index=number,
             parent_uuid=parent.uuid,
@@ -273,7 +280,7 @@ def _slice_name(parent: Device, attributes: Any) -> str:
 
 def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[DeviceProcess, ...]:
     """The parent lists the processes of all its slices, each with its GPU instance."""
-    listed = ask(_first_supported("Compute"), parent_handle) or ()
+    listed = ask_nvml(_first_supported("Compute"), parent_handle) or ()
     return tuple(
         DeviceProcess(pid=one.pid, compute=True, memory_bytes=one.usedGpuMemory)
         for one in listed
@@ -282,7 +289,7 @@ def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[Devi
 
 
 @contextmanager
-def kept_open() -> Iterator[None]:
+def keep_nvml_open() -> Iterator[None]:
     """Keep NVML initialised between readings; for loops that read often."""
     try:
         pynvml.nvmlInit()

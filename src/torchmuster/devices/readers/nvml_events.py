@@ -13,7 +13,7 @@ from typing import Any
 
 import pynvml
 
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 
 # A card that fails may report thousands; what a look leaves, the next ones take.
 _MOST_AT_A_LOOK = 256
@@ -64,7 +64,7 @@ class XidErrors:
     def added_to(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Return the devices with what was heard of each so far."""
         with self._turn:
-            if self._set is None and any(one.kind is Kind.CUDA for one in devices):
+            if self._set is None and any(one.kind is DeviceKind.CUDA for one in devices):
                 self._listen()  # the driver was loaded after us
             self._catch_up()
         return tuple(

@@ -9,11 +9,11 @@ from typing import Any
 import pynvml
 
 from torchmuster.devices.readers import nvml
-from torchmuster.devices.readers.nvml_ask import Unreachable, measure
+from torchmuster.devices.readers.nvml_calls import Unreachable, measure_nvml
 
 
 @dataclass(frozen=True, kw_only=True)
-class Health:
+class NvmlHealth:
     """The state of one GPU; ``nvlinks`` says for each of its NVLinks whether it is up."""
 
     uuid: str
@@ -29,10 +29,10 @@ class Health:
     rows_not_remappable: bool = False
 
 
-def read() -> dict[str, Health]:
+def read_nvml_health() -> dict[str, NvmlHealth]:
     """Return the health of every GPU that answers, by UUID."""
-    found: dict[str, Health] = {}
-    with nvml.kept_open():
+    found: dict[str, NvmlHealth] = {}
+    with nvml.keep_nvml_open():
         try:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError:
@@ -47,21 +47,21 @@ def read() -> dict[str, Health]:
     return found
 
 
-def _read_one(handle: Any, uuid: str) -> Health:
-    mode = measure(pynvml.nvmlDeviceGetComputeMode, handle)
+def _read_one(handle: Any, uuid: str) -> NvmlHealth:
+    mode = measure_nvml(pynvml.nvmlDeviceGetComputeMode, handle)
     # corrected, uncorrected, waiting for a reset, and whether spare rows have run out
-    rows = measure(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    persistent = measure(pynvml.nvmlDeviceGetPersistenceMode, handle)
-    return Health(
+    rows = measure_nvml(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    persistent = measure_nvml(pynvml.nvmlDeviceGetPersistenceMode, handle)
+    return NvmlHealth(
         uuid=uuid,
         persistent=None if persistent is None else bool(persistent),
         exclusive=mode
         in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD),
-        performance_state=measure(pynvml.nvmlDeviceGetPerformanceState, handle),
-        pcie_width=measure(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        pcie_max_width=measure(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        pcie_generation=measure(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_max_generation=measure(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        performance_state=measure_nvml(pynvml.nvmlDeviceGetPerformanceState, handle),
+        pcie_width=measure_nvml(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_max_width=measure_nvml(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        pcie_generation=measure_nvml(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_max_generation=measure_nvml(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         nvlinks=_nvlinks(handle),
         rows_to_remap=bool(rows[2]),
         rows_not_remappable=bool(rows[3]),
@@ -71,7 +71,7 @@ def _read_one(handle: Any, uuid: str) -> Health:
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
     states: list[bool] = []
     for lane in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        state = measure(pynvml.nvmlDeviceGetNvLinkState, handle, lane)
+        state = measure_nvml(pynvml.nvmlDeviceGetNvLinkState, handle, lane)
         if state is None:
             break  # lanes are numbered without gaps
         states.append(bool(state))

@@ -4,13 +4,21 @@ A file that is missing, forbidden, empty or garbled reads as None: a sleeping GP
 or a container must cost a field, never the whole report.
 """
 
+import os
 import re
+import struct
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+from torchmuster.devices.model import DeviceProcess
+from torchmuster.units import parse_bytes
 
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
-def text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
     """Return the stripped content of a file, or None if there is none to be had."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
@@ -18,22 +26,22 @@ def text(path: Path) -> str | None:
         return None
 
 
-def integer(path: Path) -> int | None:
+def read_integer(path: Path) -> int | None:
     """Return the number in a file, decimal or with ``0x``, or None."""
-    content = text(path)
+    content = read_text(path)
     try:
         return None if content is None else int(content, 16 if content.startswith("0x") else 10)
     except ValueError:
         return None
 
 
-def percent(path: Path) -> int | None:
+def read_percent(path: Path) -> int | None:
     """Return a share of 100, or None; some firmware answers 65535 when it does not know."""
-    value = integer(path)
+    value = read_integer(path)
     return value if value is not None and 0 <= value <= 100 else None
 
 
-def names(folder: Path) -> list[str]:
+def read_names(folder: Path) -> list[str]:
     """Return the sorted names in a folder, none if it cannot be listed."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
@@ -43,20 +51,20 @@ def names(folder: Path) -> list[str]:
 
 def pci_addresses(sys_root: Path, driver: str) -> list[str]:
     """Return the PCI addresses of the devices that a kernel driver holds, in PCI order."""
-    entries = names(sys_root / "bus/pci/drivers" / driver)
+    entries = read_names(sys_root / "bus/pci/drivers" / driver)
     return [entry for entry in entries if _PCI_ADDRESS.fullmatch(entry)]
 
 
 def numa_node(pci: Path) -> int | None:
     """Return the NUMA node next to a PCI device; the kernel's -1 means that it has no idea."""
-    node = integer(pci / "numa_node")
+    node = read_integer(pci / "numa_node")
     return None if node is None or node < 0 else node
 
 
 def hwmon(pci: Path, driver: str) -> Path:
     """Return the folder with the sensors of the whole device, not those of one part of it."""
-    folders = [pci / "hwmon" / name for name in names(pci / "hwmon")]
-    whole = (folder for folder in folders if text(folder / "name") == driver)
+    folders = [pci / "hwmon" / name for name in read_names(pci / "hwmon")]
+    whole = (folder for folder in folders if read_text(folder / "name") == driver)
     return next(whole, folders[0] if folders else pci / "hwmon")
 
 
@@ -65,24 +73,146 @@ def temperatures(sensors: Path, *labels: str) -> tuple[int | None, int | None]:
 
     A driver without labels has one sensor that counts, and it comes first.
     """
-    inputs = {number: integer(sensors / f"temp{number}_input") for number in "123"}
+    inputs = {number: read_integer(sensors / f"temp{number}_input") for number in "123"}
     measured = [number for number, value in inputs.items() if value is not None]
-    labelled = {text(sensors / f"temp{number}_label"): number for number in reversed(measured)}
+    labelled = {read_text(sensors / f"temp{number}_label"): number for number in reversed(measured)}
     for label in (*labels, None):
         if label in labelled:
             number = labelled[label]
-            limit = integer(sensors / f"temp{number}_crit")
+            limit = read_integer(sensors / f"temp{number}_crit")
             return round((inputs[number] or 0) / 1000), round(limit / 1000) if limit else None
     return None, None
 
 
 def watts(sensors: Path, *files: str) -> float | None:
     """Return the first of these power files that is not zero, which means "not measured"."""
-    microwatts = (integer(sensors / file) for file in files)
+    microwatts = (read_integer(sensors / file) for file in files)
     return next((value / 1e6 for value in microwatts if value), None)
 
 
 def joules(sensors: Path) -> float | None:
     """Return the energy drawn since the driver was loaded, where it is counted."""
-    microjoules = integer(sensors / "energy1_input")
+    microjoules = read_integer(sensors / "energy1_input")
     return None if microjoules is None else microjoules / 1e6
+
+
+# Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).
+_COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
+_RENDER_ENGINES = ("drm-engine-gfx", "drm-engine-render", "drm-cycles-rcs")
+
+# DRM_IOCTL_XE_DEVICE_QUERY and DRM_IOCTL_I915_QUERY, and the question "memory regions" in each.
+_XE_QUERY, _XE_REGIONS, _XE_HEADER_BYTES = 0xC0286440, 1, 8
+_I915_QUERY, _I915_REGIONS, _I915_HEADER_BYTES = 0xC0106479, 4, 16
+_REGION, _REGION_BYTES, _DEVICE_MEMORY = "=HHIQQ", 88, 1
+_LONGEST_ANSWER_BYTES = 1 << 16
+
+Ioctl = Callable[[int, int, bytearray], object]
+
+
+def drm_processes(proc_root: Path) -> dict[str, list[DeviceProcess]]:
+    """Return, by PCI address, the processes that hold a GPU open: all for root, else one's own."""
+    found = defaultdict(list)
+    for pid in filter(str.isdecimal, read_names(proc_root)):
+        for address, clients in _clients(proc_root / pid).items():
+            amounts = [_local_bytes(client) for client in clients]
+            known = [amount for amount in amounts if amount is not None]
+            computes = any(_busy(client, _COMPUTE_ENGINES) for client in clients)
+            # A program that has only loaded its data has computed nothing yet, nor drawn anything.
+            loading = any(known) and not any(_busy(client, _RENDER_ENGINES) for client in clients)
+            process = DeviceProcess(
+                pid=int(pid),
+                compute=computes or loading,
+                memory_bytes=sum(known) if known else None,
+            )
+            found[address].append(process)
+    return dict(found)
+
+
+def _clients(process: Path) -> dict[str, Iterable[Mapping[str, str]]]:
+    """Return what the kernel tells of each GPU file a process has open, by PCI address."""
+    clients: dict[str, dict[str, Mapping[str, str]]] = defaultdict(dict)
+    for descriptor in read_names(process / "fd"):
+        try:
+            opened = str((process / "fd" / descriptor).readlink())
+        except OSError:
+            continue
+        if opened.startswith("/dev/dri/"):
+            lines = (read_text(process / "fdinfo" / descriptor) or "").splitlines()
+            parts = (line.partition(":") for line in lines)
+            client = {key: value.strip() for key, _, value in parts}
+            # A duplicated descriptor shows the same client again.
+            clients[client.get("drm-pdev", "")][client.get("drm-client-id", descriptor)] = client
+    return {address: list(found.values()) for address, found in clients.items() if address}
+
+
+def _local_bytes(client: Mapping[str, str]) -> int | None:
+    """Return the device memory of a client: resident, or as older drivers name it."""
+    for prefix in ("drm-resident-", "drm-total-", "drm-memory-"):
+        regions = (f"{prefix}vram", f"{prefix}local")
+        try:
+            amounts = [parse_bytes(client[key]) for key in client if key.startswith(regions)]
+        except ValueError:
+            continue
+        if amounts:
+            return sum(amounts)
+    return None
+
+
+def _busy(client: Mapping[str, str], engines: Iterable[str]) -> bool:
+    return any(client.get(engine, "0").split()[:1] not in ([], ["0"]) for engine in engines)
+
+
+def kernel_driver(descriptor: int, request: int, argument: bytearray) -> object:
+    """Ask the kernel itself."""
+    import fcntl  # not there on Windows, where this is never called
+
+    return fcntl.ioctl(descriptor, request, argument)
+
+
+def drm_local_memory(
+    pci: Path, driver: str, dev_root: Path, ioctl: Ioctl
+) -> tuple[int | None, int | None, str | None]:
+    """Return total and used bytes as the driver answers, and why it could not be asked."""
+    nodes = [name for name in read_names(pci / "drm") if name.startswith("renderD")]
+    if not nodes:
+        return None, None, "its driver offers no render node"
+    node = dev_root / "dri" / nodes[0]
+    try:
+        descriptor = os.open(node, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        return None, None, f"{node} cannot be opened: {error.strerror}"
+    try:
+        header = _XE_HEADER_BYTES if driver == "xe" else _I915_HEADER_BYTES
+        answer = _answer(descriptor, driver, ioctl)
+        places = range(header, len(answer) - _REGION_BYTES + 1, _REGION_BYTES)
+        regions = [struct.unpack_from(_REGION, answer, place) for place in places]
+    except (OSError, struct.error):
+        return None, None, None
+    finally:
+        os.close(descriptor)
+    local = [region for region in regions if region[0] == _DEVICE_MEMORY]
+    total = sum(region[3] for region in local)
+    second = sum(region[4] for region in local)
+    # Who may not know the use is told that nothing is used; i915 counts what is left instead.
+    used = second if driver == "xe" else total - second
+    return total or None, used or None, None
+
+
+def _answer(descriptor: int, driver: str, ioctl: Ioctl) -> bytes:
+    """Ask for the memory regions: first for the length of the answer, then for the answer."""
+    size, data = 0, array("B")
+    for _ in range(2):
+        data = array("B", bytes(size))
+        address = data.buffer_info()[0] if size else 0
+        if driver == "xe":
+            query = bytearray(struct.pack("=QIIQQQ", 0, _XE_REGIONS, size, address, 0, 0))
+            ioctl(descriptor, _XE_QUERY, query)
+            (size,) = struct.unpack_from("=I", query, 12)
+        else:
+            item = array("B", struct.pack("=QiIQ", _I915_REGIONS, size, 0, address))
+            place = item.buffer_info()[0]
+            ioctl(descriptor, _I915_QUERY, bytearray(struct.pack("=IIQ", 1, 0, place)))
+            (size,) = struct.unpack_from("=i", item, 8)
+        if not 0 < size <= _LONGEST_ANSWER_BYTES:
+            return b""
+    return data.tobytes()

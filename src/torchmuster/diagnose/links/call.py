@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchmuster.diagnose.links import measure, serve
-from torchmuster.diagnose.links.messages import Call, Called, Result, Target, read, written
+from torchmuster.diagnose.links.messages import (
+    Call,
+    Called,
+    Result,
+    Target,
+    encode_message,
+    read_message,
+)
 from torchmuster.diagnose.links.model import DROPPED
 from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces as network_interfaces
@@ -19,14 +26,14 @@ _AT_ONCE_S = 0.7
 
 async def call(argument: Any) -> Any:
     """Call all targets at once, or measure the links to them one after the other."""
-    asked = read(Call, argument)
+    asked = read_message(Call, argument)
     known = network_interfaces.read()
     if asked.measure:
         results = [await _measure(target, asked, known) for target in asked.targets]
     else:
         tries = (_reach(target, asked, known) for target in asked.targets)
         results = list(await asyncio.gather(*tries))
-    return written(Called(results=tuple(results)))
+    return encode_message(Called(results=tuple(results)))
 
 
 async def _reach(target: Target, asked: Call, known: Sequence[Interface]) -> Result:
@@ -51,7 +58,7 @@ async def _measure(target: Target, asked: Call, known: Sequence[Interface]) -> R
         return other
 
     try:
-        there, back = await measure.measure(
+        there, back = await measure.measure_link(
             target,
             asked.nonce,
             reconnect=reconnect,

@@ -16,7 +16,7 @@ _FEWEST_LINKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class LinkGroup:
     """Bad links that have one cause; ``end`` is the machine to blame, if it is one."""
 
     kind: Kind
@@ -50,26 +50,26 @@ class Group:
         return list({end.place: end for end in ends}.values())
 
 
-def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[Group]:
+def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
     """Put bad links together, of all that are known, so that as few culprits as can be are named."""
     known = {link.places for link in links}
     left = by_places(bad)
     ends = {end.place: end for link in links for end in (link.source, link.target)}
     if len(ends) > _FEWEST_LINKS and left.keys() == known:
-        return [Group(kind="everywhere", links=tuple(bad))]
-    found: list[Group] = []
+        return [LinkGroup(kind="everywhere", links=tuple(bad))]
+    found: list[LinkGroup] = []
     all_bad = set(left)
     while blamed := _most_to_blame(left.keys(), all_bad, known, ends.values()):
         kind, end, places = blamed
         members = tuple(left.pop(one) for one in sorted(places))
-        found.append(Group(kind=kind, links=members, end=end))
+        found.append(LinkGroup(kind=kind, links=members, end=end))
     while left:
         link = left.pop(next(iter(left)))
         back = left.pop((link.target.place, link.source.place), None)
         if back is None:
-            found.append(Group(kind="from", links=(link,)))
+            found.append(LinkGroup(kind="from", links=(link,)))
         else:
-            found.append(Group(kind="between", links=(link, back)))
+            found.append(LinkGroup(kind="between", links=(link, back)))
     return found
 
 

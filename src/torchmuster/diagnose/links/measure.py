@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from torchmuster.diagnose.links import datagrams, frames
+from torchmuster.diagnose.links import datagrams
 from torchmuster.diagnose.links.messages import Target
 from torchmuster.diagnose.links.model import Figures
 from torchmuster.launch import protocol
@@ -29,7 +29,7 @@ _RETRANSMITS = slice(100, 104)  # in what Linux tells of a connection
 Reconnect = Callable[[], Awaitable[socket.socket]]
 
 
-async def measure(
+async def measure_link(
     target: Target,
     nonce: str,
     *,
@@ -42,7 +42,7 @@ async def measure(
 
     ``reconnect`` returns a new connection to the target, on which the nonce has been said.
     """
-    block = frames.block_of(nonce)
+    block = datagrams.block_of(nonce)
     async with asyncio.timeout(LIMIT_S):
         with await reconnect() as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -56,11 +56,11 @@ async def measure(
                 round_trip_s=min(trips_s),
                 frames_bytes=(own_frame_bytes, target.frame_bytes),
             )
-            there = await _timed(there, connection, frames.TAKE, block)
+            there = await _timed(there, connection, datagrams.TAKE, block)
             there = replace(there, retransmits=_retransmits(connection))
         # A connection that stalled is of no more use, so the way back has its own.
         with await reconnect() as connection:
-            back = await _timed(back, connection, frames.GIVE, block)
+            back = await _timed(back, connection, datagrams.GIVE, block)
     return (
         replace(there, round_trips_s=tuple(trips_s)),
         replace(back, round_trips_s=tuple(trips_s)),
@@ -69,14 +69,14 @@ async def measure(
 
 async def _pings(connection: socket.socket) -> list[float]:
     loop = asyncio.get_running_loop()
-    message = frames.HEADER.pack(frames.PING, 0) + os.urandom(frames.PING_BYTES)
+    message = datagrams.HEADER.pack(datagrams.PING, 0) + os.urandom(datagrams.PING_BYTES)
     trips_s: list[float] = []
     until = time.monotonic() + _PINGING_S
     while len(trips_s) < _PINGS and (len(trips_s) < _FEWEST_PINGS or time.monotonic() < until):
         began = time.monotonic()
         async with asyncio.timeout(_PING_S):
             await loop.sock_sendall(connection, message)
-            await frames.read_exactly(connection, frames.PING_BYTES)
+            await datagrams.read_exactly(connection, datagrams.PING_BYTES)
         trips_s.append(time.monotonic() - began)
     return trips_s
 
@@ -92,15 +92,15 @@ async def _sound(
     frames_bytes: tuple[int | None, int | None],
 ) -> tuple[Figures, Figures]:
     async def ask_count(series: bytes) -> int:
-        request = frames.HEADER.pack(frames.COUNT, 0) + series
+        request = datagrams.HEADER.pack(datagrams.COUNT, 0) + series
         await asyncio.get_running_loop().sock_sendall(connection, request)
-        answer = await frames.read_exactly(connection, frames.HEADER.size)
-        return int(frames.HEADER.unpack(answer)[1])
+        answer = await datagrams.read_exactly(connection, datagrams.HEADER.size)
+        return int(datagrams.HEADER.unpack(answer)[1])
 
     if target.udp_port is None:
         return Figures(), Figures()
     try:
-        found = await datagrams.sound(
+        found = await datagrams.probe_datagrams(
             target.address,
             target.udp_port,
             nonce,
@@ -144,9 +144,9 @@ async def _timed(figures: Figures, connection: socket.socket, verb: bytes, block
         wrong += received.wrong_bytes
         rate = size / max(received.seconds, 1e-6)
         waited_share = min(1.0, waited_s / max(received.seconds, 1e-6))
-        if received.seconds >= _LONG_ENOUGH_S or size == frames.MOST_BYTES:
+        if received.seconds >= _LONG_ENOUGH_S or size == datagrams.MOST_BYTES:
             break
-        size = min(size * _GROWTH, frames.MOST_BYTES)
+        size = min(size * _GROWTH, datagrams.MOST_BYTES)
     return replace(
         figures,
         bytes_per_s=rate,
@@ -158,16 +158,18 @@ async def _timed(figures: Figures, connection: socket.socket, verb: bytes, block
 
 async def _transfer(
     connection: socket.socket, verb: bytes, size: int, block: bytes
-) -> tuple[frames.Transfer, float]:
+) -> tuple[datagrams.Transfer, float]:
     """Return how it went at the end that received, and how long either end had to wait."""
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, frames.HEADER.pack(verb, size))
-    if verb == frames.TAKE:
-        mine = await frames.send_blocks(connection, size, block)
-        theirs = frames.unpacked(await frames.read_exactly(connection, frames.REPORT_BYTES))
+    await loop.sock_sendall(connection, datagrams.HEADER.pack(verb, size))
+    if verb == datagrams.TAKE:
+        mine = await datagrams.send_blocks(connection, size, block)
+        theirs = datagrams.unpacked(
+            await datagrams.read_exactly(connection, datagrams.REPORT_BYTES)
+        )
         return theirs, max(mine.waited_s, theirs.waited_s)
-    mine = await frames.receive_blocks(connection, size, block)
-    theirs = frames.unpacked(await frames.read_exactly(connection, frames.REPORT_BYTES))
+    mine = await datagrams.receive_blocks(connection, size, block)
+    theirs = datagrams.unpacked(await datagrams.read_exactly(connection, datagrams.REPORT_BYTES))
     return mine, max(mine.waited_s, theirs.waited_s)
 
 

@@ -86,7 +86,7 @@ class Called(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[Result, ...]
 
 
-def read(kind: type[_Asked], argument: Any) -> _Asked:
+def read_message(kind: type[_Asked], argument: Any) -> _Asked:
     """Return what JSON says as one of these; raises ``MusterError`` if it is not that."""
     try:
         return msgspec.convert(argument, kind)
@@ -94,6 +94,6 @@ def read(kind: type[_Asked], argument: Any) -> _Asked:
         raise MusterError(f"not {kind.__name__}: {error}") from error
 
 
-def written(message: msgspec.Struct) -> Any:
+def encode_message(message: msgspec.Struct) -> Any:
     """Return a message as plain JSON types."""
     return msgspec.to_builtins(message)

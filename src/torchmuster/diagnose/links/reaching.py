@@ -1,16 +1,187 @@
 """Who reaches whom, and at which address: every machine tries all addresses of the others."""
 
 import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from torchmuster.diagnose.links.messages import Call, Interface, Result, Target
+from torchmuster.diagnose.links import measure
+from torchmuster.diagnose.links.messages import (
+    Call,
+    Called,
+    Interface,
+    Result,
+    Serve,
+    Served,
+    Target,
+    encode_message,
+    read_message,
+)
 from torchmuster.diagnose.links.model import NOT_TRIED, End, Link
-from torchmuster.diagnose.links.opening import Examiner, Found, ask_to_call
 from torchmuster.diagnose.rounds import Pair
-from torchmuster.finding import Finding, Status
+from torchmuster.errors import MusterError
+from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
+from torchmuster.launch.job import USUAL_PORT
+
+_ANSWER_WITHIN_S = 20.0
+# It is done even if the answer comes later; a machine that is gone must not keep anyone waiting.
+_DONE_WITHIN_S = 2.0
+_SERVE_FOR_S = 300.0
+
+
+class LinkProbe(Protocol):
+    """A machine that can be asked; see ``diagnose/conversation.py``."""
+
+    name: str
+    place: int
+    record: protocol.NodeRecord
+
+    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
+        """Return the machine's answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedListeners:
+    """What is known of a machine: what it has opened, or what kept it from that."""
+
+    examiner: LinkProbe
+    served: Served | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+async def serve_all(
+    examiners: Sequence[LinkProbe], nonce: str, port: int | None, address: str | None
+) -> list[OpenedListeners]:
+    """Have every machine open its ports; the first one the meeting port as well."""
+    return list(
+        await asyncio.gather(
+            *(
+                _serve(
+                    one,
+                    Serve(
+                        nonce=nonce,
+                        meeting=position == 0,
+                        port=port,
+                        address=address if position == 0 else None,
+                        for_s=_SERVE_FOR_S,
+                    ),
+                )
+                for position, one in enumerate(examiners)
+            )
+        )
+    )
+
+
+async def _serve(examiner: LinkProbe, asked: Serve) -> OpenedListeners:
+    try:
+        told = await examiner.ask("serve", encode_message(asked), within_s=_ANSWER_WITHIN_S)
+        served = read_message(Served, told)
+    except MusterError as error:
+        return OpenedListeners(examiner=examiner, findings=tuple(from_error(error)))
+    down = _without_link(examiner.name, served)
+    if down is not None:  # nobody can try it, and it can try nobody
+        return OpenedListeners(examiner=examiner, findings=(down,))
+    return OpenedListeners(
+        examiner=examiner,
+        served=served,
+        findings=tuple(_own_findings(examiner.name, asked, served)),
+    )
+
+
+def _own_findings(name: str, asked: Serve, served: Served) -> Iterable[Finding]:
+    trouble = served.meeting_trouble
+    if trouble is not None:
+        yield Finding(
+            name="meeting-port-taken",
+            status=Status.FAILURE,
+            what=f"{name}: {trouble.what}",
+            why=trouble.why,
+            fix=trouble.fix,
+        )
+    elif asked.meeting and asked.port is None and served.meeting_port != USUAL_PORT:
+        yield Finding(
+            name="meeting-port-taken",
+            status=Status.NOTE,
+            what=f"{name}: port {USUAL_PORT} is taken; muster meets at {served.meeting_port} instead",
+            why=f"{served.meeting_reason}. torchrun itself would wait there without a word",
+            fix=f"see who has it, on {name}:\nss -ltnp 'sport = :{USUAL_PORT}'",
+        )
+
+
+def _without_link(name: str, served: Served) -> Finding | None:
+    """Return what to say of a machine that others cannot reach because none of its interfaces works."""
+    if not all(ipaddress.ip_address(one.address).is_loopback for one in served.addresses):
+        return None
+    idle = [one for one in served.interfaces if one.networks and not _is_loopback(one)]
+    if not idle:
+        return Finding(
+            name="link-down",
+            status=Status.FAILURE,
+            what=f"{name} is not connected: it has no address but 127.0.0.1",
+            why="no interface has an address at which others could reach it",
+            fix=f"give it one, on {name}:\nip -br address",
+        )
+    first = idle[0]
+    where = f"{first.name} ({first.networks[0]})"
+    if first.up:
+        return Finding(
+            name="link-down",
+            status=Status.FAILURE,
+            what=f"{name} is not connected: {where} has no cable",
+            why="the interface is up and sees nobody at the other end: the cable is out or broken, or "
+            "the port of the switch is off",
+            fix="put the cable in, or try another one and another port of the switch; "
+            f"it is well when this says yes, on {name}:\n"
+            f"sudo ethtool {first.name} | grep -i 'link detected'",
+        )
+    return Finding(
+        name="link-down",
+        status=Status.FAILURE,
+        what=f"{name} is not connected: {where} is switched off",
+        why="the interface has an address and is down",
+        fix=f"switch it on, on {name}:\nsudo ip link set dev {first.name} up",
+    )
+
+
+def _is_loopback(interface: Interface) -> bool:
+    return any(ipaddress.ip_interface(one).is_loopback for one in interface.networks)
+
+
+async def keep_open(found: Sequence[OpenedListeners], nonce: str) -> None:
+    """Have the machines keep their ports open for another while."""
+    again = encode_message(Serve(nonce=nonce, for_s=_SERVE_FOR_S))
+    await asyncio.gather(
+        *(_tell(one.examiner, "serve", again) for one in found if one.served is not None)
+    )
+
+
+async def close_listeners(examiner: LinkProbe, nonce: str) -> None:
+    """Have a machine close its ports; else it does so by itself after a while."""
+    await _tell(examiner, "close", {"nonce": nonce})
+
+
+async def _tell(examiner: LinkProbe, verb: str, argument: Any) -> None:
+    with contextlib.suppress(MusterError):
+        await examiner.ask(verb, argument, within_s=_DONE_WITHIN_S)
+
+
+async def ask_to_call(examiner: LinkProbe, call: Call) -> list[Result]:
+    """Return how a machine's calls went; if it does not answer, that none was tried."""
+    within_s = call.timeout_s + _ANSWER_WITHIN_S
+    if call.measure:
+        within_s += (2 * call.timeout_s + measure.LIMIT_S) * len(call.targets)
+    try:
+        told = await examiner.ask("call", encode_message(call), within_s=within_s)
+        results = read_message(Called, told).results
+    except MusterError:
+        results = ()
+    if len(results) != len(call.targets):
+        return [Result(problem=NOT_TRIED, seconds=0.0) for _ in call.targets]
+    return list(results)
+
 
 # Which trouble to believe in where an address is reached by nobody: the nearer to it the better.
 _NEARNESS = {"": 0, "refused": 1, "prohibited": 1, "timeout": 2, "absent": 3, "no-route": 4}
@@ -26,7 +197,7 @@ class Tried:
 
 
 async def try_all(
-    found: Sequence[Found], order: Sequence[Sequence[Pair]], nonce: str, timeout_s: float
+    found: Sequence[OpenedListeners], order: Sequence[Sequence[Pair]], nonce: str, timeout_s: float
 ) -> dict[Pair, Tried]:
     """Let each machine try all addresses of its partners, and those of the first machine."""
     pairs = [pair for pairs in order for pair in pairs]
@@ -37,7 +208,7 @@ async def try_all(
 
 
 async def try_directions(
-    found: Sequence[Found], directions: Iterable[Pair], nonce: str, timeout_s: float
+    found: Sequence[OpenedListeners], directions: Iterable[Pair], nonce: str, timeout_s: float
 ) -> dict[Pair, Tried]:
     """Let machines try all addresses of others, all at the same time."""
     partners: dict[int, set[int]] = {}
@@ -56,7 +227,7 @@ async def try_directions(
 async def _try_from(
     caller: int,
     called: Sequence[int],
-    found: Sequence[Found],
+    found: Sequence[OpenedListeners],
     nonce: str,
     timeout_s: float,
     tried: dict[Pair, Tried],
@@ -79,7 +250,7 @@ async def _try_from(
 
 
 async def _call_twice(
-    examiner: Examiner, targets: Sequence[Target], nonce: str, timeout_s: float
+    examiner: LinkProbe, targets: Sequence[Target], nonce: str, timeout_s: float
 ) -> list[Result]:
     """Call all; call again those that were silent.
 
@@ -99,7 +270,7 @@ async def _call_twice(
     return results
 
 
-def ends_of(found: Sequence[Found], tried: dict[Pair, Tried]) -> list[End]:
+def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[End]:
     """Return each machine with the address at which the others reach it best."""
     ends = []
     for position, one in enumerate(found):
@@ -143,7 +314,7 @@ def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
     return sum(map(bool, problems)), farness
 
 
-def _end(found: Found, chosen: protocol.Address | None) -> End:
+def _end(found: OpenedListeners, chosen: protocol.Address | None) -> End:
     examiner, served = found.examiner, found.served
     end = End(
         name=examiner.name,
@@ -176,7 +347,7 @@ def _network(address: str, interface: Interface | None) -> str | None:
 
 def links_of(
     ends: Sequence[End],
-    found: Sequence[Found],
+    found: Sequence[OpenedListeners],
     tried: dict[Pair, Tried],
     order: Sequence[Sequence[Pair]],
 ) -> dict[Pair, Link]:

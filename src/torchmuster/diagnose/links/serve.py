@@ -15,8 +15,14 @@ from typing import Any
 
 import psutil
 
-from torchmuster.diagnose.links import datagrams, frames
-from torchmuster.diagnose.links.messages import Interface, Serve, Served, read, written
+from torchmuster.diagnose.links import datagrams
+from torchmuster.diagnose.links.messages import (
+    Interface,
+    Serve,
+    Served,
+    encode_message,
+    read_message,
+)
 from torchmuster.diagnose.links.model import USUAL_PORTS
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
@@ -33,7 +39,7 @@ class Service:
 
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
-        self._block = frames.block_of(nonce)
+        self._block = datagrams.block_of(nonce)
         self._ports: list[listening.OpenPort] = []
         self._answering: dict[str, datagrams.Answering] = {}
         self._transports: list[asyncio.DatagramTransport] = []
@@ -93,27 +99,27 @@ class Service:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 async with asyncio.timeout(_PATIENCE_S):
-                    header = await frames.read_exactly(connection, frames.HEADER.size)
-                    verb, count = frames.HEADER.unpack(header)
-                    if count > frames.MOST_BYTES:
+                    header = await datagrams.read_exactly(connection, datagrams.HEADER.size)
+                    verb, count = datagrams.HEADER.unpack(header)
+                    if count > datagrams.MOST_BYTES:
                         return
                     await self._do(connection, verb, count)
 
     async def _do(self, connection: socket.socket, verb: bytes, count: int) -> None:
         loop = asyncio.get_running_loop()
-        if verb == frames.PING:
-            said = await frames.read_exactly(connection, frames.PING_BYTES)
+        if verb == datagrams.PING:
+            said = await datagrams.read_exactly(connection, datagrams.PING_BYTES)
             await loop.sock_sendall(connection, said)
-        elif verb == frames.TAKE:
-            taken = await frames.receive_blocks(connection, count, self._block)
+        elif verb == datagrams.TAKE:
+            taken = await datagrams.receive_blocks(connection, count, self._block)
             await loop.sock_sendall(connection, taken.packed())
-        elif verb == frames.GIVE:
-            given = await frames.send_blocks(connection, count, self._block)
+        elif verb == datagrams.GIVE:
+            given = await datagrams.send_blocks(connection, count, self._block)
             await loop.sock_sendall(connection, given.packed())
-        elif verb == frames.COUNT:
-            series = await frames.read_exactly(connection, 8)
+        elif verb == datagrams.COUNT:
+            series = await datagrams.read_exactly(connection, 8)
             counted = sum(one.count(series) for one in self._answering.values())
-            await loop.sock_sendall(connection, frames.HEADER.pack(frames.COUNT, counted))
+            await loop.sock_sendall(connection, datagrams.HEADER.pack(datagrams.COUNT, counted))
         else:
             raise ConnectionError("not one of ours")
 
@@ -129,12 +135,12 @@ _open: dict[str, _Opened] = {}
 _closing: set[asyncio.Task[None]] = set()
 
 
-async def serve(argument: Any) -> Any:
+async def open_service(argument: Any) -> Any:
     """Open ports for the holders of a nonce; they are closed by ``close``, or after a while.
 
     Asked again, it keeps them open for another while.
     """
-    asked = read(Serve, argument)
+    asked = read_message(Serve, argument)
     opened = _open.get(asked.nonce)
     if opened is not None:
         opened.timer.cancel()
@@ -150,10 +156,10 @@ async def serve(argument: Any) -> Any:
         min(asked.for_s, _MOST_S), _close_later, asked.nonce
     )
     _open[asked.nonce] = _Opened(service=service, served=served, timer=timer)
-    return written(served)
+    return encode_message(served)
 
 
-async def close(argument: Any) -> None:
+async def close_service(argument: Any) -> None:
     """Close what was opened for the holders of a nonce; nothing happens if nothing is open."""
     opened = _open.pop(str(argument["nonce"]), None)
     if opened is not None:
@@ -162,7 +168,7 @@ async def close(argument: Any) -> None:
 
 
 def _close_later(nonce: str) -> None:
-    task = asyncio.ensure_future(close({"nonce": nonce}))
+    task = asyncio.ensure_future(close_service({"nonce": nonce}))
     _closing.add(task)
     task.add_done_callback(_closing.discard)
 

@@ -10,24 +10,160 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
-from torchmuster.diagnose.links import quality
-from torchmuster.diagnose.links.elsewhere import dead_elsewhere
-from torchmuster.diagnose.links.messages import Call, Result, Target
-from torchmuster.diagnose.links.model import NOT_TRIED, Figures, Link
-from torchmuster.diagnose.links.opening import (
-    Examiner,
-    Found,
-    ask_to_call,
-    close,
-    keep_open,
-    serve_all,
+from torchmuster.diagnose.group_testing import (
+    USUAL,
+    LinkSearch,
+    SuspectedFault,
+    TestGroup,
+    TestOutcome,
+    TestResult,
+    find_bad,
 )
-from torchmuster.diagnose.links.reaching import ends_of, links_of, try_all
+from torchmuster.diagnose.links import quality
+from torchmuster.diagnose.links.messages import Call, Result, Target
+from torchmuster.diagnose.links.model import NOT_TRIED, End, Figures, Link
+from torchmuster.diagnose.links.reaching import (
+    LinkProbe,
+    OpenedListeners,
+    ask_to_call,
+    close_listeners,
+    ends_of,
+    keep_open,
+    links_of,
+    serve_all,
+    try_all,
+    try_directions,
+)
 from torchmuster.diagnose.rounds import ALL_PAIRS_UP_TO, Pair, disjoint, survey_rounds
 from torchmuster.launch.job import Limits
+
+# Where many meet, a call without an answer is made again: of so many one fails by chance.
+TRIES = 3
+# A machine calls so many at a time, since each call takes a socket at both ends.
+MOST_CALLS = 200
+
+
+class CallingTester:
+    """A tester. It sees who does not reach whom, in either direction; nothing is measured.
+
+    ``addresses`` are those at which the machines are called, in the order of ``found``. The links in
+    ``left_out`` are known to be bad.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[OpenedListeners],
+        addresses: Sequence[str | None],
+        *,
+        nonce: str,
+        timeout_s: float,
+        left_out: frozenset[Pair] = frozenset(),
+    ) -> None:
+        self._found = found
+        self._addresses = addresses
+        self._nonce = nonce
+        self._timeout_s = timeout_s
+        self._left_out = left_out
+
+    async def test(
+        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
+    ) -> Sequence[TestOutcome]:
+        """Hold one round of meetings at the same time."""
+        left_out = without | self._left_out
+        return await asyncio.gather(*(self._hold(meeting, left_out) for meeting in meetings))
+
+    async def _hold(self, meeting: TestGroup, left_out: frozenset[Pair]) -> TestOutcome:
+        pairs = [_pair(link) for link in product(*meeting) if _pair(link) not in left_out]
+        calls = [call for one, other in pairs for call in ((one, other), (other, one))]
+        for _ in range(1 if len(pairs) == 1 else TRIES):
+            calls = await self._unanswered(calls)
+            if not calls:
+                return TestOutcome()
+        return TestOutcome(seen=TestResult.FAILED, blamed=frozenset(map(_pair, calls)))
+
+    async def _unanswered(self, calls: Sequence[Pair]) -> list[Pair]:
+        """Make calls, and return those that got no answer."""
+        by_caller: dict[int, list[int]] = {}
+        for caller, called in calls:
+            by_caller.setdefault(caller, []).append(called)
+        unanswered = await asyncio.gather(*(self._call(*item) for item in by_caller.items()))
+        return [call for of_caller in unanswered for call in of_caller]
+
+    async def _call(self, caller: int, called: Collection[int]) -> list[Pair]:
+        # Each begins with another one, so that nobody is called by all at once.
+        ahead = sorted(called, key=lambda one: (one - caller) % len(self._found))
+        unanswered: list[Pair] = []
+        for start in range(0, len(ahead), MOST_CALLS):
+            some = ahead[start : start + MOST_CALLS]
+            call = Call(
+                nonce=self._nonce,
+                targets=tuple(map(self._target, some)),
+                timeout_s=self._timeout_s,
+            )
+            results = await ask_to_call(self._found[caller].examiner, call)
+            unanswered += [
+                (caller, one) for one, result in zip(some, results, strict=True) if result.problem
+            ]
+        return unanswered
+
+    def _target(self, place: int) -> Target:
+        served, address = self._found[place].served, self._addresses[place]
+        assert served is not None
+        assert address is not None
+        return Target(address=address, port=served.port)
+
+
+def _pair(link: tuple[int, int]) -> Pair:
+    return min(link), max(link)
+
+
+# Enough for a first packet that was lost to be sent again. What is found is tried again for longer.
+_PATIENCE_S = 2.0
+
+
+async def dead_elsewhere(
+    found: Sequence[OpenedListeners],
+    ends: Sequence[End],
+    links: Mapping[Pair, Link],
+    nonce: str,
+    timeout_s: float,
+) -> dict[Pair, Link]:
+    """Return both directions of the links that turn out to be dead, besides those known in ``links``.
+
+    Where more links are known to be dead than a search is meant for, they tell enough: none is made.
+    """
+    working = [pair for pair, link in links.items() if not link.problem]
+    # Who reaches nobody, or is reached by nobody, is known for that.
+    able = sorted({caller for caller, _ in working} & {called for _, called in working})
+    number = {place: position for position, place in enumerate(able)}
+    known = frozenset(
+        (number[min(pair)], number[max(pair)])
+        for pair, link in links.items()
+        if link.problem and number.keys() >= set(pair)
+    )
+    if len(able) < 2 or len(known) > USUAL.most_bad:
+        return {}
+    tester = CallingTester(
+        [found[place] for place in able],
+        [ends[place].address for place in able],
+        nonce=nonce,
+        timeout_s=min(timeout_s, _PATIENCE_S),
+        left_out=known,
+    )
+    diagnosis = await find_bad(
+        tester, len(able), links=LinkSearch.EVERY, faults=[SuspectedFault.DEAD]
+    )
+    dead = {able[position] for position in diagnosis.bad_nodes}
+    pairs = [(able[one], able[other]) for one, other in diagnosis.bad_links]
+    pairs += [pair for pair in links if not dead.isdisjoint(pair)]  # they died since
+    directions = {way for one, other in pairs for way in ((one, other), (other, one))}
+    tried = await try_directions(found, directions, nonce, timeout_s)
+    return links_of(ends, found, tried, [pairs])
+
 
 _TRIES = 3
 _MORE_DATAGRAMS = 500
@@ -35,8 +171,8 @@ _MORE_DATAGRAMS = 500
 _KEEP_OPEN_EVERY_S = 60.0
 
 
-async def survey(
-    examiners: Sequence[Examiner],
+async def survey_links(
+    examiners: Sequence[LinkProbe],
     *,
     rounds: Iterable[Sequence[Pair]] | None = None,
     port: int | None = None,
@@ -65,11 +201,11 @@ async def survey(
         say(f"measuring the links, in {len(order):,} rounds")
         return await _measure_all(found, links, order, nonce, timeout_s, say)
     finally:
-        await asyncio.gather(*(close(one, nonce) for one in examiners))
+        await asyncio.gather(*(close_listeners(one, nonce) for one in examiners))
 
 
 async def _measure_all(
-    found: Sequence[Found],
+    found: Sequence[OpenedListeners],
     links: dict[Pair, Link],
     order: Sequence[Sequence[Pair]],
     nonce: str,
@@ -99,7 +235,7 @@ async def _measure_all(
 
 
 async def _measure(
-    found: Sequence[Found],
+    found: Sequence[OpenedListeners],
     links: dict[Pair, Link],
     pair: Pair,
     nonce: str,

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from torchmuster.devices.model import Device, Kind, Node, label_all
+from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.readers import nvml_health
-from torchmuster.devices.readers.nvml_health import Health
+from torchmuster.devices.readers.nvml_health import NvmlHealth
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 
@@ -101,10 +101,12 @@ def _others(node: Node) -> Iterator[Finding]:
 
 def _health(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
-    gpus = [one for one in node.accelerators if one.kind is Kind.CUDA and one.mig_index is None]
+    gpus = [
+        one for one in node.accelerators if one.kind is DeviceKind.CUDA and one.mig_index is None
+    ]
     if not gpus:
         return
-    health = nvml_health.read()
+    health = nvml_health.read_nvml_health()
     found = [
         *(finding for one in gpus if one.uuid in health for finding in _one(one, health[one.uuid])),
         *_persistence(gpus, health),
@@ -117,7 +119,7 @@ def _health(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(name="accelerator-links", status=Status.OK, what=joined)
 
 
-def _one(device: Device, health: Health) -> Iterator[Finding]:
+def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     if health.rows_not_remappable or health.rows_to_remap:
         failed = health.rows_not_remappable
         yield Finding(
@@ -142,7 +144,7 @@ def _one(device: Device, health: Health) -> Iterator[Finding]:
     yield from _pcie(device, health)
 
 
-def _pcie(device: Device, health: Health) -> Iterator[Finding]:
+def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     """Yield a PCIe link that is narrower or slower than it can be; an idle card may save power so."""
     width, widest = health.pcie_width, health.pcie_max_width
     speed, fastest = health.pcie_generation, health.pcie_max_generation
@@ -161,7 +163,7 @@ def _pcie(device: Device, health: Health) -> Iterator[Finding]:
         )
 
 
-def _persistence(gpus: Sequence[Device], health: Mapping[str, Health]) -> Iterator[Finding]:
+def _persistence(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
     # It matters where no desktop keeps the driver loaded: on cards that correct their memory.
     off = [
         one
@@ -179,7 +181,7 @@ def _persistence(gpus: Sequence[Device], health: Mapping[str, Health]) -> Iterat
         )
 
 
-def _nvlinks(gpus: Sequence[Device], health: Mapping[str, Health]) -> Iterator[Finding]:
+def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
     """Compare GPUs of one model: a card without a bridge is healthy, one with fewer links is not."""
     for name in dict.fromkeys(one.name for one in gpus):
         alike = [one for one in gpus if one.name == name and one.uuid in health]

@@ -18,7 +18,7 @@ _LATEST = datetime(2100, 1, 1, tzinfo=UTC)
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_clock(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the date and at the kernel's source of time."""
     now = datetime.fromtimestamp(time.time(), UTC)
     findings = [*_date(now), *_source(surroundings), *_kept(surroundings)]
@@ -105,6 +105,6 @@ CHECKS = (
     Check(
         name="clock",
         asks="Can the date be true, and is the time read quickly?",
-        run=run,
+        run=check_clock,
     ),
 )

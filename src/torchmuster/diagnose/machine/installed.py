@@ -80,14 +80,14 @@ def release(version: str) -> Version:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def label(version: str) -> str:
+def local_label(version: str) -> str:
     """Return who a version was built for: ``cpu`` in ``2.13.0+cpu``, nothing if it does not say."""
     return version.partition("+")[2]
 
 
-def hardware(version: str) -> str:
+def build_of_label(version: str) -> str:
     """Return what hardware a version's label names (``cu126``), nothing if it names none."""
-    match = _HARDWARE.search(label(version))
+    match = _HARDWARE.search(local_label(version))
     return match[0] if match else ""
 
 
@@ -108,7 +108,7 @@ def packages(surroundings: Surroundings) -> list[Package]:
     return found
 
 
-def first(name: str, found: Sequence[Package]) -> Package | None:
+def first_installed(name: str, found: Sequence[Package]) -> Package | None:
     """Return the package of this name that Python takes."""
     return next((one for one in found if one.name == name), None)
 

@@ -29,7 +29,7 @@ class _Limit:
     hard: int | None
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the limits that this process has, and so would what it starts."""
     limits = {
         name: _Limit(soft=_number(soft), hard=_number(hard))
@@ -94,7 +94,7 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     limit = limits.get("Max locked memory")
     cards = [
         name
-        for name in sysfs.names(surroundings.path("/dev/infiniband"))
+        for name in sysfs.read_names(surroundings.path("/dev/infiniband"))
         if name.startswith("uverbs")
     ]
     if not cards or limit is None or limit.soft is None or limit.soft >= _LOCKED_BYTES:
@@ -134,7 +134,7 @@ def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iter
 def _threads_of(uid: str, surroundings: Surroundings) -> int:
     total = 0
     for path in surroundings.path("/proc").glob("[0-9]*/status"):
-        status = sysfs.text(path) or ""
+        status = sysfs.read_text(path) or ""
         if re.search(rf"^Uid:\s+{uid}\b", status, re.M):
             threads = re.search(r"^Threads:\s+(\d+)", status, re.M)
             total += int(threads[1]) if threads else 1
@@ -143,7 +143,10 @@ def _threads_of(uid: str, surroundings: Surroundings) -> int:
 
 def _pids(surroundings: Surroundings) -> Iterator[Finding]:
     for folder in cgroup_folders("pids", surroundings.path("/proc"), surroundings.path("/sys")):
-        most, used = sysfs.integer(folder / "pids.max"), sysfs.integer(folder / "pids.current")
+        most, used = (
+            sysfs.read_integer(folder / "pids.max"),
+            sysfs.read_integer(folder / "pids.current"),
+        )
         if most is None or most - (used or 0) >= _FEW_PROCESSES:
             continue
         yield Finding(
@@ -188,7 +191,7 @@ CHECKS = (
     Check(
         name="limits",
         asks="Do the limits of a process leave room for ranks and their workers?",
-        run=run,
+        run=check_limits,
         systems=("linux",),
     ),
 )

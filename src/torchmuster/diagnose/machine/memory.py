@@ -31,7 +31,7 @@ class _Room:
     limited_by: str = ""
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_memory(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the memory of the machine, of the cgroup, and at what the kernel counted."""
     machine = {
         name: int(size) * KiB
@@ -67,10 +67,12 @@ def _tightest(surroundings: Surroundings, whole: _Room) -> _Room:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit = sysfs.integer(folder / limit_file)
+            limit = sysfs.read_integer(folder / limit_file)
             if limit is None or limit >= room.total_bytes:
                 continue  # version 1 states "no limit" as a number beyond any machine
-            used = (sysfs.integer(folder / used_file) or 0) - _reclaimable(folder / "memory.stat")
+            used = (sysfs.read_integer(folder / used_file) or 0) - _reclaimable(
+                folder / "memory.stat"
+            )
             free = min(whole.free_bytes, limit - max(used, 0))
             path = "/" + (folder / limit_file).relative_to(surroundings.root).as_posix()
             room = _Room(total_bytes=limit, free_bytes=max(free, 0), limited_by=path)
@@ -79,7 +81,7 @@ def _tightest(surroundings: Surroundings, whole: _Room) -> _Room:
 
 def _reclaimable(statistics: Path) -> int:
     """Return the cached file pages that the kernel drops before it refuses memory."""
-    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", sysfs.text(statistics) or "", re.M)
+    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", sysfs.read_text(statistics) or "", re.M)
     return max((int(count) for count in found), default=0)
 
 
@@ -166,7 +168,7 @@ CHECKS = (
     Check(
         name="memory",
         asks="Is there memory for training, and which limit is near?",
-        run=run,
+        run=check_memory,
         systems=("linux",),
     ),
 )

@@ -1,6 +1,7 @@
 """Names: whether this machine can look up its own, and how long looking up an address takes."""
 
 import ipaddress
+import os
 import queue
 import re
 import socket
@@ -12,9 +13,45 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine import name_service
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces as network
+
+_PORT = 53
+_WITHIN_S = 1.0
+_TRIES = 2  # one packet may be lost
+_RECURSE = 0x0100
+_POINTER, _INTERNET = 12, 1
+
+
+def is_silent(server: str, address: str, *, port: int = _PORT) -> bool:
+    """Say whether a server lets the question for an address's name go unanswered.
+
+    Any answer counts, a refusal too. One that cannot be reached at all is not silent: then looking up
+    fails at once.
+    """
+    labels = ipaddress.ip_address(address).reverse_pointer.encode().split(b".")
+    name = b"".join(bytes([len(one)]) + one for one in labels) + b"\0"
+    header = os.urandom(2) + struct.pack(">HHHHH", _RECURSE, 1, 0, 0, 0)
+    question = header + name + struct.pack(">HH", _POINTER, _INTERNET)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        with socket.socket(family, kind, protocol) as asking:
+            asking.settimeout(_WITHIN_S)
+            asking.connect(place)
+            return not any(_answered(asking, question) for _ in range(_TRIES))
+    except OSError:
+        return False
+
+
+def _answered(asking: socket.socket, question: bytes) -> bool:
+    asking.send(question)
+    try:
+        return asking.recv(512)[:2] == question[:2]
+    except TimeoutError:
+        return False
+
 
 # A lookup that takes longer is given up; so long each rank would wait, and more.
 _GIVEN_UP_S = 3.0
@@ -64,7 +101,7 @@ def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
         seen.append(f"{address} in {answer.seconds * 1000:.0f} ms")
     servers = _servers(surroundings)
     # The others are asked only after the first, and only of addresses that /etc/hosts does not have.
-    if servers and addresses and name_service.is_silent(servers[0], addresses[0]):
+    if servers and addresses and is_silent(servers[0], addresses[0]):
         yield _silent_server(servers[0])
         return
     what = f"asked for the names of {' and '.join(seen)}" if seen else "no address to ask about"

@@ -1,15 +1,63 @@
 """Network interfaces and routes: which lead to other machines, and which are not as they should be."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchmuster.devices.readers import sysfs
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine import infiniband
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.interfaces import Interface
+
+
+def port_folders(surroundings: Surroundings) -> dict[str, Path]:
+    """Return the folders of all ports of InfiniBand and RoCE cards, by what to call them."""
+    folder = surroundings.path("/sys/class/infiniband")
+    return {
+        f"{card} port {port}": folder / card / "ports" / port
+        for card in sysfs.read_names(folder)
+        for port in sysfs.read_names(folder / card / "ports")
+    }
+
+
+def is_active(port: Path) -> bool:
+    """Say whether a port can be used."""
+    return (sysfs.read_text(port / "state") or "").endswith("ACTIVE")
+
+
+def is_infiniband(port: Path) -> bool:
+    """Say whether a port carries InfiniBand itself; of Ethernet it is not known whether RoCE is meant."""
+    return sysfs.read_text(port / "link_layer") == "InfiniBand"
+
+
+def run_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
+    """Look at the ports of InfiniBand and RoCE cards."""
+    ports = port_folders(surroundings)
+    down = [name for name, port in ports.items() if not is_active(port)]
+    if not down:
+        seen = f"{', '.join(ports)} active" if ports else "no InfiniBand here"
+        yield Finding(name="infiniband", status=Status.OK, what=seen)
+        return
+    nothing_left = len(down) == len(ports)
+    state = (
+        re.sub(r"^\d+: ", "", sysfs.read_text(ports[down[0]] / "state") or "").lower() or "unknown"
+    )
+    yield Finding(
+        name="infiniband-down",
+        # Of a card with two ports one is often left free.
+        status=Status.WARNING if nothing_left else Status.NOTE,
+        what=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'} not active ({state})",
+        why="NCCL falls back to sockets, which are many times slower"
+        if nothing_left
+        else "NCCL uses the other ports; if this one is meant to be used, a cable or the subnet "
+        "manager is missing",
+        fix="ibstat  # “Physical state: LinkUp” and still not active: the subnet manager is missing\n"
+        "sudo systemctl start opensm  # on one machine of the fabric",
+    )
+
 
 _FOLDER = "/sys/class/net"
 _SWITCHED_ON = 0x1  # IFF_UP; with a cable it is also running
@@ -61,16 +109,16 @@ def _is_wired(name: str, surroundings: Surroundings) -> bool:
 def _card(name: str, address: str, surroundings: Surroundings) -> _Card:
     folder = surroundings.path(f"{_FOLDER}/{name}")
     counted = {
-        file: sysfs.integer(folder / "statistics" / file) or 0
+        file: sysfs.read_integer(folder / "statistics" / file) or 0
         for file in ("rx_packets", "tx_packets", "rx_errors", "tx_errors", "rx_missed_errors")
     }
-    speed = sysfs.integer(folder / "speed")
+    speed = sysfs.read_integer(folder / "speed")
     return _Card(
         name=name,
         address=address,
         speed_mbits=speed if speed and speed > 0 else None,
-        duplex=sysfs.text(folder / "duplex"),
-        mtu=sysfs.integer(folder / "mtu"),
+        duplex=sysfs.read_text(folder / "duplex"),
+        mtu=sysfs.read_integer(folder / "mtu"),
         packets=counted["rx_packets"] + counted["tx_packets"],
         errors=counted["rx_errors"] + counted["tx_errors"] + counted["rx_missed_errors"],
     )
@@ -112,12 +160,12 @@ def _unplugged(
     """Find interfaces that were switched on and given an address, and have no cable."""
     for one in known:
         folder = surroundings.path(f"{_FOLDER}/{one.name}")
-        switched_on = (sysfs.integer(folder / "flags") or 0) & _SWITCHED_ON
+        switched_on = (sysfs.read_integer(folder / "flags") or 0) & _SWITCHED_ON
         addresses = [word for word in one.addresses if not word.startswith("fe80")]
         if (
             switched_on
             and addresses
-            and sysfs.integer(folder / "carrier") == 0
+            and sysfs.read_integer(folder / "carrier") == 0
             and _is_wired(one.name, surroundings)
         ):
             yield Finding(
@@ -275,7 +323,7 @@ CHECKS = (
     Check(
         name="infiniband",
         asks="Are the InfiniBand ports active?",
-        run=infiniband.run,
+        run=run_infiniband,
         systems=("linux",),
     ),
 )

@@ -22,7 +22,7 @@ _SHOWN = 6
 
 def _numpy(surroundings: Surroundings) -> Iterator[Finding]:
     found = installed.packages(surroundings)
-    numpy = installed.first("numpy", found)
+    numpy = installed.first_installed("numpy", found)
     if numpy is None:
         if installed.copies("numpy", surroundings):
             yield Finding(name="numpy", status=Status.OK, what="NumPy without metadata")
@@ -35,7 +35,7 @@ def _numpy(surroundings: Surroundings) -> Iterator[Finding]:
             fix=f"{surroundings.python} -m pip install numpy",
         )
         return
-    taken = [one for one in found if one is installed.first(one.name, found)]
+    taken = [one for one in found if one is installed.first_installed(one.name, found)]
     old = [one for one in taken if _made_for_one(one)] if numpy.release >= (2,) else []
     if old:
         yield _mismatch(numpy, old, surroundings)

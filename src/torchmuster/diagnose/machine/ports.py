@@ -1,22 +1,36 @@
 """Ports: whether those at which ranks meet are free, and who holds them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine.under_way import is_under_way
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.listening import holder_of
 
+# Where one of these is set, a scheduler or torchrun has set the others for a run that is under way.
+_MARKS = (
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "KUBERNETES_SERVICE_HOST",
+    "PMI_RANK",
+    "OMPI_COMM_WORLD_RANK",
+)
+
+
+def run_is_active(environment: Mapping[str, str]) -> bool:
+    """Say whether a scheduler or torchrun has prepared this environment."""
+    return any(one in environment for one in _MARKS)
+
+
 _TORCHS_PORT = 29500
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_ports(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at 29400, 29500 and the port that MASTER_PORT names."""
     asked = surroundings.environment.get("MASTER_PORT", "")
     chosen = int(asked) if asked.isdecimal() and 0 < int(asked) < 65536 else None
-    of_a_run = chosen if is_under_way(surroundings.environment) else None
+    of_a_run = chosen if run_is_active(surroundings.environment) else None
     findings, free = [], []
     for port in dict.fromkeys((USUAL_PORT, _TORCHS_PORT, chosen)):
         if port is None or port == of_a_run:
@@ -62,4 +76,4 @@ def _meets_here(surroundings: Surroundings) -> bool:
     return not address or network.is_local(address, look_up=lambda _: ())
 
 
-CHECKS = (Check(name="ports", asks="Are the ports at which ranks meet free?", run=run),)
+CHECKS = (Check(name="ports", asks="Are the ports at which ranks meet free?", run=check_ports),)

@@ -18,7 +18,7 @@ _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp")
 _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at quota, affinity, throttling, load and governor."""
     machine = _count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
@@ -53,7 +53,7 @@ def _count(ranges: str | None) -> int:
 def _nodes(surroundings: Surroundings) -> list[str]:
     return [
         name
-        for name in sysfs.names(surroundings.path("/sys/devices/system/node"))
+        for name in sysfs.read_names(surroundings.path("/sys/devices/system/node"))
         if re.fullmatch(r"node\d+", name)
     ]
 
@@ -91,7 +91,9 @@ def _one_core(cores: int, reason: str, machine: int) -> Iterator[Finding]:
 
 def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
     for folder in cgroup_folders("cpu", surroundings.path("/proc"), surroundings.path("/sys")):
-        counts = dict(re.findall(r"^(\w+) (\d+)$", sysfs.text(folder / "cpu.stat") or "", re.M))
+        counts = dict(
+            re.findall(r"^(\w+) (\d+)$", sysfs.read_text(folder / "cpu.stat") or "", re.M)
+        )
         periods, throttled = int(counts.get("nr_periods", 0)), int(counts.get("nr_throttled", 0))
         if periods >= _ENOUGH_PERIODS and throttled / periods >= _THROTTLED_SHARE:
             yield Finding(
@@ -139,7 +141,7 @@ CHECKS = (
     Check(
         name="processors",
         asks="How many cores may be used, and does anything hold them back?",
-        run=run,
+        run=check_processors,
         systems=("linux",),
     ),
 )

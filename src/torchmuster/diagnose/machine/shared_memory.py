@@ -44,7 +44,7 @@ class _Leftover:
     uid: int
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the size of /dev/shm, what is free of it, and what dead processes left there."""
     try:
         room = os.statvfs(surroundings.path(FOLDER))
@@ -198,7 +198,7 @@ CHECKS = (
     Check(
         name="shared-memory",
         asks="Is there room in /dev/shm for what processes hand to each other?",
-        run=run,
+        run=check_shared_memory,
         systems=("linux",),
     ),
 )

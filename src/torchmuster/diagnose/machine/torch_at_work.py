@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchmuster.devices.model import Kind
+from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, DevicesSilent, Surroundings
 from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.rank_record import MARK
 from torchmuster.finding import Finding, Status
-from torchmuster.known_errors.explain import explain
+from torchmuster.known_errors.explain import explain_text
 from torchmuster.redaction import redact_text
 
 PROBE = "torchmuster.diagnose.probes.torch_at_work"
@@ -56,17 +56,17 @@ class Trial:
 def _run(surroundings: Surroundings) -> Iterator[Finding]:
     if installed.torch_folder(surroundings) is None:
         return  # said already
-    trial = attempt([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
+    trial = try_torch([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
     busy: set[int] = set()
     gpus = False
     with contextlib.suppress(DevicesSilent):  # what torch made of them is then the more worth
         node = surroundings.look()
         busy = {one.index for one in node.accelerators if one.compute_processes}
-        gpus = node.main_kind in (Kind.CUDA, Kind.ROCM)
-    yield from judge(trial, python=surroundings.python, gpus=gpus, busy=busy)
+        gpus = node.main_kind in (DeviceKind.CUDA, DeviceKind.ROCM)
+    yield from judge_trial(trial, python=surroundings.python, gpus=gpus, busy=busy)
 
 
-def attempt(
+def try_torch(
     words: Sequence[str], environment: Mapping[str, str], *, within_s: float = DEADLINE_S
 ) -> Trial:
     """Run the probe and return what it did; one that hangs is ended with all it started."""
@@ -127,7 +127,7 @@ def _tail(text: str) -> str:
     return redact_text("\n".join(lines[-_TAIL_LINES:]))
 
 
-def judge(
+def judge_trial(
     trial: Trial, *, python: str, gpus: bool, busy: Collection[int] = ()
 ) -> Iterator[Finding]:
     """Yield what the trial shows; ``busy`` are the devices that others use, which may be slow."""
@@ -164,7 +164,7 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
     elif trial.code:
         how = f"signal {-trial.code}" if trial.code < 0 else f"exit code {trial.code}"
         last = trial.complaint.splitlines()[-1:] or [how]
-        known = next(iter(explain(trial.complaint, host="this machine")), None)
+        known = next(iter(explain_text(trial.complaint, host="this machine")), None)
         yield Finding(
             name="torch-import-fails" if trial.last_begun in ("", "import") else "torch-crashes",
             status=Status.FAILURE,

@@ -11,18 +11,78 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from torchmuster.devices.model import Device, Kind, Node, label_all
+from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine import cuda_versions, installed
-from torchmuster.diagnose.machine.installed import Package
+from torchmuster.diagnose.machine import installed
+from torchmuster.diagnose.machine.installed import Package, release
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
 
+# CUDA's major version -> the oldest driver that serves it (Linux, Windows). From the release notes of
+# the CUDA toolkit, table "Minimum Required Driver Version for CUDA Minor Version Compatibility"
+# (docs.nvidia.com/cuda/cuda-toolkit-release-notes).
+_LEAST_DRIVERS = {
+    11: ("450.80.02", "452.39"),
+    12: ("525.60.13", "528.33"),
+    13: ("580", "580"),
+}
+# CUDA's major version -> the lowest compute capability that it still has a compiler for. From the
+# same notes: CUDA 12 dropped Kepler, CUDA 13 dropped Maxwell, Pascal and Volta.
+_LOWEST_CAPABILITY = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
+# Compute capability (major) -> the first CUDA that has a compiler for it: Hopper, Blackwell. A GPU
+# runs code of its own major version, so a higher minor one needs nothing newer.
+_FIRST_CUDA = {9: (11, 8), 10: (12, 8), 12: (12, 8)}
+
+
+def least_driver(cuda: str, system: str) -> str | None:
+    """Return the oldest driver that serves a CUDA version; None if it is not known."""
+    known = _LEAST_DRIVERS.get(release(cuda)[0]) if release(cuda) else None
+    return known and known[system == "win32"]
+
+
+def driver_serves(cuda: str, *, driver: str | None, serves: str | None) -> bool | None:
+    """Say whether a driver is new enough for a CUDA version; None if that is not known.
+
+    ``serves`` is the newest CUDA that the driver says to serve. It decides, because beside a
+    compatibility package an old driver serves more than its own version tells.
+    """
+    wanted = release(cuda)
+    if not wanted:
+        return None
+    if serves and release(serves):
+        return release(serves)[0] >= wanted[0]
+    least = least_driver(cuda, "linux")
+    return release(driver) >= release(least) if driver and least else None
+
+
+def why_no_code_for(capability: tuple[int, int], cuda: str) -> str:
+    """Say why a build for this CUDA cannot have code for a GPU; nothing if it can."""
+    name = f"{capability[0]}.{capability[1]}"
+    wanted = release(cuda)[:2]
+    lowest = _LOWEST_CAPABILITY.get(wanted[0]) if wanted else None
+    first = _FIRST_CUDA.get(capability[0])
+    if lowest and capability < lowest:
+        return (
+            f"its compute capability is {name}, and CUDA {cuda} makes code for "
+            f"{lowest[0]}.{lowest[1]} and newer only"
+        )
+    if first and wanted < first:
+        return (
+            f"its compute capability is {name}, for which there is code since CUDA "
+            f"{first[0]}.{first[1]}; this torch is built with {cuda}"
+        )
+    return ""
+
+
 _FIELD = re.compile(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
-_VENDORS = {Kind.CUDA: "NVIDIA", Kind.ROCM: "AMD", Kind.XPU: "Intel"}
+_VENDORS = {DeviceKind.CUDA: "NVIDIA", DeviceKind.ROCM: "AMD", DeviceKind.XPU: "Intel"}
 # A desktop's processor often has a small GPU beside it that nobody means to train on.
-_STATUS = {Kind.CUDA: Status.FAILURE, Kind.ROCM: Status.WARNING, Kind.XPU: Status.NOTE}
+_STATUS = {
+    DeviceKind.CUDA: Status.FAILURE,
+    DeviceKind.ROCM: Status.WARNING,
+    DeviceKind.XPU: Status.NOTE,
+}
 _INSTALLERS = {"pip", "uv"}
 
 
@@ -37,9 +97,9 @@ class Build:
     xpu: str | None = None
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[DeviceKind, ...]:
         """The kinds of GPUs it can use."""
-        versions = {Kind.CUDA: self.cuda, Kind.ROCM: self.hip, Kind.XPU: self.xpu}
+        versions = {DeviceKind.CUDA: self.cuda, DeviceKind.ROCM: self.hip, DeviceKind.XPU: self.xpu}
         return tuple(kind for kind, version in versions.items() if version)
 
     @property
@@ -126,7 +186,7 @@ def _damage(folder: Path, surroundings: Surroundings) -> Iterator[str]:
             f"it was built for another Python or another kind of machine ({engines[0]}) than this "
             f"Python {sys.version_info.major}.{sys.version_info.minor}"
         )
-    package = installed.first("torch", installed.packages(surroundings))
+    package = installed.first_installed("torch", installed.packages(surroundings))
     if package is not None and package.folder == folder.parent:
         yield from _missing_files(package)
 
@@ -166,12 +226,16 @@ def _hardware(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _judge(
-    build: Build, kind: Kind, devices: Sequence[Device], node: Node, surroundings: Surroundings
+    build: Build,
+    kind: DeviceKind,
+    devices: Sequence[Device],
+    node: Node,
+    surroundings: Surroundings,
 ) -> Iterator[Finding]:
     if kind in _VENDORS and kind not in build.kinds:
         made_for = f"is built for {build.kinds[0]}" if build.kinds else "is built for CPUs only"
         limit = f" (up to CUDA {node.cuda_version})" if node.cuda_version else ""
-        wanted = f"a build for {_VENDORS[kind]}{limit if kind is Kind.CUDA else ''}"
+        wanted = f"a build for {_VENDORS[kind]}{limit if kind is DeviceKind.CUDA else ''}"
         yield Finding(
             name="torch-build-without-gpu",
             status=_STATUS[kind],
@@ -181,15 +245,15 @@ def _judge(
             + _other_build(wanted, kind, build, surroundings),
             evidence=f"{build.folder / 'version.py'}: {build.version}",
         )
-    elif kind is Kind.CUDA and build.cuda:
+    elif kind is DeviceKind.CUDA and build.cuda:
         yield from _driver(build.cuda, node, surroundings)
         yield from _too_old_or_new(build.cuda, devices)
 
 
-def _other_build(wanted: str, kind: Kind, build: Build, surroundings: Surroundings) -> str:
+def _other_build(wanted: str, kind: DeviceKind, build: Build, surroundings: Surroundings) -> str:
     """Say how to install a build for these GPUs: pip by itself has only that for NVIDIA on Linux."""
-    if kind is Kind.CUDA and surroundings.system == "linux":
-        unwanted = installed.label(build.version) or "cpu"
+    if kind is DeviceKind.CUDA and surroundings.system == "linux":
+        unwanted = installed.local_label(build.version) or "cpu"
         return f"{surroundings.python} -m pip install torch  # {wanted}, not +{unwanted}"
     return (
         f"then install {wanted} with the command that pytorch.org shows under “Get Started”; "
@@ -198,10 +262,10 @@ def _other_build(wanted: str, kind: Kind, build: Build, surroundings: Surroundin
 
 
 def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Finding]:
-    enough = cuda_versions.driver_serves(cuda, driver=node.driver_version, serves=node.cuda_version)
+    enough = driver_serves(cuda, driver=node.driver_version, serves=node.cuda_version)
     if enough is None or node.driver_version is None:
         return
-    least = cuda_versions.least_driver(cuda, surroundings.system)
+    least = least_driver(cuda, surroundings.system)
     serves = f", which serves CUDA up to {node.cuda_version}" if node.cuda_version else ""
     if not enough:
         older = f"{node.cuda_version or 'what the driver has'}"
@@ -228,7 +292,7 @@ def _too_old_or_new(cuda: str, devices: Sequence[Device]) -> Iterator[Finding]:
     for device in devices:
         if device.compute_capability is None:
             continue
-        why = cuda_versions.why_no_code_for(device.compute_capability, cuda)
+        why = why_no_code_for(device.compute_capability, cuda)
         if why:
             yield Finding(
                 name="gpu-not-in-build",

@@ -15,10 +15,10 @@ _COMPANIONS = ("torchvision", "torchaudio", "torchtext", "xformers")
 
 def _companions(surroundings: Surroundings) -> Iterator[Finding]:
     found = installed.packages(surroundings)
-    torch = installed.first("torch", found)
+    torch = installed.first_installed("torch", found)
     if torch is None:
         return
-    seen = [one for name in _COMPANIONS if (one := installed.first(name, found))]
+    seen = [one for name in _COMPANIONS if (one := installed.first_installed(name, found))]
     troubles = [
         *(trouble for one in seen for trouble in _companion(one, torch, surroundings)),
         *_nvidia_wheels(torch, found, surroundings),
@@ -31,7 +31,10 @@ def _companions(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _companion(one: Package, torch: Package, surroundings: Surroundings) -> Iterator[Finding]:
     pins = [need.pinned for need in one.requirements() if need.name == "torch" and need.pinned]
-    built_for, built = installed.hardware(one.version), installed.hardware(torch.version)
+    built_for, built = (
+        installed.build_of_label(one.version),
+        installed.build_of_label(torch.version),
+    )
     if pins and pins[0] and installed.release(pins[0]) != torch.release:
         why = f"{one.name} {one.version} is compiled for torch {pins[0]}"
     elif built_for and built and built_for != built:
@@ -50,8 +53,8 @@ def _companion(one: Package, torch: Package, surroundings: Surroundings) -> Iter
 
 def _fitting(one: Package, torch: Package, surroundings: Surroundings) -> str:
     """Say how to get a package that fits; what is after the + pip does not find by that name."""
-    version, built = torch.version.partition("+")[0], installed.hardware(torch.version)
-    if installed.label(torch.version) != built:
+    version, built = torch.version.partition("+")[0], installed.build_of_label(torch.version)
+    if installed.local_label(torch.version) != built:
         return f"take {one.name} from where torch {torch.version} came, or build it there"
     where = f"  # both built for {built}, from where this torch came" if built else ""
     install = f"{surroundings.python} -m pip install --force-reinstall"
@@ -69,7 +72,7 @@ def _nvidia_wheels(
         for need in torch.requirements()
         if need.pinned and need.name.startswith("nvidia-") and _holds_here(need.marker)
     }
-    missing = [name for name in pins if installed.first(name, found) is None]
+    missing = [name for name in pins if installed.first_installed(name, found) is None]
     if missing:
         wanted = " ".join(f"{name}=={pins[name]}" for name in missing)
         yield Finding(
@@ -80,7 +83,7 @@ def _nvidia_wheels(
             fix=f"{surroundings.python} -m pip install {wanted}",
         )
     for name, pin in pins.items():
-        one = installed.first(name, found)
+        one = installed.first_installed(name, found)
         if one is not None and one.version != pin:
             # NCCL keeps its interface, and a newer one is a usual remedy.
             nccl = name.startswith("nvidia-nccl") and one.release > installed.release(pin)

@@ -42,7 +42,7 @@ _HYPERVISORS = {
 _WSL_CREATOR = "{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}"
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
+def check_virtualisation(surroundings: Surroundings) -> Iterator[Finding]:
     """Say what this machine runs inside of, and what that means for reaching it."""
     kernel = surroundings.text("/proc/sys/kernel/osrelease") or ""
     container, machine = _container(surroundings), _virtual_machine(surroundings)
@@ -145,7 +145,7 @@ CHECKS = (
     Check(
         name="virtualisation",
         asks="Is this a container, a virtual machine or WSL?",
-        run=run,
+        run=check_virtualisation,
         systems=("linux",),
     ),
 )

@@ -13,20 +13,67 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.diagnose.probes import collective_values, health, matmul, pairs
+from torchmuster.devices import snapshot
+from torchmuster.devices.readers.cpu import PROC, SYS, cgroup_folders, usable_cores
+from torchmuster.diagnose.probes import exact_values, matmul, pairs
 from torchmuster.diagnose.probes.exact_values import Seat, all_reduce, wait_for_device
-from torchmuster.diagnose.probes.together import Absent, Hangs, Together, in_time
-from torchmuster.diagnose.rank_record import RankRecord, Trouble, line_of
+from torchmuster.diagnose.probes.in_time import Absent, Hangs, RankBarrier, in_time
+from torchmuster.diagnose.rank_record import Health, RankRecord, Trouble, line_of
 from torchmuster.diagnose.torch_private import collectives_begun
 from torchmuster.errors import MusterError
 from torchmuster.launch.probes import membership, process_group
+
+
+def device_health(uuid: str | None) -> Health:
+    """Return temperature and throttling of a GPU, by its UUID; nothing is known of a CPU."""
+    if uuid is None:
+        return Health()
+    for device in snapshot.take_snapshot().accelerators:
+        if uuid in device.uuid:
+            return Health(
+                temperature_c=device.temperature_c,
+                slowdown_temperature_c=device.slowdown_temperature_c,
+                throttled_by=device.throttled_by,
+            )
+    return Health()
+
+
+class Quota:
+    """How often the kernel held this process's cgroups back since this was made."""
+
+    def __init__(self, proc_root: Path = PROC, sys_root: Path = SYS) -> None:
+        self._folders = list(cgroup_folders("cpu", proc_root, sys_root))
+        self._before = [_periods(folder) for folder in self._folders]
+
+    def held_back(self) -> float | None:
+        """Return the largest share of periods that were cut short; None if there is no quota."""
+        shares = [
+            (after[1] - before[1]) / (after[0] - before[0])
+            for before, after in zip(self._before, map(_periods, self._folders), strict=True)
+            if before and after and after[0] > before[0]
+        ]
+        return max(shares, default=None)
+
+
+def _periods(folder: Path) -> tuple[int, int] | None:
+    """Return how many periods of a quota have passed, and in how many of them it was used up."""
+    try:
+        text = (folder / "cpu.stat").read_text(encoding="ascii")
+    except OSError:
+        return None
+    counts = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+    try:
+        return int(counts["nr_periods"]), int(counts["nr_throttled"])
+    except (KeyError, ValueError):
+        return None
+
 
 _FORM_S = 60.0
 _COME_S = 10.0
@@ -65,7 +112,7 @@ def main() -> int:
         backend_reason=group.reasons[-1],
         accelerator=process_group.look_around().accelerator,
     )
-    together = Together(process_group.group_store(), record.rank, record.world_size)
+    together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
     record = _Course(record, together, group.device).run()
     _say(_changed(record, stage="end", ended=True))
     _end(record, together)
@@ -75,7 +122,7 @@ def main() -> int:
 class _Course:
     """The stages in their order; the first that cannot be ended ends the course."""
 
-    def __init__(self, record: RankRecord, together: Together, device: torch.device) -> None:
+    def __init__(self, record: RankRecord, together: RankBarrier, device: torch.device) -> None:
         self._record = record
         self._together = together
         self._device = device
@@ -137,14 +184,14 @@ class _Course:
         return tuple(rank for rank, count in enumerate(of_all) if count < max(of_all))
 
     def _devices(self) -> Changes:
-        quota = health.Quota()
-        matmuls = matmul.run_all(self._device)
+        quota = Quota()
+        matmuls = matmul.check_matmuls(self._device)
         for again in range(_MEASURED_AGAIN):
             # A neighbour may have been in the way; those that seem slow try again, the others rest.
             fastest = self._fastest_alike(f"speeds {again}", matmuls[0].flops_per_s)
             if matmuls[0].flops_per_s < _SUSPICIOUS * fastest:
-                matmuls = matmul.better(matmul.run_all(self._device), matmuls)
-        seen = health.device_health(self._record.device_uuid)
+                matmuls = matmul.better_matmul(matmul.check_matmuls(self._device), matmuls)
+        seen = device_health(self._record.device_uuid)
         return {
             "matmuls": matmuls,
             "health": msgspec.structs.replace(
@@ -159,7 +206,7 @@ class _Course:
         return float(max(speed for model, speed in speeds if model == own))
 
     def _collectives(self) -> Changes:
-        return {"operations": collective_values.run_all(self._seat, self._together)}
+        return {"operations": exact_values.check_collectives(self._seat, self._together)}
 
     def _suspects(self) -> Changes:
         """Look for the rank that spoils sums, if any sum was wrong on any rank."""
@@ -170,16 +217,16 @@ class _Course:
         )
         if not any(self._together.share("sums", wrong, _COME_S)):
             return {}
-        return {"suspects": collective_values.find_suspects(self._seat, self._together)}
+        return {"suspects": exact_values.find_suspects(self._seat, self._together)}
 
     def _pairs(self) -> Changes:
-        return {"pairs": pairs.measure(self._seat, self._hosts, self._together)}
+        return {"pairs": pairs.measure_pairs(self._seat, self._hosts, self._together)}
 
     def _arrival(self) -> Changes:
         """Do the same work everywhere, then wait for each other: who comes last waits least."""
         waits = []
         for turn in range(_ARRIVALS):
-            matmul.work(self._device)
+            matmul.matmul_work(self._device)
             call, _ = all_reduce(self._seat, 1, turn)
             began = time.perf_counter()
             call()
@@ -202,7 +249,7 @@ def _say(record: RankRecord) -> None:
     sys.stdout.flush()
 
 
-def _end(record: RankRecord, together: Together) -> None:
+def _end(record: RankRecord, together: RankBarrier) -> None:
     """Leave together: the store may live in rank 0, and others may still have to read from it."""
     try:
         together.share("end", True, _END_S)
@@ -221,7 +268,7 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     from torchmuster.devices import snapshot
 
-    return snapshot.take().cpu.name
+    return snapshot.take_snapshot().cpu.name
 
 
 def _device_uuid(device: torch.device) -> str | None:

@@ -6,8 +6,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchmuster.diagnose.probes.exact_values import compare, forget, numbers, sums
-from torchmuster.diagnose.probes.together import in_time
+from torchmuster.diagnose.probes.exact_values import (
+    compare_values,
+    exact_numbers,
+    exact_sums,
+    forget_groups,
+)
+from torchmuster.diagnose.probes.in_time import in_time
 from torchmuster.launch.probes.process_group import current_device
 
 _log = logging.getLogger("torchmuster.distributed")
@@ -15,7 +20,7 @@ _log = logging.getLogger("torchmuster.distributed")
 _COUNT = 2**18  # 1 MiB: large enough to leave NCCL's small-message path
 
 
-def verify(rank: int, world_size: int, timeout_s: float) -> bool:
+def verify_communication(rank: int, world_size: int, timeout_s: float) -> bool:
     """Sum over all ranks what each contributes, and compare with what it must be."""
     if not dist.is_initialized():
         _log.error("communication not verified: there is no process group; call setup_distributed")
@@ -23,14 +28,14 @@ def verify(rank: int, world_size: int, timeout_s: float) -> bool:
     device = current_device()
     try:
         got = _sum_over_ranks(rank, device, timeout_s)
-        values = compare(got, sums(world_size, _COUNT, 0, device))
+        values = compare_values(got, exact_sums(world_size, _COUNT, 0, device))
     except Exception as error:
         text = str(error).strip().splitlines()
         told = f"{type(error).__name__}: {text[0] if text else ''}"
         _log.error("communication failed on rank %d (%s): %s", rank, device, told)
         return False
     finally:
-        forget()
+        forget_groups()
     if values.wrong:
         _log.error(
             "communication is wrong on rank %d (%s): the sum over %d ranks is %s, expected %g "
@@ -55,7 +60,7 @@ def _sum_over_ranks(rank: int, device: torch.device, timeout_s: float) -> torch.
         options.timeout = limit
         world = dist.group.WORLD
         assert world is not None
-        values = numbers(rank, _COUNT, 0, device)
+        values = exact_numbers(rank, _COUNT, 0, device)
         world.allreduce([values], options).wait(limit)
         return values
 

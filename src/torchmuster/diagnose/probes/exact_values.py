@@ -5,13 +5,15 @@ rank's differ from all others', so a part that is missing, old or another rank's
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from torchmuster.diagnose.rank_record import Values
+from torchmuster.diagnose.probes.in_time import ProbeHeartbeat, RankBarrier
+from torchmuster.diagnose.rank_record import Operation, Values
 
 _TURNS = 64  # after so many the numbers come again
 
@@ -33,12 +35,12 @@ class Seat:
 Prepared = tuple[Callable[[], object], Callable[[], Iterator[Piece]]]
 
 
-def numbers(rank: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
+def exact_numbers(rank: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
     """Return what a rank contributes in a turn: small whole numbers, others in the next turn."""
     return _pattern(count, device) + (turn % _TURNS + rank + 1)
 
 
-def sums(world_size: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
+def exact_sums(world_size: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
     """Return what the contributions of all ranks add up to; exact up to 4,000 ranks."""
     constant = world_size * (turn % _TURNS) + world_size * (world_size + 1) // 2
     return torch.add(
@@ -52,17 +54,17 @@ def _pattern(count: int, device: torch.device) -> torch.Tensor:
     return (places * 7 % 997).to(torch.float32)
 
 
-def forget() -> None:
+def forget_groups() -> None:
     """Give back the device memory that is kept between turns."""
     _pattern.cache_clear()
 
 
 def all_reduce(seat: Seat, count: int, turn: int) -> Prepared:
     """Everybody gets the sum over all ranks."""
-    got = numbers(seat.rank, count, turn, seat.device)
+    got = exact_numbers(seat.rank, count, turn, seat.device)
 
     def pieces() -> Iterator[Piece]:
-        yield None, got, sums(seat.world_size, count, turn, seat.device)
+        yield None, got, exact_sums(seat.world_size, count, turn, seat.device)
 
     return lambda: dist.all_reduce(got, group=seat.group), pieces
 
@@ -70,11 +72,11 @@ def all_reduce(seat: Seat, count: int, turn: int) -> Prepared:
 def reduce_scatter(seat: Seat, count: int, turn: int) -> Prepared:
     """Everybody gets its own part of the sum."""
     own = max(1, count // seat.world_size)
-    whole = numbers(seat.rank, own * seat.world_size, turn, seat.device)
+    whole = exact_numbers(seat.rank, own * seat.world_size, turn, seat.device)
     got = torch.zeros(own, device=seat.device)
 
     def pieces() -> Iterator[Piece]:
-        expected = sums(seat.world_size, own * seat.world_size, turn, seat.device)
+        expected = exact_sums(seat.world_size, own * seat.world_size, turn, seat.device)
         yield None, got, expected[seat.rank * own : (seat.rank + 1) * own]
 
     return lambda: dist.reduce_scatter(
@@ -87,10 +89,10 @@ def broadcast(seat: Seat, count: int, turn: int) -> Prepared:
     root = turn % seat.world_size
     got = torch.zeros(count, device=seat.device)
     if seat.rank == root:
-        got = numbers(root, count, turn, seat.device)
+        got = exact_numbers(root, count, turn, seat.device)
 
     def pieces() -> Iterator[Piece]:
-        yield root, got, numbers(root, count, turn, seat.device)
+        yield root, got, exact_numbers(root, count, turn, seat.device)
 
     return lambda: dist.broadcast(got, root, group=seat.group), pieces
 
@@ -98,12 +100,12 @@ def broadcast(seat: Seat, count: int, turn: int) -> Prepared:
 def all_gather(seat: Seat, count: int, turn: int) -> Prepared:
     """Everybody gets a part from every rank."""
     each = max(1, count // seat.world_size)
-    mine = numbers(seat.rank, each, turn, seat.device)
+    mine = exact_numbers(seat.rank, each, turn, seat.device)
     got = [torch.zeros(each, device=seat.device) for _ in range(seat.world_size)]
 
     def pieces() -> Iterator[Piece]:
         for rank, piece in enumerate(got):
-            yield rank, piece, numbers(rank, each, turn, seat.device)
+            yield rank, piece, exact_numbers(rank, each, turn, seat.device)
 
     return lambda: dist.all_gather(got, mine, group=seat.group), pieces
 
@@ -111,13 +113,13 @@ def all_gather(seat: Seat, count: int, turn: int) -> Prepared:
 def all_to_all(seat: Seat, count: int, turn: int) -> Prepared:
     """Everybody gets from every rank the part that is meant for it."""
     each = max(1, count // seat.world_size)
-    mine = numbers(seat.rank, each * seat.world_size, turn, seat.device)
+    mine = exact_numbers(seat.rank, each * seat.world_size, turn, seat.device)
     got = torch.zeros_like(mine)
 
     def pieces() -> Iterator[Piece]:
         here = slice(seat.rank * each, (seat.rank + 1) * each)
         for rank, piece in enumerate(got.view(-1, each).unbind()):
-            yield rank, piece, numbers(rank, each * seat.world_size, turn, seat.device)[here]
+            yield rank, piece, exact_numbers(rank, each * seat.world_size, turn, seat.device)[here]
 
     return lambda: dist.all_to_all_single(got, mine, group=seat.group), pieces
 
@@ -131,7 +133,7 @@ OPERATIONS: dict[str, Callable[[Seat, int, int], Prepared]] = {
 }
 
 
-def compare(got: torch.Tensor, expected: torch.Tensor) -> Values:
+def compare_values(got: torch.Tensor, expected: torch.Tensor) -> Values:
     """Compare two tensors value by value."""
     differ = got != expected  # also true for NaN
     wrong = int(differ.sum())
@@ -151,3 +153,128 @@ def wait_for_device(device: torch.device) -> None:
     """Wait until a GPU has done what it was told; the CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+_SMALL = 2**8  # 1 KiB
+_MIDDLE = 2**14  # 64 KiB
+_LARGE = {"cpu": 2**20}  # 4 MiB
+_LARGE_ON_GPU = 2**23  # 32 MiB
+_SMALL_TURNS = 3
+_MIDDLE_TURNS = 2
+# A sum is where one wrong value in a million hides best: 12 turns of a million values find it.
+_MOST_TURNS = {"all-reduce": 12}
+_MOST_TURNS_OTHERS = 3
+_BUDGET_S = 1.0
+_TOO_SLOW_S = 1.5  # for one large turn
+_WAIT_S = 10.0
+
+
+def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
+    """Run every collective; the slower the group, the fewer turns of large ones."""
+    return tuple(_run(name, prepare, seat, together) for name, prepare in OPERATIONS.items())
+
+
+def _run(
+    name: str, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, together: RankBarrier
+) -> Operation:
+    count = _Count(prepare, seat, together.pulse)
+    small_s = min(count.turn(_SMALL) for _ in range(_SMALL_TURNS))
+    large = _LARGE.get(seat.device.type, _LARGE_ON_GPU)
+    # All ranks must make the same number of calls, so they decide by the slowest of them.
+    more_s = min(count.turn(_MIDDLE) for _ in range(_MIDDLE_TURNS)) - small_s
+    middle_s = max(together.share(f"{name} middle", more_s, _WAIT_S))
+    if middle_s * large / _MIDDLE > _TOO_SLOW_S:
+        large = _MIDDLE
+    large_s = count.turn(large)
+    slowest_s = max(together.share(f"{name} large", large_s, _WAIT_S))
+    most = _MOST_TURNS.get(name, _MOST_TURNS_OTHERS)
+    for _ in range(min(most, int(_BUDGET_S / max(slowest_s, 1e-6))) - 1):
+        large_s = min(large_s, count.turn(large))
+    return Operation(
+        name=name,
+        values=count.values,
+        wrong_from=count.wrong_from,
+        small_bytes=_SMALL * 4,
+        small_s=small_s,
+        large_bytes=large * 4,
+        large_s=large_s,
+    )
+
+
+class _Count:
+    """The turns of one collective and what they came to."""
+
+    def __init__(
+        self, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, pulse: ProbeHeartbeat
+    ) -> None:
+        self._prepare = prepare
+        self._seat = seat
+        self._pulse = pulse
+        self._turns = 0
+        self.values = Values()
+        self.wrong_from: dict[int, int] = {}
+
+    def turn(self, count: int) -> float:
+        """Run it once with so many numbers and compare them; return how long the call took."""
+        call, pieces = self._prepare(self._seat, count, self._turns)
+        self._turns += 1
+        wait_for_device(self._seat.device)
+        began = time.perf_counter()
+        call()
+        wait_for_device(self._seat.device)
+        seconds = time.perf_counter() - began
+        self._pulse.beat()
+        for source, got, expected in pieces():
+            compared = compare_values(got, expected)
+            self.values += compared
+            if source is not None and compared.wrong:
+                self.wrong_from[source] = self.wrong_from.get(source, 0) + compared.wrong
+        return seconds
+
+
+def find_suspects(seat: Seat, together: RankBarrier) -> tuple[tuple[int, ...], ...]:
+    """Return the smallest groups of ranks whose sum is wrong, by halving the group again and again.
+
+    A rank that spoils what it adds spoils every group it is in, down to that of itself alone. Where
+    only two together are wrong, it is what lies between them.
+    """
+    groups = [tuple(range(seat.world_size))]
+    smallest: list[tuple[int, ...]] = []
+    level = 0
+    while groups:
+        halves = {whole: _halves(whole) for whole in groups if len(whole) > 1}
+        smallest += [whole for whole in groups if len(whole) == 1]
+        wrong = _wrong_groups(
+            [half for pair in halves.values() for half in pair], seat, together, level
+        )
+        smallest += [whole for whole, pair in halves.items() if not set(pair) & set(wrong)]
+        groups, level = wrong, level + 1
+    return tuple(sorted(smallest))
+
+
+def _halves(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    middle = len(ranks) // 2
+    return ranks[:middle], ranks[middle:]
+
+
+def _wrong_groups(
+    groups: list[tuple[int, ...]], seat: Seat, together: RankBarrier, level: int
+) -> list[tuple[int, ...]]:
+    """Let each of these groups add up its numbers by itself; return those that got a wrong sum."""
+    seen_wrong = False
+    for ranks in groups:
+        group = dist.new_group(list(ranks))  # all ranks must make all groups, in the same order
+        if seat.rank not in ranks:
+            continue
+        inside = Seat(
+            rank=ranks.index(seat.rank),
+            world_size=len(ranks),
+            device=seat.device,
+            group=group,
+        )
+        count = _Count(all_reduce, inside, together.pulse)
+        for _ in range(_MOST_TURNS["all-reduce"]):
+            count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
+        seen_wrong = count.values.wrong > 0
+    said = together.share(f"suspects {level}", seen_wrong, _WAIT_S)
+    return [ranks for ranks in groups if any(said[rank] for rank in ranks)]

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from torchmuster.diagnose.probes.exact_values import compare, wait_for_device
+from torchmuster.diagnose.probes.exact_values import compare_values, wait_for_device
 from torchmuster.diagnose.rank_record import Matmul, Values
 
 _BLOCK = 256
@@ -20,7 +20,7 @@ _LESS_PRECISE = (
 )
 
 
-def run_all(device: torch.device) -> tuple[Matmul, ...]:
+def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
     """Multiply matrices for a moment in each precision; every value is compared with the right one.
 
     The factors hold only -1, 0 and 1 and the sums stay small, so the product is exact in every
@@ -43,7 +43,7 @@ def run_all(device: torch.device) -> tuple[Matmul, ...]:
             setattr(settings, name, value)
 
 
-def better(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+def better_matmul(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
     """Return the better speeds of two runs, and the values of both."""
     return tuple(
         Matmul(
@@ -55,7 +55,7 @@ def better(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Matmul, ..
     )
 
 
-def work(device: torch.device) -> None:
+def matmul_work(device: torch.device) -> None:
     """Keep the device busy for some milliseconds."""
     left, right, _ = _factors(device, torch.float32)
     for _ in range(20):
@@ -73,7 +73,7 @@ def _measure(device: torch.device, precision: torch.dtype) -> Matmul:
         product = torch.matmul(left, right)
         wait_for_device(device)
         seconds = time.perf_counter() - turn
-        values += compare(product, expected)
+        values += compare_values(product, expected)
         if passed_s >= _WARM_S or best_s == float("inf"):
             # The best of many short turns: a neighbour takes the core away now and then, not always.
             best_s = min(best_s, seconds)

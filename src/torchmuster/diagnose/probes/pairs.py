@@ -7,8 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchmuster.diagnose.probes.exact_values import Seat, compare, numbers, wait_for_device
-from torchmuster.diagnose.probes.together import Together
+from torchmuster.diagnose.probes.exact_values import (
+    Seat,
+    compare_values,
+    exact_numbers,
+    wait_for_device,
+)
+from torchmuster.diagnose.probes.in_time import RankBarrier
 from torchmuster.diagnose.rank_record import Pair, Values
 from torchmuster.diagnose.rounds import collective_rounds, rounds_for
 
@@ -23,7 +28,7 @@ _TRIES_AGAIN = 2
 _WAIT_S = 10.0
 
 
-def measure(seat: Seat, hosts: list[str], together: Together) -> tuple[Pair, ...]:
+def measure_pairs(seat: Seat, hosts: list[str], together: RankBarrier) -> tuple[Pair, ...]:
     """Let every two ranks (in a large group: some) exchange numbers, none in two pairs at a time."""
     few = seat.world_size <= _ALL_PAIRS_UP_TO
     rounds = (rounds_for if few else collective_rounds)(seat.world_size)
@@ -91,10 +96,10 @@ def _exchange(seat: Seat, peer: int) -> Pair:
 
 
 def _block(seat: Seat, peer: int, count: int, turn: int, first: bool) -> tuple[Values, float]:
-    mine = numbers(seat.rank, count, turn, seat.device)
+    mine = exact_numbers(seat.rank, count, turn, seat.device)
     got = torch.zeros(count, device=seat.device)
     seconds = _to_and_fro(seat, peer, mine, got, first)
-    return compare(got, numbers(peer, count, turn, seat.device)), seconds
+    return compare_values(got, exact_numbers(peer, count, turn, seat.device)), seconds
 
 
 def _to_and_fro(seat: Seat, peer: int, mine: torch.Tensor, got: torch.Tensor, first: bool) -> float:

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from torchmuster.diagnose.rank_record import RankRecord
-from torchmuster.diagnose.report.grid import Grid, of_machines, of_ranks, words
-from torchmuster.diagnose.report.heat_map import heat_map
-from torchmuster.diagnose.report.terminal import clock, or_unknown
+from torchmuster.diagnose.report.grid import Grid, grid_of_hosts, grid_of_ranks, grid_text, heat_map
+from torchmuster.diagnose.report.terminal import clock_text, or_unknown
 from torchmuster.diagnose.result import GroupResult, Machine
 from torchmuster.finding import Status, worst_first
 from torchmuster.pages import frame
-from torchmuster.pages.frame import article, folded, table
+from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.units import format_seconds, plural
 
 _WORST_SHOWN = 20
@@ -19,7 +18,7 @@ _MOST_ROWS = 1000  # all are in check.json
 _OPEN_UP_TO = 40
 
 
-def page(result: GroupResult) -> str:
+def check_page(result: GroupResult) -> str:
     """Return the page. Everything that machines said is shown as text, never as markup."""
     found = worst_first(result.findings)
     parts = [
@@ -27,16 +26,16 @@ def page(result: GroupResult) -> str:
         f"<p>{plural(len(result.machines), 'machine')}, {plural(len(result.ranks), 'rank')}, "
         f"in {format_seconds(result.seconds)}</p>",
         *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
-        *(article(one) for one in found if one.status is not Status.NOTE),
+        *(html_article(one) for one in found if one.status is not Status.NOTE),
     ]
-    for grid in (of_machines(result), of_ranks(result)):
+    for grid in (grid_of_hosts(result), grid_of_ranks(result)):
         if grid is not None:
             parts += _links(grid)
     parts.append(_section("machines", _machines(result.machines), len(result.machines)))
     if result.ranks:
         parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
-    parts += [article(one) for one in found if one.status is Status.NOTE]
-    return frame.page("muster check", parts)
+    parts += [html_article(one) for one in found if one.status is Status.NOTE]
+    return frame.html_page("muster check", parts)
 
 
 def _verdict(result: GroupResult) -> str:
@@ -48,12 +47,12 @@ def _verdict(result: GroupResult) -> str:
 
 def _section(title: str, body: str, rows: int) -> str:
     """Return a part of the page; a long one is to be opened by a click."""
-    return folded(title, body, opened=rows <= _OPEN_UP_TO)
+    return html_details(title, body, opened=rows <= _OPEN_UP_TO)
 
 
 def _machines(machines: Sequence[Machine]) -> str:
     titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
-    return table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
+    return html_table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
 
 
 def _machine(machine: Machine) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ def _machine(machine: Machine) -> tuple[str, ...]:
         machine.torch or "none",
         or_unknown(machine.python),
         or_unknown(machine.system),
-        clock(machine.clock_offset_s),
+        clock_text(machine.clock_offset_s),
     )
 
 
@@ -75,8 +74,10 @@ def _links(grid: Grid) -> Iterator[str]:
     yield f"<figure>{heat_map(grid)}</figure>"
     if len(grid.names) <= _NAMED_IN_PICTURE:
         return
-    rows = ((f"{cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN])
-    yield table(("the worst", ""), rows)
+    rows = (
+        (f"{cell.source} to {cell.target}", grid_text(cell)) for cell in grid.worst[:_WORST_SHOWN]
+    )
+    yield html_table(("the worst", ""), rows)
 
 
 def _ranks(records: Sequence[RankRecord]) -> str:
@@ -100,4 +101,6 @@ def _ranks(records: Sequence[RankRecord]) -> str:
                 "ended" if record.ended else f"came as far as {record.stage}",
             )
         )
-    return table(("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows)
+    return html_table(
+        ("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows
+    )

@@ -1,13 +1,69 @@
 """A check on the terminal: the machines, the links between them, and what was found."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torchmuster.diagnose.report.grid import Grid, of_machines, of_ranks, speed, words
+import msgspec
+
+from torchmuster.diagnose.links.model import Link
+from torchmuster.diagnose.report.grid import (
+    Grid,
+    grid_of_hosts,
+    grid_of_ranks,
+    grid_text,
+    speed_text,
+)
 from torchmuster.diagnose.result import GroupResult, Machine
-from torchmuster.finding import Finding, Status, render
+from torchmuster.finding import Finding, Status, exit_code, render, worst_first
 from torchmuster.redaction import harmless
+
+# Raised when a key changes its meaning or goes away; new keys may come at any time.
+SCHEMA = 1
+
+
+def check_json(result: GroupResult) -> dict[str, Any]:
+    """Return everything that a check learnt, as plain JSON types."""
+    return {
+        "schema": SCHEMA,
+        "passed": exit_code(result.findings) == 0,
+        "seconds": round(result.seconds, 1),
+        "machines": [_plain(machine) for machine in result.machines],
+        "findings": [finding.as_json() for finding in worst_first(result.findings)],
+        "not_tried": list(result.not_tried),
+        "links": [_link(link) for link in result.links],
+        "ranks": [_plain(rank) for rank in result.ranks],
+    }
+
+
+def json_text(result: GroupResult) -> str:
+    """Return it as the text of a file."""
+    return json.dumps(check_json(result), indent=1, ensure_ascii=False) + "\n"
+
+
+def _plain(value: object) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def _link(link: Link) -> dict[str, Any]:
+    figures = link.figures
+    return {
+        "from": link.source.name,
+        "to": link.target.name,
+        "address": link.target.address,
+        "problem": link.problem,
+        "meeting_problem": link.meeting_problem,
+        "bytes_per_s": figures and figures.bytes_per_s,
+        "round_trip_s": figures and figures.round_trip_s,
+        "loss": figures and figures.loss,
+        "frame_bytes": figures and figures.frame_bytes,
+        "stalled": bool(figures and figures.stalled),
+        "wrong_bytes": figures.wrong_bytes if figures else 0,
+        "retransmits": figures and figures.retransmits,
+    }
+
 
 _MOST_COLUMNS = 8
 _WORST_SHOWN = 20
@@ -15,10 +71,10 @@ _MOST_MACHINES = 64
 _CLOCK_WORTH_SAYING_S = 0.05
 
 
-def text(result: GroupResult, *, width: int = 100, colour: bool = False) -> str:
+def check_text(result: GroupResult, *, width: int = 100, colour: bool = False) -> str:
     """Return everything that ``muster check`` shows at its end but the verdict."""
     parts = ["\n".join(_machines(result.machines))]
-    grid = of_machines(result) or of_ranks(result)
+    grid = grid_of_hosts(result) or grid_of_ranks(result)
     if grid is not None:
         parts.append("\n".join(_links(grid)))
     if result.not_tried:
@@ -38,7 +94,7 @@ def _in_short(finding: Finding) -> Finding:
 def _machines(machines: Sequence[Machine]) -> Iterator[str]:
     shown = [one for one in machines if not one.missing][:_MOST_MACHINES]
     titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
-    yield from columns([titles, *(_row(machine) for machine in shown)])
+    yield from aligned_columns([titles, *(_row(machine) for machine in shown)])
     left_out = sum(not one.missing for one in machines) - len(shown)
     if left_out:
         yield f"… and {left_out} more, all of them in check.json"
@@ -56,7 +112,7 @@ def _row(machine: Machine) -> tuple[str, ...]:
         machine.torch or "none",
         or_unknown(machine.python),
         or_unknown(machine.system),
-        clock(machine.clock_offset_s),
+        clock_text(machine.clock_offset_s),
     )
 
 
@@ -72,7 +128,7 @@ def _devices(devices: Sequence[str]) -> str:
     return ", ".join(parts) or "CPU"
 
 
-def clock(offset_s: float | None) -> str:
+def clock_text(offset_s: float | None) -> str:
     """Say how far a clock is off; small differences are as small as they can be measured."""
     if offset_s is None:
         return "?"
@@ -83,14 +139,17 @@ def _links(grid: Grid) -> Iterator[str]:
     if len(grid.names) <= _MOST_COLUMNS:
         yield f"{grid.title}, from the left to the top"
         header = ("", *grid.names)
-        yield from columns([header, *_rows(grid)], right=True)
+        yield from aligned_columns([header, *_rows(grid)], right=True)
         return
     speeds = [cell.bytes_per_s for cell in grid.worst if cell.bytes_per_s]
     yield f"{grid.title}: {len(grid.worst)} measured" + (
-        f", {speed(statistics.median(speeds))} in the middle" if speeds else ""
+        f", {speed_text(statistics.median(speeds))} in the middle" if speeds else ""
     )
-    yield from columns(
-        [(f"  {cell.source} to {cell.target}", words(cell)) for cell in grid.worst[:_WORST_SHOWN]]
+    yield from aligned_columns(
+        [
+            (f"  {cell.source} to {cell.target}", grid_text(cell))
+            for cell in grid.worst[:_WORST_SHOWN]
+        ]
     )
     if len(grid.worst) > _WORST_SHOWN:
         yield f"  … the other {len(grid.worst) - _WORST_SHOWN} are no worse"
@@ -101,11 +160,11 @@ def _rows(grid: Grid) -> Iterator[tuple[str, ...]]:
         cells = ("-" if column == place else "not tried" for column in range(len(row)))
         yield (
             name,
-            *(words(cell) if cell else other for cell, other in zip(row, cells, strict=True)),
+            *(grid_text(cell) if cell else other for cell, other in zip(row, cells, strict=True)),
         )
 
 
-def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
+def aligned_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
     """Line up cells; all but the first column can stand to the right."""
     rows = [[harmless(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

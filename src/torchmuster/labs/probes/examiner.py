@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from torchmuster.labs import course
-from torchmuster.labs.grading import Paper, Request, Verdict
+from torchmuster.labs import lesson as course
+from torchmuster.labs.grading import GradeRequest, Paper, Verdict
 from torchmuster.labs.lesson import Lesson
 from torchmuster.labs.probes import ranks
 
@@ -17,7 +17,7 @@ from torchmuster.labs.probes import ranks
 def main(asked: str, answered: str) -> None:
     """Grade every paper of a request."""
     torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
-    request = msgspec.json.decode(Path(asked).read_bytes(), type=Request)
+    request = msgspec.json.decode(Path(asked).read_bytes(), type=GradeRequest)
     lesson = course.lesson(request.lab)
     verdicts = [
         tuple(_verdict(lesson, paper, name, request.deadline_s) for name in paper.exercises)
@@ -31,7 +31,7 @@ def _verdict(lesson: Lesson, paper: Paper, name: str, deadline_s: float) -> Verd
     checks = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.checks").CHECKS
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:
         outcome = ranks.worst(
-            ranks.run(
+            ranks.run_learner_ranks(
                 checks[name],
                 file=Path(paper.file),
                 ranks=exercise.ranks,

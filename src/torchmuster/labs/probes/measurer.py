@@ -9,19 +9,19 @@ from pathlib import Path
 import msgspec
 import torch
 
-from torchmuster.labs import course
-from torchmuster.labs.measuring import Answer, Request
+from torchmuster.labs import lesson as course
+from torchmuster.labs.measurements import MeasureAnswer, MeasureRequest
 from torchmuster.labs.probes import ranks
 
 
 def main(asked: str, answered: str) -> None:
     """Run a lab's measurements on its ranks; the answer is rank 0's."""
     torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
-    request = msgspec.json.decode(Path(asked).read_bytes(), type=Request)
+    request = msgspec.json.decode(Path(asked).read_bytes(), type=MeasureRequest)
     lesson = course.lesson(request.lab)
     module = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.measurements")
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:
-        outcomes = ranks.run(
+        outcomes = ranks.run_learner_ranks(
             module.measure,
             file=Path(request.file),
             ranks=lesson.measured_on,
@@ -36,7 +36,7 @@ def main(asked: str, answered: str) -> None:
         "seen": worst.seen,
         "measured_on": _measured_on(lesson.measured_on),
     }
-    Path(answered).write_bytes(msgspec.json.encode(msgspec.convert(answer, Answer)))
+    Path(answered).write_bytes(msgspec.json.encode(msgspec.convert(answer, MeasureAnswer)))
 
 
 def _measured_on(ranks: int) -> str:

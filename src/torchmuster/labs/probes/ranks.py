@@ -39,7 +39,7 @@ _PRINTED_LINES = 6
 _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class LearnerOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a rank: the name of a mistake, or none and the value that its program returned."""
 
     mistake: str = ""
@@ -50,9 +50,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 Program = Callable[[Bench], Any]
 
 
-def run(
+def run_learner_ranks(
     program: Program, *, file: Path, ranks: int, joined: bool, folder: Path, deadline_s: float
-) -> list[Outcome]:
+) -> list[LearnerOutcome]:
     """Run a program on forked ranks; what does not end is ended, and counts as hanging."""
     fork = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as meeting:
@@ -78,7 +78,7 @@ def run(
             del store
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
+def worst(outcomes: list[LearnerOutcome]) -> LearnerOutcome:
     """Return the outcome that tells most: a mistake with a name before those that follow from it."""
     return min(
         outcomes,
@@ -101,9 +101,9 @@ def _store(meeting: socket.socket) -> Store:
 
 def _outcomes(
     processes: Sequence[BaseProcess], folder: Path, file: Path, deadline_s: float
-) -> list[Outcome]:
+) -> list[LearnerOutcome]:
     give_up = time.monotonic() + deadline_s
-    found: dict[int, Outcome] = {}
+    found: dict[int, LearnerOutcome] = {}
     while len(found) < len(processes) and time.monotonic() < give_up:
         for rank, process in enumerate(processes):
             if rank in found:
@@ -112,7 +112,7 @@ def _outcomes(
             if (left := _left(folder, rank)) is not None:
                 found[rank] = left
             elif not alive:
-                found[rank] = Outcome(mistake="died", seen=f"rank {rank}: {_end(process)}")
+                found[rank] = LearnerOutcome(mistake="died", seen=f"rank {rank}: {_end(process)}")
             else:
                 continue
             told = found[rank].mistake not in ("", "wrong-value")
@@ -130,13 +130,15 @@ def _outcomes(
         place = _where(folder / f"stack-{rank}.txt", file)
         seen = f"rank {rank} is still {place or 'running'}{others}".strip()
         # In a check of ours it only waits for a rank that has made a mistake.
-        found[rank] = Outcome(mistake="hangs" if place or not made else "waits", seen=seen)
+        found[rank] = LearnerOutcome(mistake="hangs" if place or not made else "waits", seen=seen)
     return [_with_printed(found[rank], folder, rank) for rank in range(len(processes))]
 
 
-def _left(folder: Path, rank: int) -> Outcome | None:
+def _left(folder: Path, rank: int) -> LearnerOutcome | None:
     try:
-        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Outcome)
+        return msgspec.json.decode(
+            (folder / f"outcome-{rank}.json").read_bytes(), type=LearnerOutcome
+        )
     except FileNotFoundError:
         return None
 
@@ -153,7 +155,7 @@ def _where(stack: Path, file: Path) -> str:
     return f"at {file.name}:{found[1]}, in {found[2]}" if found else ""
 
 
-def _with_printed(outcome: Outcome, folder: Path, rank: int) -> Outcome:
+def _with_printed(outcome: LearnerOutcome, folder: Path, rank: int) -> LearnerOutcome:
     """Add what a rank printed, where something is wrong: people look for mistakes by printing."""
     if not outcome.mistake:
         return outcome
@@ -197,20 +199,22 @@ def _be_rank(
         signal.pause()
 
 
-def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Outcome:
+def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> LearnerOutcome:
     try:
         if joined and bench.world_size > 1:
             dist.init_process_group("gloo")
-        return Outcome(value=program(bench))
+        return LearnerOutcome(value=program(bench))
     except Recognised as found:
-        return Outcome(mistake=found.name, seen=found.seen)
+        return LearnerOutcome(mistake=found.name, seen=found.seen)
     except NotImplementedError as error:
-        return Outcome(mistake="not-done", seen=_line(error, file).lstrip())
+        return LearnerOutcome(mistake="not-done", seen=_line(error, file).lstrip())
     except (SystemExit, KeyboardInterrupt) as error:
-        return Outcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
+        return LearnerOutcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
     except BaseException as error:
         text = str(error).partition("\n")[0]
-        return Outcome(mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}")
+        return LearnerOutcome(
+            mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}"
+        )
 
 
 def _line(error: BaseException, file: Path) -> str:

@@ -11,7 +11,7 @@ from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import Hang, HangWatch
-from torchmuster.launch.history import evidence, node_ranks, run_state
+from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.node_handle import Node, Sign
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
@@ -119,7 +119,7 @@ class Lookout:
     async def _write_down(self, node: Node, sign: protocol.Pulses) -> None:
         """Write for a machine that does not see the run's folder what its ranks are doing."""
         await asyncio.to_thread(
-            node_ranks.write,
+            node_records.write_node_ranks,
             self._run,
             host=node.name,
             attempt=sign.attempt,

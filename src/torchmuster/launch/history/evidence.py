@@ -21,8 +21,8 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.history import root_cause
-from torchmuster.launch.history.json_lines import append_line, read_lines, unix_s
 from torchmuster.launch.history.root_cause import NodeEnd
+from torchmuster.launch.history.run_state import append_line, read_lines, unix_s
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.finding import Finding, Status
-from torchmuster.known_errors.as_finding import as_finding
-from torchmuster.known_errors.explain import Explanation, explain
+from torchmuster.known_errors.explain import Explanation, explain_text, explanation_finding
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.history import evidence, run_state
@@ -117,9 +116,9 @@ class Story:
     def _saves(self) -> Iterator[Moment]:
         with contextlib.suppress(Exception):  # damaged ones are another command's subject
             from torchmuster.checkpoints.local import FolderStore
-            from torchmuster.checkpoints.manifest import committed
+            from torchmuster.checkpoints.manifest import is_committed
 
-            kept = committed(FolderStore(self.run.checkpoints))
+            kept = is_committed(FolderStore(self.run.checkpoints))
             for newest in kept[:1]:
                 older = f"; {len(kept) - 1} older are kept" if len(kept) > 1 else ""
                 words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"
@@ -379,10 +378,10 @@ def _known_in(logs: Sequence[Path]) -> list[Finding]:
     """Return what is known of the error texts in logs, causes before what follows from them."""
     found: dict[str, Explanation] = {}
     for path in logs:
-        for one in explain(_end_of(path)):
+        for one in explain_text(_end_of(path)):
             if one.role is not Role.ASIDE:
                 found.setdefault(one.name, one)
-    return [as_finding(one) for one in sorted(found.values(), key=lambda one: one.role)]
+    return [explanation_finding(one) for one in sorted(found.values(), key=lambda one: one.role)]
 
 
 def _end_of(path: Path) -> str:

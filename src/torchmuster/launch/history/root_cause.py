@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
-from torchmuster.known_errors.explain import Explanation, explain
+from torchmuster.known_errors.explain import Explanation, explain_text
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
@@ -347,7 +347,7 @@ def _role(report: _Report) -> Role | None:
 
 def _known(report: _Report) -> Explanation | None:
     """Return what is known of a report's text, without what the text says only in passing."""
-    found = explain(report.text, host=report.host)
+    found = explain_text(report.text, host=report.host)
     return found[0] if found and found[0].role is not Role.ASIDE else None
 
 

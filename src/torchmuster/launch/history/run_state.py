@@ -4,10 +4,15 @@
 launcher was killed: whether it is alive is asked of the system, or of its signs of life, not of the file.
 """
 
+import asyncio
 import contextlib
+import io
 import json
+import os
 import socket
+import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,12 +20,94 @@ from typing import Any
 import psutil
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.history.json_lines import append_line, read_lines, unix_s
-from torchmuster.launch.history.launcher_heartbeat import SILENT_AFTER_S, silent_for_s
 from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.redaction import redact_command, redact_mapping, redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 from torchmuster.units import format_seconds
+
+# A run that fails a thousand times must not fill the disk; its first failures are the ones to read.
+_LARGEST_FILE_BYTES = 16 * 2**20
+_LONGEST_LINE_BYTES = 4 * 2**20
+_LAST_UNIX_S = 1e11  # some thousand years on
+
+
+def append_line(path: Path, content: Mapping[str, object]) -> None:
+    """Add a line, in one write so that several processes may; a full disk must not end the run."""
+    data = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
+    if len(data) > _LONGEST_LINE_BYTES:
+        return
+    with contextlib.suppress(OSError), path.open("a+b", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size <= _LARGEST_FILE_BYTES:
+            stream.write(_line_end_if_torn(stream, size) + data + b"\n")
+
+
+def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
+    """Return what sets the next line apart from one that was cut off by a crash."""
+    if not size:
+        return b""
+    stream.seek(size - 1)
+    return b"" if stream.read(1) == b"\n" else b"\n"
+
+
+def unix_s(value: object) -> float:
+    """Return a time as it was written down; raises ValueError for what is none that a calendar has."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"not a time: {value!r}")
+    if not 0 <= value < _LAST_UNIX_S:  # nor is NaN
+        raise ValueError(f"not a time: {value!r}")
+    return float(value)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are whole; nothing where there is no such file."""
+    try:
+        stream = path.open("rb")
+    except OSError:
+        return
+    with stream:
+        for line in stream:
+            with contextlib.suppress(ValueError):
+                content = json.loads(line)
+                if isinstance(content, dict):
+                    yield content
+
+
+# Shared disks may show a file's time a minute late.
+_EVERY_S = 30.0
+SILENT_AFTER_S = 120.0
+
+
+@contextlib.contextmanager
+def heard_of(state: Path) -> Iterator[None]:
+    """Let other machines see, for as long as this lasts, that the run's launcher lives."""
+    task = asyncio.get_running_loop().create_task(_touch_often(state))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _touch_often(path: Path) -> None:
+    while True:
+        await asyncio.sleep(_EVERY_S)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(os.utime, path)  # a shared disk may take its time
+
+
+def silent_for_s(state: Path) -> float:
+    """Return for how long nothing was heard of a launcher, by the clock of the disk where in doubt."""
+    try:
+        heard = state.stat().st_mtime
+    except OSError:
+        return 0.0
+    silent_s = time.time() - heard
+    if not 0 <= silent_s < SILENT_AFTER_S:
+        # A disk that cannot be written to from here leaves only this machine's clock.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=state.parent) as written_now:
+            silent_s = os.fstat(written_now.fileno()).st_mtime - heard
+    return max(0.0, silent_s)
+
 
 # The phases of a run that is not over.
 ACTIVE = ("submitted", "roll-call", "starting", "running")

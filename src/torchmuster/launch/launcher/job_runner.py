@@ -1,23 +1,229 @@
 """The launcher's heart: a run from the roll-call to its end, started again after failures if asked."""
 
 import asyncio
+import contextlib
+import itertools
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
-from torchmuster.errors import Impossible, MachineLost
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible, MachineLost, MusterError
 from torchmuster.finding import Finding, Status
+from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import restart_policy, saved, training_progress
-from torchmuster.launch.launcher.node_handle import Node
-from torchmuster.launch.launcher.node_rejoin import TakingIn, going_on
+from torchmuster.launch.launcher import node_handle, training_progress
+from torchmuster.launch.launcher.node_handle import Node, Stopped
+from torchmuster.launch.launcher.node_registry import RollCall
 from torchmuster.launch.launcher.rank_logs import mark_restart
 from torchmuster.launch.launcher.session import Session, Voice
-from torchmuster.launch.launcher.waiting import Stopped
+from torchmuster.launch.network.reach import several
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+
+_LOOK_EVERY_S = 1.0
+
+
+class Prepare(Protocol):
+    """What has machines prepared, and compares them with the others."""
+
+    async def __call__(self, nodes: Sequence[Node], *, again: bool) -> None:
+        """Prepare them."""
+
+
+class TakingIn:
+    """Looks for newcomers for as long as an attempt lasts, and prepares them."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        session: Session,
+        *,
+        say: Callable[[str], None],
+        prepare: Prepare,
+        is_running: Callable[[], bool],
+    ) -> None:
+        self._ranks_can_save = spec.checkpoints is not None
+        self._session = session
+        self._say = say
+        self._prepare = prepare
+        self._is_running = is_running
+        self._task: asyncio.Task[None] | None = None
+        self.asked_to_save = False
+
+    async def __aenter__(self) -> None:
+        """Begin to look, where somebody is missing."""
+        if self._session.roll.left_out:
+            self._task = asyncio.create_task(self._look())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Look no longer."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _look(self) -> None:
+        session = self._session
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            # Before, the machines answer to the start of the attempt, and must not be asked anything else.
+            new = [one for one in session.roll.newcomers if one.prepared is None]
+            if not new or not self._is_running():
+                continue
+            ready = [node for node in new if await self._is_ready(node)]
+            if not ready:
+                continue
+            who = several([node.name for node in ready])
+            if self._ranks_can_save:
+                self._say(f"{who} can take part: asking all ranks to save, to go on together")
+                self.asked_to_save = True
+                session.pass_on("SIGUSR1")
+                return
+            self._say(f"{who} can take part, and will after the next restart")
+
+    async def _is_ready(self, node: Node) -> bool:
+        try:
+            await self._prepare([node], again=True)
+        except MusterError as error:
+            self._say(f"{node.name} came, but cannot take part: {error.what}")
+            await self._session.roll.send_away(node)
+            return False
+        return True
+
+
+def going_on(roll: RollCall, all_machines: int, global_batch_size: int | None) -> str:
+    """Say with how many machines a run goes on: ``going on with 3 of 4 machines, without d``."""
+    here = len(roll.nodes)
+    without = f", without {several(roll.left_out)}" if roll.left_out else ""
+    batch = "" if global_batch_size is None else f"; the global batch stays {global_batch_size:,}"
+    return f"going on with {here:,} of {all_machines:,} machines{without}{batch}"
+
+
+# The same error at the same place so many times is no accident.
+_LOOP = 3
+_LONGEST_PAUSE_S = 30.0
+_CANNOT_MEND_ITSELF = re.compile(
+    r" failed: (?:(?:ModuleNotFound|Import|Syntax|Indentation|Tab)Error\b|exit code 2$)"
+)
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """An attempt that failed, and where the work stood; steps are None where nothing is known of them.
+
+    ``got_on`` says that it left a newer checkpoint than there was, ``saved`` is the newest one's step, and
+    ``reached`` the last step that was done in it. ``mistake``: another attempt would meet it again.
+    """
+
+    finding: Finding
+    mistake: bool = False
+    got_on: bool = False
+    saved: int | None = None
+    reached: int | None = None
+
+
+def decide(history: Sequence[Attempt], *, max_restarts: int) -> Decision[float | None]:
+    """Return after which pause to start again, or None to end the run.
+
+    ``max_restarts`` are allowed in a row; a newer checkpoint begins another row. The reason is for
+    people: which restart this is, or why there is none.
+    """
+    last = history[-1]
+    row = _in_a_row(history)
+    never_worked = len(history) == 1 and last.saved is None and last.reached is None
+    if max_restarts == 0 or (never_worked and last.mistake):
+        return Decision(value=None, reason="")  # the cause says it all
+    if loop := _crash_loop(row):
+        return Decision(value=None, reason=loop)
+    if len(row) > max_restarts:
+        return Decision(value=None, reason=_used_up(row, max_restarts))
+    pause_s = 0.0 if len(row) == 1 else min(2.0 ** (len(row) - 1), _LONGEST_PAUSE_S)
+    return Decision(value=pause_s, reason=f"restart {len(row)} of {max_restarts}")
+
+
+def announcement(last: Attempt, pause_s: float, reason: str) -> str:
+    """Say what failed and from where it will go on: ``…; starting again from step 100 (restart 1 of 3)``."""
+    place = "" if last.saved is None else f" from step {last.saved:,}"
+    when = f" in {pause_s:.0f} s" if pause_s else ""
+    return f"{last.finding.what}; starting again{place}{when} ({reason})"
+
+
+def with_reason(finding: Finding, reason: str) -> Finding:
+    """Return why the run failed together with why it was not started again."""
+    return replace(finding, why="\n".join(part for part in (reason, finding.why) if part))
+
+
+def cannot_mend_itself(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
+    """Say whether the cause is a mistake that another attempt would meet again.
+
+    That is an error of ours, which says what to change, or code that cannot be read or imported.
+    """
+    ours = (failure.what.partition("\n")[0] for failure in failures if failure.what)
+    return bool(_CANNOT_MEND_ITSELF.search(finding.what)) or any(
+        what in finding.what for what in ours
+    )
+
+
+def _in_a_row(history: Sequence[Attempt]) -> list[Attempt]:
+    """Return the last attempts, from the one on that left the newest checkpoint."""
+    row: list[Attempt] = []
+    for attempt in reversed(history):
+        row.insert(0, attempt)
+        if attempt.got_on:
+            break
+    return row
+
+
+def _crash_loop(row: Sequence[Attempt]) -> str:
+    """Say that the same happens again and again at the same place; "" if that is not so."""
+    last = row[-1]
+    alike = list(itertools.takewhile(lambda one: _signature(one) == _signature(last), row[::-1]))
+    known = last.saved is not None or last.reached is not None
+    if len(alike) < _LOOP or not known or _from_outside(last.finding):
+        return ""
+    where = "before its first step" if last.reached is None else f"after step {last.reached:,}"
+    return f"crash loop: failed {len(alike)} times {where} with the same error; {_standing(last)}"
+
+
+def _used_up(row: Sequence[Attempt], max_restarts: int) -> str:
+    allowed = "1 restart was" if max_restarts == 1 else f"{max_restarts} restarts were"
+    if row[-1].saved is None and row[-1].reached is None:
+        return f"failed {len(row)} times; {allowed} allowed"
+    return (
+        f"failed {len(row)} times without a newer checkpoint ({allowed} allowed); "
+        f"{_standing(row[-1])}"
+    )
+
+
+def _standing(last: Attempt) -> str:
+    if last.saved is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is step {last.saved:,}"
+
+
+def _signature(attempt: Attempt) -> tuple[str, int | None, int | None]:
+    """Return what two attempts share that failed alike: the error but for its numbers, and the place."""
+    what = attempt.finding.what
+    error = what.partition(" failed: ")[2] or what
+    return _NUMBERS.sub("#", error), attempt.reached, attempt.saved
+
+
+def _from_outside(finding: Finding) -> bool:
+    """Say whether somebody else ended it, which may strike anywhere and any number of times."""
+    return finding.name == "host-lost" or "SIGKILL" in finding.what
+
 
 _LOOK_WITHIN_S = 20.0
 
@@ -61,7 +267,7 @@ class Supervisor:
         self._session = Session(
             spec, transport, voice, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
-        self._history: list[restart_policy.Attempt] = []
+        self._history: list[Attempt] = []
         self._asked_to_save = False
         self.token = self._session.token
         self.stop = self._session.stop
@@ -92,7 +298,7 @@ class Supervisor:
             nodes = session.roll.nodes
             await session.end(nodes)
             left = tuple(node.name for node in nodes if node.lost and not node.ended)
-            outcome = Outcome(good=False, stopped=True, left=left, saved=saved.words(nodes))
+            outcome = Outcome(good=False, stopped=True, left=left, saved=node_handle.words(nodes))
         finally:
             words = "the run ended well" if outcome.good else "the run has ended"
             if outcome.finding is not None:
@@ -137,24 +343,22 @@ class Supervisor:
             after = await self._look(began, before)
             warned = self._asked_to_save or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
-            if words := saved.words(self._session.roll.nodes, warned=warned and can_save):
+            if words := node_handle.words(self._session.roll.nodes, warned=warned and can_save):
                 if self._asked_to_save or not taking_in.asked_to_save:
                     return Outcome(good=False, stopped=True, saved=words)
                 await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
-            chosen = restart_policy.decide(self._history, max_restarts=self._spec.max_restarts)
+            chosen = decide(self._history, max_restarts=self._spec.max_restarts)
             if chosen.value is None:
-                return Outcome(
-                    good=False, finding=restart_policy.with_reason(finding, chosen.reason)
-                )
+                return Outcome(good=False, finding=with_reason(finding, chosen.reason))
             await self._announce(chosen.value, chosen.reason)
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
 
     async def _announce(self, pause_s: float, reason: str) -> None:
         """Say what failed and that all starts again, and write it down."""
         last = self._history[-1]
-        self._voice.say(restart_policy.announcement(last, pause_s, reason))
+        self._voice.say(announcement(last, pause_s, reason))
         run = RunFolder(self._logs.parent)
         facts = {"headline": last.finding.what, "from_step": last.saved}
         await asyncio.to_thread(run_state.note, run, run_state.RESTART, **facts)
@@ -185,12 +389,12 @@ class Supervisor:
         finding: Finding,
         before: training_progress.Standing,
         after: training_progress.Standing,
-    ) -> restart_policy.Attempt:
+    ) -> Attempt:
         ends = [node.ended for node in self._session.roll.nodes if node.ended]
         failures = [failure for ended in ends for failure in ended.failures]
-        return restart_policy.Attempt(
+        return Attempt(
             finding=finding,
-            mistake=restart_policy.cannot_mend_itself(finding, failures),
+            mistake=cannot_mend_itself(finding, failures),
             got_on=after.checkpoint is not None and after.checkpoint != before.checkpoint,
             saved=after.saved,
             reached=after.reached,

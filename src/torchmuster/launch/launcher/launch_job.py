@@ -155,7 +155,7 @@ async def _launch(
 ) -> int:
     from torchmuster.launch.history import run_state
     from torchmuster.launch.history.evidence import failures, keep_failure
-    from torchmuster.launch.history.launcher_heartbeat import heard_of
+    from torchmuster.launch.history.run_state import heard_of
     from torchmuster.launch.launcher.job_runner import Supervisor
     from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
 

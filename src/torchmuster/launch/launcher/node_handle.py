@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow, NotTrusted
+from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError, NotNow, NotTrusted
 from torchmuster.launch import protocol
+from torchmuster.launch.history import known_failures
 from torchmuster.launch.transports.channel import Channel
 
 Reply = TypeVar("Reply", bound=protocol.Message)
@@ -219,3 +221,106 @@ def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
     what = f"{host}: {trouble.what}" if host else trouble.what
     why = "\n".join(part for part in (trouble.why, trouble.evidence) if part)
     return kind(what, why=why, fix=trouble.fix)
+
+
+# A rank that saved is on its way out when it is told once more to end, with whoever is still there.
+_ENDED = (0, -2, -9, -15)
+_WARNED = -getattr(signal, "SIGUSR1", 10)
+NOTHING_NEW = "ended at a request, with nothing new to save"
+
+
+def words(nodes: Sequence[Node], *, warned: bool = False) -> str:
+    """Return what the ranks said of it; "" where a machine has none that saved, or one that failed.
+
+    If they can save and were ``warned``, those that the warning ended had not begun, or were done.
+    """
+    asked = (int(ExitCode.SAVED), *((_WARNED,) if warned else ()))
+    ends = [node.ended for node in nodes if node.ended is not None]
+    if not ends or len(ends) < len(nodes):
+        return ""
+    if not all(any(_code(one) in asked for one in ended.failures) for ended in ends):
+        return ""
+    failures = [failure for ended in ends for failure in ended.failures]
+    if any(_code(failure) not in (*asked, *_ENDED) for failure in failures):
+        return ""
+    told = [one.what for one in failures if one.exit_code == ExitCode.SAVED]
+    return next(filter(None, told), "saved at a request to end" if told else NOTHING_NEW)
+
+
+def _code(failure: protocol.Failure) -> int:
+    return known_failures.by_signal(failure.exit_code)
+
+
+T = TypeVar("T")
+# While something is being waited for, somebody is told at least this often.
+FIRST_WORD_S, NEXT_WORD_S = 5.0, 9.0
+
+
+class Stopped(Exception):
+    """Somebody asked for the end."""
+
+
+class Waiting:
+    """What is waited on: something new, or the wish that it should end."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody asked for the end."""
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Ask for the end."""
+        self._stop.set()
+        self._changed.set()
+
+    def change(self) -> None:
+        """Something is new."""
+        self._changed.set()
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """Wait for something; raises `Stopped` if it is no longer wanted."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Stopped
+            return task.result()
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def something_new(self, within_s: float, *, although_stopped: bool = False) -> None:
+        """Wait until something is new, or the time is up; raises `Stopped` if it is not wanted."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), within_s)
+        self._changed.clear()
+        if self.stopped and not although_stopped:
+            raise Stopped
+
+    @contextlib.asynccontextmanager
+    async def telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
+        """Say every few seconds what is being waited for."""
+
+        async def tell() -> None:
+            await asyncio.sleep(FIRST_WORD_S)
+            while True:
+                if text := words():
+                    self._say(text)
+                await asyncio.sleep(NEXT_WORD_S)
+
+        task = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

@@ -10,8 +10,7 @@ from torchmuster.errors import MachineLost, MusterError, NotNow
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import compare_nodes
-from torchmuster.launch.launcher.node_handle import Node, error_from
-from torchmuster.launch.launcher.waiting import Waiting
+from torchmuster.launch.launcher.node_handle import Node, Waiting, error_from
 from torchmuster.launch.network.reach import several
 from torchmuster.launch.transports.channel import Channel, Transport
 

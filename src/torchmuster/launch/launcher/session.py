@@ -20,12 +20,11 @@ from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import Lookout
 from torchmuster.launch.history import evidence, root_cause, run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import compare_nodes, saved
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher import compare_nodes, node_handle
+from torchmuster.launch.launcher.node_handle import Node, Waiting
 from torchmuster.launch.launcher.node_registry import RollCall
 from torchmuster.launch.launcher.rank_logs import RankLogs
 from torchmuster.launch.launcher.rendezvous_address import Meeting, meet
-from torchmuster.launch.launcher.waiting import Waiting
 from torchmuster.launch.network.reach import several
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
@@ -361,7 +360,7 @@ class Session:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        if not saved.words(nodes):
+        if not node_handle.words(nodes):
             await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
         return finding
 

@@ -35,10 +35,10 @@ def look(
         return Standing()
     reached = _last_step(metrics / "steps.jsonl", since_unix_s)
     try:
-        from torchmuster.checkpoints.manifest import committed
+        from torchmuster.checkpoints.manifest import is_committed
         from torchmuster.checkpoints.places import open_store
 
-        for newest in committed(open_store(spec.checkpoints))[:1]:
+        for newest in is_committed(open_store(spec.checkpoints))[:1]:
             return Standing(
                 checkpoint=newest.name,
                 saved=newest.step,

@@ -89,7 +89,7 @@ def _short(command: str) -> str:
 def _owner(port: int, proc_root: Path) -> str | None:
     """Read the owner of a listening socket from the kernel's table, which all may read."""
     for table in ("net/tcp", "net/tcp6"):
-        for line in (sysfs.text(proc_root / table) or "").splitlines()[1:]:
+        for line in (sysfs.read_text(proc_root / table) or "").splitlines()[1:]:
             fields = line.split()
             listens = len(fields) > 7 and fields[3] == _LISTENS
             if listens and int(fields[1].rpartition(":")[2], 16) == port:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from torchmuster.launch import protocol
-from torchmuster.launch.history import node_devices, node_ranks
+from torchmuster.launch.history import node_records
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, Exits, Share
 from torchmuster.launch.node.heartbeats import Pulses
@@ -225,7 +225,7 @@ class Running:
         self._memory = Watch.begin()
         self._peaks = Peaks()
         self._pulses = Pulses(share.records, self._ranks)
-        self._run = node_ranks.seen_here(share.prepare.run, share.prepare.run_id)
+        self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
         self.gone = asyncio.Event()  # no process of it is alive any more
@@ -260,7 +260,7 @@ class Running:
 
     async def watch(self) -> protocol.Ended:
         """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
-        with node_devices.Noting(self._run, self._share.start.first_rank):
+        with node_records.Noting(self._run, self._share.start.first_rank):
             return await self._watch()
 
     async def _watch(self) -> protocol.Ended:
@@ -308,7 +308,7 @@ class Running:
             if run is not None:
                 host = socket.gethostname()
                 await asyncio.to_thread(
-                    node_ranks.write, run, host=host, attempt=attempt, pulses=pulses
+                    node_records.write_node_ranks, run, host=host, attempt=attempt, pulses=pulses
                 )
 
     async def _kill_when_time_is_up(self) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
-from torchmuster.devices.acquire import Held, acquire
-from torchmuster.devices.choose import choose
+from torchmuster.devices.acquire import HeldDevices, acquire_devices
+from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
-from torchmuster.devices.model import Device, Kind
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.devices.request import Request
+from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
@@ -29,7 +29,7 @@ class Holding:
     variables: dict[str, str | None]
     threads: int
     reasons: tuple[str, ...]
-    held: Held | None = None
+    held: HeldDevices | None = None
 
     def release(self) -> None:
         """Give the devices back."""
@@ -42,9 +42,9 @@ def take(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> H
     if (cpu := _cpu(prepare)) is not None:
         return cpu
     try:
-        held = acquire(
+        held = acquire_devices(
             Claims.here(os.environ),
-            snapshot.take_with_history,
+            snapshot.take_snapshot_with_history,
             _request(prepare),
             environment=os.environ,
             wait_s=prepare.wait_s,
@@ -61,22 +61,22 @@ def look(prepare: protocol.Prepare) -> Holding:
     """Choose what ``take`` would choose now, and claim nothing."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
-    node = snapshot.take_with_history()
+    node = snapshot.take_snapshot_with_history()
     claimed = Claims.here(os.environ).glance(one.uuid for one in node.accelerators).in_the_way
     try:
-        decision = choose(node, _request(prepare), environment=os.environ, claims=claimed)
+        decision = choose_devices(node, _request(prepare), environment=os.environ, claims=claimed)
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
     return _gpus(prepare, decision, None)
 
 
-def _request(prepare: protocol.Prepare) -> Request:
-    return Request(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
+def _request(prepare: protocol.Prepare) -> DeviceRequest:
+    return DeviceRequest(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
 
 
 def _gpus(
-    prepare: protocol.Prepare, decision: Decision[tuple[Device, ...]], held: Held | None
+    prepare: protocol.Prepare, decision: Decision[tuple[Device, ...]], held: HeldDevices | None
 ) -> Holding:
     devices = decision.value
     threads, reason = _threads(len(devices), prepare)
@@ -103,7 +103,7 @@ def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
 
 def _cpu(prepare: protocol.Prepare) -> Holding | None:
     """Return the processor, if that is what is asked for or all there is."""
-    node = snapshot.take()
+    node = snapshot.take_snapshot()
     has_accelerators = bool(node.accelerators)
     seen = visible(node.accelerators, os.environ).devices
     if prepare.device == "gpu" or (prepare.device == "auto" and (seen or prepare.gpu_ids)):
@@ -119,7 +119,7 @@ def _cpu(prepare: protocol.Prepare) -> Holding | None:
     hidden: dict[str, str | None] = {}
     if has_accelerators:
         # To Intel's driver, an empty value means all.
-        kinds = (kind for kind in STAGES if kind is not Kind.XPU)
+        kinds = (kind for kind in STAGES if kind is not DeviceKind.XPU)
         hidden = {STAGES[kind][0][0]: "" for kind in kinds}
     return Holding(
         ranks=ranks,

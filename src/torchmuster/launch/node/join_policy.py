@@ -20,9 +20,9 @@ from typing import NoReturn
 import msgspec
 
 import torchmuster
-from torchmuster.config import worker_arguments
+from torchmuster.config import written
 from torchmuster.config.layers import Strength
-from torchmuster.config.resolve import resolve
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import FUNCTIONS, OWN_LOSSES
 from torchmuster.errors import ConfigError, NotTrusted
 from torchmuster.launch import protocol
@@ -32,7 +32,7 @@ WORKER = "torchmuster.worker"
 # Modules of torchmuster that ranks may run, without arguments.
 PROBES = frozenset({"torchmuster.launch.probes.smoke", "torchmuster.diagnose.probes.collectives"})
 # Programs that may run beside the node agent.
-SIDECARS = frozenset({"torchmuster.diagnose.examiner"})
+SIDECARS = frozenset({"torchmuster.diagnose.host_probe"})
 # The others unpickle what they read from a store that the host may have written to.
 RENDEZVOUS = "muster"
 
@@ -251,13 +251,13 @@ class _Arguments(argparse.ArgumentParser):
 def _check_worker(arguments: Sequence[str], folder: Path) -> None:
     """Check what a host tells the worker; what the machine's own file of settings says is its own."""
     parser = _Arguments(add_help=False, allow_abbrev=False)
-    worker_arguments.add_to(parser)
+    written.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     for flag, path in (("--config", options.config), ("--run-folder", options.run_folder)):
         if path is not None and not _is_own(path, folder):
             raise _not_own(f"{flag} {printable([str(path)])}", folder)
     try:
-        given = resolve(flags=options.set)
+        given = resolve_settings(flags=options.set)
     except ConfigError as error:
         raise NotTrusted(f"refused arguments of {WORKER}", why=error.why) from error
     for path, value in given.values().items():

@@ -147,7 +147,7 @@ class Watch:
             limit
             for folder in cgroup_folders("memory", self.proc_root, self.sys_root)
             for file in ("memory.max", "memory.limit_in_bytes")
-            if (limit := sysfs.integer(folder / file)) is not None
+            if (limit := sysfs.read_integer(folder / file)) is not None
         ]
         tightest = min(limits, default=machine)
         if tightest < machine and of_cgroup is not False:
@@ -169,7 +169,7 @@ def _kills(proc_root: Path, sys_root: Path) -> int | None:
     """
     for folder in cgroup_folders("memory", proc_root, sys_root):
         for file in ("memory.events", "memory.oom_control"):
-            for line in (sysfs.text(folder / file) or "").splitlines():
+            for line in (sysfs.read_text(folder / file) or "").splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill" and count.strip().isdecimal():
                     return int(count)

@@ -4,22 +4,216 @@ The device is set before the group is made, every wait has a limit, and the rank
 when they meet: if one of them cannot use NCCL, all use gloo.
 """
 
+import errno
 import gc
+import json
 import logging
+import operator
 import os
+import platform
+import socket
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.utils.data.distributed import DistributedSampler
 
 from torchmuster.decision import Decision
-from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.probes import backend, meeting, membership, sampler_watch
-from torchmuster.launch.probes.backend import Choice, Surroundings
-from torchmuster.launch.probes.membership import Membership
+from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.launch.probes import membership
+from torchmuster.launch.probes.membership import Choice, Membership, Surroundings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What one rank tells the others: what it can use, why, and its GPU's UUID if it is known."""
+
+    backend: str
+    reason: str
+    uuid: str | None
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What all ranks use, and why it is not what they offered; GPUs that several ranks have."""
+
+    backend: str
+    why: str = ""
+    shared: tuple[str, ...] = ()
+
+
+def meet(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
+    """Return the store through which the ranks exchange their addresses.
+
+    ``earlier_groups`` is how many this process has had, so that no group reads another's keys.
+    """
+    if member.alone:
+        store: Store = HashStore()
+        return store
+    return PrefixStore(f"torchmuster/{member.world_size}/{earlier_groups}", _store(member, timeout))
+
+
+def _store(member: Membership, timeout: timedelta) -> Store:
+    launcher_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = member.rank == 0 and not launcher_has_it
+    listener = None
+    if server and member.on_this_machine and sys.platform != "win32":
+        listener = _listen(member)
+    store: Store = TCPStore(
+        host_name=member.address,
+        port=member.port,
+        world_size=member.world_size,
+        is_master=server,
+        timeout=timeout,
+        wait_for_workers=False,  # we wait ourselves, and can say for whom
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch itself decides
+    )
+    return store
+
+
+def _listen(member: Membership) -> socket.socket:
+    address = membership.DEFAULT_ADDRESS if member.address == "localhost" else member.address
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, member.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise NotNow(
+            f"the ranks cannot meet at {address}:{member.port}",
+            why="another program is using that port",
+            fix="MASTER_PORT=… (any free port, the same for all ranks), or start the script with "
+            "muster run, which finds one by itself",
+        ) from error
+    return listener
+
+
+def agree(store: Store, member: Membership, offer: Offer, timeout: timedelta) -> Verdict:
+    """Let rank 0 compare all ranks' offers and tell the result to all.
+
+    Each rank but the first sends and reads one key, however many there are. A launcher that restarts
+    ranks may keep its store, so what is left of an earlier attempt must do no harm: keys are only
+    set, never counted up.
+    """
+    store.set(f"offer/{member.rank}", json.dumps(vars(offer)))
+    if member.rank == 0:
+        keys = [f"offer/{rank}" for rank in range(member.world_size)]
+        _wait_for_all(store, keys, timeout)
+        verdict = compare([Offer(**json.loads(text)) for text in store.multi_get(keys)])
+        store.set("verdict", json.dumps(vars(verdict)))
+        return verdict
+    store.wait(["verdict"], timeout)
+    told: Mapping[str, object] = json.loads(store.get("verdict"))
+    shared = told["shared"]
+    assert isinstance(shared, list)
+    return Verdict(backend=str(told["backend"]), why=str(told["why"]), shared=tuple(shared))
+
+
+def compare(offers: list[Offer]) -> Verdict:
+    """Take a library only if every rank can use it and no two ranks have the same GPU."""
+    first = offers[0]
+    for other in offers:
+        if other.backend == "gloo" and any(one.backend != "gloo" for one in offers):
+            return Verdict(backend="gloo", why=f"rank {other.rank} on {other.host}: {other.reason}")
+        if other.backend != first.backend:
+            why = f"rank {first.rank} has {first.backend}, rank {other.rank} has {other.backend}"
+            return Verdict(backend="gloo", why=why)
+    owner: dict[str, Offer] = {}
+    shared: dict[str, str] = {}
+    for offer in offers:
+        if offer.uuid is None:
+            continue
+        earlier = owner.setdefault(offer.uuid, offer)
+        if earlier is not offer:
+            shared.setdefault(
+                offer.uuid, f"ranks {earlier.rank} and {offer.rank} on {offer.host} have one GPU"
+            )
+    if not shared:
+        return Verdict(backend=first.backend)
+    return Verdict(backend="gloo", why=next(iter(shared.values())), shared=tuple(shared))
+
+
+def offer_of(member: Membership, backend: str, reason: str, uuid: str | None) -> Offer:
+    """Return this rank's offer."""
+    host = platform.node()
+    return Offer(backend=backend, reason=reason, uuid=uuid, rank=member.rank, host=host)
+
+
+def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [key.removeprefix("offer/") for key in keys if not store.check([key])]
+        shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
+        raise MusterError(
+            f"{len(missing)} of {len(keys)} ranks did not come: {shown}",
+            why=f"rank 0 waited {timeout.total_seconds():g} s for them",
+            fix="look at the output of those ranks: they were not started, ended early, or cannot "
+            "reach this machine",
+        ) from error
+
+
+_sampler_log = logging.getLogger("torchmuster.distributed")
+_torchs_own = DistributedSampler.__iter__
+
+
+class _Watch:
+    """What each sampler gave out last: the epoch, how many samples, and what is left of them."""
+
+    def __init__(self) -> None:
+        self._last: WeakKeyDictionary[DistributedSampler[Any], tuple[int, int, Iterator[Any]]] = (
+            WeakKeyDictionary()
+        )
+        self._told = False
+
+    def note(self, sampler: DistributedSampler[Any], given: Iterator[Any]) -> None:
+        last = self._last.get(sampler)
+        self._last[sampler] = (sampler.epoch, len(sampler), given)
+        if last is None or self._told:
+            return
+        epoch, count, left = last
+        # Who only took a look at the first batch has not been through an epoch.
+        if epoch == sampler.epoch and operator.length_hint(left) <= count // 2:
+            self._told = True
+            _sampler_log.warning(
+                "the sampler gives the same order in every epoch: call sampler.set_epoch(epoch) before "
+                "each epoch"
+            )
+
+
+def begin() -> None:
+    """Watch the samplers of this process, until ``end``; warns once."""
+    if DistributedSampler.__iter__ is not _torchs_own:
+        return
+    watch = _Watch()
+
+    def watched(sampler: DistributedSampler[Any]) -> Iterator[Any]:
+        given = _torchs_own(sampler)
+        if sampler.shuffle:
+            watch.note(sampler, given)
+        return given
+
+    DistributedSampler.__iter__ = watched  # type: ignore[method-assign]
+
+
+def end() -> None:
+    """Give torch's own back."""
+    DistributedSampler.__iter__ = _torchs_own  # type: ignore[method-assign]
+
 
 _log = logging.getLogger("torchmuster.distributed")
 
@@ -49,17 +243,17 @@ def setup(rank: int, world_size: int, asked: str, timeout_s: float) -> Group:
     member = membership.read(rank, world_size, os.environ)
     group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
     if rank == 0:  # one rank's word is enough
-        sampler_watch.begin()
+        begin()
     return group
 
 
 def _make(member: Membership, asked: str, timeout_s: float) -> Group:
-    own = backend.choose(asked, member, look_around())
+    own = membership.choose(asked, member, look_around())
     _set_device(own.value)
     timeout = timedelta(seconds=timeout_s)
     interface_set = _stay_on_this_machine(member)
     try:
-        store = meeting.meet(member, timeout, _state.made)
+        store = meet(member, timeout, _state.made)
         choice, instead = _agree(store, member, own, timeout)
         dist.init_process_group(
             choice.backend,
@@ -94,7 +288,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> Group:
 
 def cleanup() -> None:
     """End the group if there is one. Waits for nobody, so it is safe after a failure too."""
-    sampler_watch.end()
+    end()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
@@ -177,12 +371,12 @@ def _agree(
     if member.world_size == 1:
         return own.value, ""
     choice, uuid = own.value, _uuid(own.value)
-    offer = meeting.offer_of(member, choice.backend, own.reason, uuid)
-    verdict = meeting.agree(store, member, offer, timeout)
+    offer = offer_of(member, choice.backend, own.reason, uuid)
+    verdict = agree(store, member, offer, timeout)
     if verdict.backend == choice.backend:
         return choice, ""
     index = None if uuid in verdict.shared else choice.index
-    instead = backend.without_library(choice.device, index)
+    instead = membership.without_library(choice.device, index)
     return instead, f"gloo instead of {choice.backend} on all ranks: {verdict.why}"
 
 

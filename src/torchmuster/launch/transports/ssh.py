@@ -21,8 +21,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, Limits
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.join.open_files import make_room_for
+from torchmuster.launch.transports.channel import Arrive, make_room_for
 from torchmuster.launch.transports.local import KEEPER, PipeChannel
 
 # More logins at a time than this and sshd begins to refuse them (MaxStartups).

@@ -7,12 +7,61 @@ A value is a number for each set of labels, as in PromQL; a comparison keeps the
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from torchmuster.monitor.alerts.history import History, Labels
-from torchmuster.monitor.metric import Metric, Scope
+from torchmuster.monitor.metric import Metric, Sample, Scope
+
+Labels = tuple[tuple[str, str], ...]  # (name, value), in the order of the metric's labels
+
+
+class SampleHistory:
+    """Keeps samples of some metrics for some time."""
+
+    def __init__(self, keep_s: Mapping[Metric, float]) -> None:
+        """Keep each of these metrics for so long; 0 keeps the newest only. Others are not kept."""
+        self._keep_s = keep_s
+        self._kept: dict[Metric, dict[Labels, deque[tuple[float, float]]]] = {}
+        self._now_s = 0.0
+
+    def add(self, samples: Iterable[Sample], now_s: float) -> None:
+        """Add everything that is known now; a series that is not among it has ended."""
+        self._now_s = now_s
+        for sample in samples:
+            if sample.metric in self._keep_s:
+                labels = tuple(zip(sample.metric.all_labels, sample.labels, strict=True))
+                series = self._kept.setdefault(sample.metric, {})
+                series.setdefault(labels, deque()).append((now_s, sample.value))
+        for metric, series in self._kept.items():
+            oldest_s = now_s - self._keep_s[metric]
+            for labels in list(series):
+                values = series[labels]
+                while values and values[0][0] < oldest_s:
+                    values.popleft()
+                if not values:
+                    del series[labels]
+
+    def now(self, metric: Metric) -> dict[Labels, float]:
+        """Return the newest values."""
+        found = self._kept.get(metric, {})
+        return {
+            labels: values[-1][1]
+            for labels, values in found.items()
+            if values[-1][0] == self._now_s
+        }
+
+    def lately(self, metric: Metric, seconds: float) -> dict[Labels, list[float]]:
+        """Return the values of the last so many seconds."""
+        since_s = self._now_s - seconds
+        found = self._kept.get(metric, {})
+        return {
+            labels: lately
+            for labels, values in found.items()
+            if (lately := [value for at_s, value in values if at_s >= since_s])
+        }
+
 
 Values = Mapping[Labels, float]
 
@@ -24,7 +73,7 @@ class Expression(Protocol):
         """Return it as Prometheus' language says it."""
         ...
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return what it is now."""
         ...
 
@@ -54,7 +103,7 @@ class Now:
         asked = ",".join(f'{name}="{value}"' for name, value in self.where.items())
         return f"{self.metric.name}{{{asked}}}" if asked else self.metric.name
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return the newest samples."""
         wanted = set(self.where.items())
         found = history.now(self.metric)
@@ -88,7 +137,7 @@ class Over:
             case _:
                 return f"min_over_time({window})"
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return it for each series that has samples in that time."""
         function = _FUNCTIONS[self.which]
         found = history.lately(self.metric, self.seconds)
@@ -130,7 +179,7 @@ class Spread:
         by = ", ".join(self.scope.value)
         return f"(max by ({by}) ({self.metric.name}) - min by ({by}) ({self.metric.name}))"
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return it for each group."""
         groups: dict[Labels, list[float]] = {}
         for labels, value in history.now(self.metric).items():
@@ -171,7 +220,7 @@ class Compared:
         factor = "" if self.number == 1 else f"{self.number:g} * "
         return f"{self.left.promql()} {self.how} {factor}{self.times.promql()}"
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return the left side where it holds; labels that the right side does not have are left out."""
         compare = _OPERATORS[self.how]
         left = self.left.values(history)
@@ -212,7 +261,7 @@ class While:
         on = ", ".join(Scope.RUN.value)
         return f"{self.condition.promql()} and on ({on}) {self.holds.promql()}"
 
-    def values(self, history: History) -> Values:
+    def values(self, history: SampleHistory) -> Values:
         """Return the condition's values of the runs for which the other holds."""
         runs = {_run_of(labels) for labels in self.holds.values(history)}
         found = self.condition.values(history)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.rules import Alert
-from torchmuster.monitor.alerts.watching import Watching
+from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.metric import Sample
 
 # Conditions are about minutes: of a long run, a look every so often is enough, and bounds what it costs.
@@ -35,7 +35,7 @@ class Replay:
 
     def __init__(self, job: str, run_id: str) -> None:
         self._labels = (job, run_id)
-        self._watching = Watching()
+        self._watching = AlertWatch()
         self._now_s = 0.0
         self._next_s = 0.0
         self._step = 0

@@ -1,17 +1,25 @@
 """The alerts without Prometheus: looked at again and again, told once when raised and once when over."""
 
+import json
+import queue
 import re
+import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from urllib.parse import urlsplit
 
-from torchmuster.monitor.alerts.expression import Over
-from torchmuster.monitor.alerts.history import History, Labels
+from torchmuster.errors import Impossible
+from torchmuster.monitor.alerts.expression import Labels, Over, SampleHistory
 from torchmuster.monitor.alerts.rules import ALERTS, Alert
 from torchmuster.monitor.metric import Metric, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class AlertNews:
     """An alert that was raised, or is over, for one set of labels."""
 
     alert: Alert
@@ -34,43 +42,45 @@ class News:
         return re.sub(r"\{([a-z_]+)\}", lambda found: known.get(found[1], found[0]), text)
 
 
-class Watching:
+class AlertWatch:
     """Decides from one look to the next which alerts are to be told."""
 
     def __init__(self, alerts: Sequence[Alert] = ALERTS) -> None:
         self._alerts = alerts
-        self._history = History(_kept(alerts))
+        self._history = SampleHistory(_kept(alerts))
         self._since: dict[tuple[str, Labels], float] = {}  # that a condition has held
-        self._raised: dict[tuple[str, Labels], News] = {}
+        self._raised: dict[tuple[str, Labels], AlertNews] = {}
 
     @property
-    def raised(self) -> list[News]:
+    def raised(self) -> list[AlertNews]:
         """The alerts that are raised now, in the order in which they were."""
         return list(self._raised.values())
 
-    def look(self, samples: Iterable[Sample], now_s: float) -> list[News]:
+    def look(self, samples: Iterable[Sample], now_s: float) -> list[AlertNews]:
         """Take in what is known now; return what is new: raised, or over."""
         self._history.add(samples, now_s)
-        news: list[News] = []
+        news: list[AlertNews] = []
         for alert in self._alerts:
             values = alert.condition.values(self._history)
             for labels, value in values.items():
                 key = (alert.name, labels)
                 since_s = self._since.setdefault(key, now_s)
                 if now_s - since_s >= alert.for_s and key not in self._raised:
-                    told = News(alert=alert, labels=labels, value=value, raised=True)
+                    told = AlertNews(alert=alert, labels=labels, value=value, raised=True)
                     self._raised[key] = told
                     news.append(told)
             news += self._over(alert, set(values))
         return news
 
-    def _over(self, alert: Alert, holds: set[Labels]) -> list[News]:
+    def _over(self, alert: Alert, holds: set[Labels]) -> list[AlertNews]:
         gone = [key for key in self._since if key[0] == alert.name and key[1] not in holds]
         over = []
         for key in gone:
             del self._since[key]
             if (told := self._raised.pop(key, None)) is not None:
-                over.append(News(alert=alert, labels=told.labels, value=told.value, raised=False))
+                over.append(
+                    AlertNews(alert=alert, labels=told.labels, value=told.value, raised=False)
+                )
         return over
 
 
@@ -91,3 +101,86 @@ def _parts(expression: object) -> Iterable[object]:
     for inner in vars(expression).values():
         if hasattr(inner, "promql"):
             yield from _parts(inner)
+
+
+_PATIENCE_S = 10.0
+_TRIES = 3
+_WAIT_S = 2.0  # before the second try; twice that before the third
+_MOST_WAITING = 100
+_LAST_WORDS_WITHIN_S = 30.0
+
+
+def alert_text(news: AlertNews) -> str:
+    """Return what is said of an alert."""
+    if not news.raised:
+        return f"over: {news.summary}"
+    return f"{news.alert.severity}: {news.summary}\n{news.alert.why}\nfix: {news.fix}"
+
+
+class Webhook:
+    """Posts news in a thread of its own; ``trouble`` says what went wrong last, "" if nothing did."""
+
+    def __init__(self, address: str) -> None:
+        if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
+            raise Impossible(
+                "news cannot be sent there: that is no address of the web",
+                fix="give --webhook an address that begins with https:// (or http://)",
+            )
+        self._address = address
+        self.trouble = ""
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._post_all, name="webhook", daemon=True)
+
+    def __enter__(self) -> "Webhook":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What a run said last is what people wait for: it is given some time.
+        self._put(None)
+        self._thread.join(_LAST_WORDS_WITHIN_S)
+        self._ended.set()
+
+    def send(self, news: Iterable[AlertNews]) -> None:
+        """Send, without waiting for anybody."""
+        for one in news:
+            self._put(alert_text(one))
+
+    def _put(self, text: str | None) -> None:
+        try:
+            self._waiting.put_nowait(text)
+        except queue.Full:
+            self.trouble = "nobody takes the news there: some were not sent"
+
+    def _post_all(self) -> None:
+        while (text := self._waiting.get()) is not None:
+            self.trouble = self._post(text)
+
+    def _post(self, text: str) -> str:
+        """Post a text, again if need be; return what went wrong at last."""
+        body = json.dumps({"text": text}).encode()
+        # The scheme was looked at when it was made.
+        request = urllib.request.Request(  # noqa: S310
+            self._address, data=body, headers={"Content-Type": "application/json"}
+        )
+        trouble = ""
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_WAIT_S * attempt)
+            try:
+                with urllib.request.urlopen(request, timeout=_PATIENCE_S):  # noqa: S310
+                    return ""
+            except urllib.error.HTTPError as error:
+                trouble = f"the address answers {error.code} {error.reason}"
+                if 400 <= error.code < 500:
+                    break  # it will not like it better the next time
+            except (OSError, ValueError) as error:
+                # Not the address itself: it is a secret.
+                trouble = f"the address cannot be reached ({type(error).__name__})"
+        return f"news were not sent: {trouble}"

@@ -4,19 +4,170 @@ A folder may be on a disk that all machines share. Then each machine's exporter 
 series comes once, however many machines there are.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.devices.model import Node
-from torchmuster.launch.history import node_ranks, run_state
+import psutil
+
+from torchmuster.devices.model import Device, Node
+from torchmuster.devices.readers.nvml_events import OF_PROGRAMS
+from torchmuster.launch.history import node_records, run_state
+from torchmuster.launch.history.node_records import NodeRanks
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.collecting import device_metrics, rank_metrics
-from torchmuster.monitor.collecting.active_runs import ActiveRuns
-from torchmuster.monitor.collecting.host_metrics import HostMetrics
-from torchmuster.monitor.metric import Sample
-from torchmuster.runfolder import RunFolder
+from torchmuster.monitor.collecting.run_metrics import RunMetrics
+from torchmuster.monitor.metric import Metric, Sample
+from torchmuster.runfolder import RunFolder, list_runs, name_of
+
+# A run that has ended is still told of for so long, so that everybody hears how.
+_TOLD_AFTER_S = 900.0
+_MOST_RUNS = 20
+
+
+@dataclass(frozen=True)
+class FollowedRun:
+    """A run, what it is called, and what follows its folder from one look to the next."""
+
+    folder: RunFolder
+    job: str
+    metrics: RunMetrics
+
+
+def follow_runs(run: RunFolder) -> FollowedRun:
+    """Begin to follow a run."""
+    job = name_of(run)
+    return FollowedRun(run, job, RunMetrics(run, job))
+
+
+class ActiveRuns:
+    """Looks at a folder of runs, again and again."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs = runs
+        self._followed: dict[str, FollowedRun] = {}
+        self._over: dict[str, int] = {}  # runs, and when it was written that they are
+
+    def now(self, now_unix_s: float) -> Iterator[FollowedRun]:
+        """Yield them, the newest first."""
+        told: list[str] = []
+        for run in list_runs(self._runs):
+            if len(told) == _MOST_RUNS:
+                break
+            if self._is_over(run, now_unix_s):
+                continue
+            told.append(run.id)
+            if run.id not in self._followed:
+                self._followed[run.id] = follow_runs(run)
+            yield self._followed[run.id]
+        for gone in [one for one in self._followed if one not in told]:
+            del self._followed[gone]
+
+    def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
+        """Say whether nothing is told of a run any more; of thousands that are over, each is read once."""
+        try:
+            written = run.state.stat().st_mtime_ns
+        except OSError:
+            return True  # it was not written yet how it goes
+        if self._over.get(run.id) == written:
+            return True
+        state = run_state.read_state(run)
+        if state is None or (not state.active and now_unix_s - state.since_unix_s >= _TOLD_AFTER_S):
+            self._over[run.id] = written
+            return True
+        return False
+
+
+def device_samples(node: Node) -> Iterator[Sample]:
+    """Yield what was read of each device; what could not be read is not there."""
+    for device in node.accelerators:
+        labels = (node.hostname, device.uuid)
+        for metric, value in _values(device):
+            if value is not None:
+                yield Sample(metric, labels, float(value))
+        for kind, count in _memory_errors(device):
+            if count is not None:
+                yield Sample(catalogue.GPU_ECC, (*labels, kind), float(count))
+        for number, count in device.xid_errors or ():
+            kind = "program" if number in OF_PROGRAMS else "device"
+            yield Sample(catalogue.GPU_XID, (*labels, kind, str(number)), float(count))
+        for reason in device.throttled_by:
+            yield Sample(catalogue.GPU_THROTTLED, (*labels, reason), 1.0)
+
+
+def _values(device: Device) -> Iterator[tuple[Metric, float | None]]:
+    percent = device.utilisation_percent
+    yield catalogue.GPU_UTILISATION, None if percent is None else percent / 100
+    yield catalogue.GPU_MEMORY_USED, device.used_bytes
+    yield catalogue.GPU_MEMORY_USABLE, device.usable_bytes
+    yield catalogue.GPU_TEMPERATURE, device.temperature_c
+    yield catalogue.GPU_SLOWDOWN_TEMPERATURE, device.slowdown_temperature_c
+    yield catalogue.GPU_POWER, device.power_w
+    yield catalogue.GPU_POWER_LIMIT, device.power_limit_w
+    yield catalogue.GPU_ENERGY, device.energy_j
+
+
+def _memory_errors(device: Device) -> Iterator[tuple[str, int | None]]:
+    if device.ecc is not None and device.ecc.enabled:
+        yield "corrected", device.ecc.corrected
+        yield "uncorrected", device.ecc.uncorrected
+
+
+class HostMetrics:
+    """Looks at the machine; the processors' share is that since the last look."""
+
+    def __init__(self, host: str, runs: Path) -> None:
+        self._host = host
+        self._runs = runs
+        psutil.cpu_percent()  # the first look has nothing to compare with
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what could be read."""
+        memory = psutil.virtual_memory()
+        yield self._sample(catalogue.HOST_CPU, psutil.cpu_percent() / 100)
+        yield self._sample(catalogue.HOST_MEMORY_AVAILABLE, memory.available)
+        yield self._sample(catalogue.HOST_MEMORY, memory.total)
+        with contextlib.suppress(OSError):  # the folder may not be there yet
+            yield self._sample(catalogue.HOST_DISK_FREE, psutil.disk_usage(str(self._runs)).free)
+        received, sent = 0, 0
+        for name, count in psutil.net_io_counters(pernic=True).items():
+            if not name.startswith("lo"):
+                received += count.bytes_recv
+                sent += count.bytes_sent
+        yield self._sample(catalogue.HOST_NETWORK, received, "received")
+        yield self._sample(catalogue.HOST_NETWORK, sent, "sent")
+
+    def _sample(self, metric: Metric, value: float, *labels: str) -> Sample:
+        return Sample(metric, (self._host, *labels), float(value))
+
+
+_OF_A_PULSE = {
+    "step": catalogue.RANK_STEP,
+    "silent_s": catalogue.RANK_SILENT,
+    "busy": catalogue.RANK_CPUS,
+    "memory_bytes": catalogue.RANK_MEMORY,
+    "data_share": catalogue.RANK_DATA,
+    "communication_share": catalogue.RANK_WAITING,
+}
+
+
+def rank_number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
+    """Yield how many ranks of a run there are on all its machines; nothing while none was seen."""
+    if nodes:
+        yield Sample(catalogue.RUN_RANKS, labels, float(sum(len(node.ranks) for node in nodes)))
+
+
+def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
+    """Yield what is known of each rank; ``labels`` are those of its run."""
+    for node in nodes:
+        for pulse in node.ranks:
+            own = (*labels, node.host, str(pulse.rank))
+            for field, metric in _OF_A_PULSE.items():
+                if (value := getattr(pulse, field)) is not None:
+                    yield Sample(metric, own, float(value))
+
 
 # Ranks have a few series each; whatever else happens, one machine serves no more than this.
 MOST_SERIES = 50_000
@@ -60,15 +211,15 @@ class Collector:
         began = time.perf_counter()
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
-        found = [*self._host.samples(), *device_metrics.samples(node)]
+        found = [*self._host.samples(), *device_samples(node)]
         for run in self._active.now(now):
             labels = (run.job, run.folder.id)
             if self._all_ranks or _speaks_for(node.hostname, run.folder):
                 found += run.metrics.samples(now)
-                found += rank_metrics.number(node_ranks.read(run.folder, now), labels)
+                found += rank_number(node_records.read_node_ranks(run.folder, now), labels)
             machine = None if self._all_ranks else node.hostname
-            nodes = node_ranks.read(run.folder, now, written_on=machine)
-            found += rank_metrics.samples(nodes, labels)
+            nodes = node_records.read_node_ranks(run.folder, now, written_on=machine)
+            found += rank_samples(nodes, labels)
         del found[MOST_SERIES:]
         took_s = time.perf_counter() - began
         found.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
@@ -84,4 +235,4 @@ def _speaks_for(machine: str, run: RunFolder) -> bool:
     job = run_state.read_job(run)
     if job is None or job.launcher.host == machine:
         return True
-    return node_ranks.place(run, machine, 0).exists()
+    return node_records.place(run, machine, 0).exists()

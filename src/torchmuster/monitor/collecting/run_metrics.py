@@ -1,17 +1,157 @@
 """What the folder of a run tells of it: its phase, its steps, its evaluations, its checkpoints."""
 
+import contextlib
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
+from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch.history import run_state
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.collecting.checkpoint_metrics import CheckpointMetrics
-from torchmuster.monitor.collecting.growing_file import GrowingFile
-from torchmuster.monitor.collecting.run_course import RunCourse
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.monitor.sinks.sent import read_all
+from torchmuster.monitor.sinks.sent import read_all_sent
 from torchmuster.runfolder import RunFolder
+
+# What a look reads at most: a file of gigabytes is caught up with over several looks.
+_AT_A_TIME_BYTES = 8 * 2**20
+
+
+class GrowingFile:
+    """Gives the new lines of a file; from the first one again if it was written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None  # which file it was, and how far it was read
+        self._read_bytes = 0
+        self.changed_unix_s: float | None = None
+        self.is_behind = False  # whether the last look left something for the next one
+
+    def new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file begins anew, so that earlier lines do not count, and the new lines."""
+        try:
+            with self._path.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                identity = (found.st_dev, found.st_ino)
+                anew = identity != self._file or found.st_size < self._read_bytes
+                if anew:
+                    self._file, self._read_bytes = identity, 0
+                stream.seek(self._read_bytes)
+                data = stream.read(_AT_A_TIME_BYTES)
+        except OSError:
+            return False, []
+        self.changed_unix_s = found.st_mtime
+        whole = data.rfind(b"\n") + 1  # the rest is being written
+        if not whole and len(data) == _AT_A_TIME_BYTES:
+            whole = len(data)  # a line of this length is none of ours
+        self._read_bytes += whole
+        self.is_behind = len(data) == _AT_A_TIME_BYTES
+        return anew, list(_objects(data[:whole]))
+
+
+def _objects(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:  # torn by a crash
+            continue
+        if isinstance(content, dict):
+            yield content
+
+
+class CheckpointMetrics:
+    """Follows the saves of one run.
+
+    What the training says of its saves is known wherever they go, also to object storage. What lies in the run's own
+    folder is looked at as well: it may have been saved by a run that did not say so.
+    """
+
+    def __init__(self, run: RunFolder, labels: tuple[str, ...]) -> None:
+        self._run = run
+        self._labels = labels
+        self._saves = GrowingFile(run.metrics / "saves.jsonl")
+        self._committed: tuple[float, int] | None = None  # when, and which step
+        self._last: dict[str, Any] | None = None
+
+    def samples(self, until_unix_s: float, started_unix_s: float) -> Iterator[Sample]:
+        """Yield what is known of the newest checkpoint and of the last save."""
+        _, lines = self._saves.new_lines()
+        for line in lines:
+            self._add(line)
+        newest = max(filter(None, [self._committed, self._in_folder()]), default=None)
+        # A run that saves has the file from its first step on.
+        if newest is not None or self._saves.changed_unix_s is not None:
+            since = started_unix_s if newest is None else newest[0]
+            yield Sample(catalogue.CHECKPOINT_AGE, self._labels, max(0.0, until_unix_s - since))
+        if newest is not None:
+            yield Sample(catalogue.CHECKPOINT_STEP, self._labels, float(newest[1]))
+        if self._last is not None:
+            stall_s = float(self._last["stall_s"])
+            yield Sample(catalogue.CHECKPOINT_STALL, self._labels, stall_s)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        at, step, stall_s = line.get("at_unix_s"), line.get("step"), line.get("stall_s")
+        if not isinstance(at, int | float) or not isinstance(step, int):
+            return
+        if isinstance(stall_s, int | float):
+            self._last = line
+        if not line.get("problem"):
+            self._committed = (float(at), step)
+
+    def _in_folder(self) -> tuple[float, int] | None:
+        newest: tuple[float, int] | None = None
+        for marker in self._run.checkpoints.glob(f"step-*/{MARKER}"):
+            step = step_of(marker.parent.name)
+            with contextlib.suppress(OSError):  # it may be deleted meanwhile
+                if step is not None:
+                    newest = max(newest or (0.0, 0), (marker.stat().st_mtime, step))
+        return newest
+
+
+class RunCourse:
+    """Follows the events of one run.
+
+    A run that had ended and goes on in its folder (``--resume``) begins anew as far as its state tells. Its steps
+    do not, so neither may the time that they are held against; the time in between is nobody's.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._events = GrowingFile(run.path / run_state.EVENTS)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.restarts = 0
+        self.ranks_started = 0  # the most at a time, since it was launched
+        self._begun: float | None = None
+        self._ended: list[tuple[float, float]] = []  # when it was started and ended before
+
+    def catch_up(self) -> None:
+        """Take in what has happened since the last look."""
+        anew, events = self._events.new_lines()
+        if anew:
+            self._forget()
+        for event in events:
+            self.restarts += event.get("event") == run_state.RESTART
+            ranks = event.get("ranks")
+            if event.get("event") == "started" and isinstance(ranks, int):
+                self.ranks_started = max(self.ranks_started, ranks)
+            elif "exit_code" in event:
+                self.ranks_started = 0
+            at_unix_s = event.get("at_unix_s")
+            if not isinstance(at_unix_s, int | float):
+                continue
+            self._begun = at_unix_s if self._begun is None else self._begun
+            if "exit_code" in event:
+                self._ended.append((self._begun, at_unix_s))
+                self._begun = None
+
+    def lasts_s(self, state: run_state.State, until_unix_s: float) -> float:
+        """Return for how long it has been at work until a moment, all times together."""
+        before_s = sum(end - begun for begun, end in self._ended if end <= state.started_unix_s)
+        return before_s + until_unix_s - state.started_unix_s
+
 
 # Metrics that are a field of the newest line.
 _OF_THE_LAST_LINE = {
@@ -83,7 +223,7 @@ class RunMetrics:
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
-        for name, sent in read_all(self._run).items():
+        for name, sent in read_all_sent(self._run).items():
             yield self._sample(catalogue.SINK_FAILING, sent.failing_s(until), name)
 
     def catch_up(self) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import Impossible, NotNow
-from torchmuster.monitor.sinks.beside_rank import FINISH_WITHIN_S, FINISHED, Order
 from torchmuster.monitor.sinks.sending import Sending
-from torchmuster.monitor.sinks.sent import held
+from torchmuster.monitor.sinks.sent import sent_lock
+from torchmuster.monitor.sinks.sidecar import FINISH_WITHIN_S, FINISHED, Order
 from torchmuster.monitor.sinks.sink import Wanted, open_sink
 from torchmuster.runfolder import RunFolder
 
@@ -64,7 +64,7 @@ def _send(
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(held(run, name))
+                stack.enter_context(sent_lock(run, name))
                 break
             except NotNow:  # the process of an attempt before this one has not ended yet
                 if ended.wait(_LOOK_AGAIN_S):

@@ -7,13 +7,44 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from torchmuster.launch.history import run_state
+from torchmuster.monitor.collecting.run_metrics import GrowingFile
 from torchmuster.monitor.sinks import sent as how_far
-from torchmuster.monitor.sinks.feed import Feed
-from torchmuster.monitor.sinks.row import Row
 from torchmuster.monitor.sinks.sent import HEARD_EVERY_S, Sent
-from torchmuster.monitor.sinks.sink import Sink
+from torchmuster.monitor.sinks.sink import Row, Sink, row_of
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
+
+
+class Feed:
+    """Gives the rows that came since the last look; all of them again where a file was written anew."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._steps = GrowingFile(run.metrics / "steps.jsonl")
+        self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
+        self._early: list[Row] = []  # evaluations whose steps were not seen yet
+        self._reached = 0
+
+    def new_rows(self, *, last: bool = False) -> list[Row]:
+        """Return new rows; ``last`` says that nothing is written any more, so the last look gives nothing.
+
+        Steps are read first, so whatever was evaluated before one of them is seen. An evaluation after them waits
+        for the next: some trackers do not take a step after a later one.
+        """
+        anew, lines = self._steps.new_lines()
+        rows = [row for line in lines if (row := row_of("train", line)) is not None]
+        evaluated_anew, lines = self._evaluations.new_lines()
+        if evaluated_anew:
+            self._early.clear()
+        self._early += [row for line in lines if (row := row_of("evaluation", line)) is not None]
+        if anew:
+            self._reached = 0
+        self._reached = max([self._reached, *(row.step for row in rows)])
+        all_seen = last and not rows
+        ready = [row for row in self._early if all_seen or row.step <= self._reached]
+        self._early = [row for row in self._early if not all_seen and row.step > self._reached]
+        # Stable: an evaluation comes after the line about its step.
+        return sorted([*rows, *ready], key=lambda row: row.step)
+
 
 _LOOK_EVERY_S = 1.0
 _TRY_AT_LEAST_EVERY_S = 60.0
@@ -36,7 +67,7 @@ class Sending:
         self._feed = Feed(run)
         self._waiting: list[Row] = []
         self._sink: Sink | None = None
-        self._sent = how_far.read(run, name) or Sent()
+        self._sent = how_far.read_sent(run, name) or Sent()
         self._written_s = 0.0
 
     @property
@@ -149,5 +180,5 @@ class Sending:
             since = began if trouble else 0.0
             sent = msgspec.structs.replace(sent, trouble=trouble, trouble_since_unix_s=since)
         self._sent = msgspec.structs.replace(sent, open=is_open)
-        how_far.write(self._run, self._name, self._sent)
+        how_far.write_sent(self._run, self._name, self._sent)
         self._written_s = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import Impossible, NotNow
-from torchmuster.monitor.sinks.row import Row, Table
+from torchmuster.monitor.sinks.sink import Row, Table
 from torchmuster.runfolder import RunFolder, write_atomically
 
 # Who sends writes at least this often that it lives.
@@ -64,7 +64,7 @@ def _folder(run: RunFolder) -> Path:
     return run.metrics / "sinks"
 
 
-def read(run: RunFolder, sink: str) -> Sent | None:
+def read_sent(run: RunFolder, sink: str) -> Sent | None:
     """Return how far a sink is; None where nothing was ever sent there."""
     try:
         return msgspec.json.decode((_folder(run) / f"{sink}.json").read_bytes(), type=Sent)
@@ -72,18 +72,18 @@ def read(run: RunFolder, sink: str) -> Sent | None:
         return None
 
 
-def read_all(run: RunFolder) -> dict[str, Sent]:
+def read_all_sent(run: RunFolder) -> dict[str, Sent]:
     """Return how far each sink of a run is."""
     names = sorted(one.stem for one in _folder(run).glob("[!.]*.json"))
-    return {name: sent for name in names if (sent := read(run, name)) is not None}
+    return {name: sent for name in names if (sent := read_sent(run, name)) is not None}
 
 
-def forget(run: RunFolder, sink: str) -> None:
+def forget_sent(run: RunFolder, sink: str) -> None:
     """Begin anew: everything is to be sent again."""
     (_folder(run) / f"{sink}.json").unlink(missing_ok=True)
 
 
-def write(run: RunFolder, sink: str, sent: Sent) -> None:
+def write_sent(run: RunFolder, sink: str, sent: Sent) -> None:
     """Write down how far a sink is; on a full disk what was sent last may be sent again one day."""
     text = msgspec.json.encode(msgspec.structs.replace(sent, at_unix_s=time.time())).decode()
     with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ def write(run: RunFolder, sink: str, sent: Sent) -> None:
 
 
 @contextlib.contextmanager
-def held(run: RunFolder, sink: str) -> Iterator[None]:
+def sent_lock(run: RunFolder, sink: str) -> Iterator[None]:
     """Be the only one who sends to a sink of a run; raises :class:`NotNow` where somebody else does."""
     folder = _folder(run)
     try:

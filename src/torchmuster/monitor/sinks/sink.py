@@ -2,16 +2,50 @@
 
 import importlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError
-from torchmuster.monitor.sinks.row import Row
 from torchmuster.redaction import redact_mapping
 from torchmuster.runfolder import RunFolder
+
+Table = Literal["train", "evaluation"]
+TABLES: tuple[Table, ...] = ("train", "evaluation")
+# These are no curves: where a row is, and when it was written.
+_PLACE = ("step", "at_unix_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Numbers of one step; their names begin with the table's, as trackers group curves by it."""
+
+    table: Table
+    step: int
+    at_unix_s: float  # 0 where the line does not tell
+    numbers: Mapping[str, float]
+
+
+def row_of(table: Table, line: Mapping[str, Any]) -> Row | None:
+    """Return a line of the metrics as a row; None for one that is not about a step."""
+    step, at_unix_s = line.get("step"), line.get("at_unix_s")
+    if not isinstance(step, int) or isinstance(step, bool):
+        return None
+    numbers = {
+        f"{table}/{name}": float(value)
+        for name, value in line.items()
+        if name not in _PLACE and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if table == "train" and "loss" in line:
+        # One that is not finite was written as null, and must not look like one that is missing.
+        numbers.setdefault("train/loss", math.nan)
+    written_s = float(at_unix_s) if isinstance(at_unix_s, int | float) else 0.0
+    return Row(table=table, step=step, at_unix_s=written_s, numbers=numbers)
+
 
 _KINDS = {
     "tensorboard": "torchmuster.monitor.sinks.to_tensorboard:TensorBoard",
@@ -81,12 +115,12 @@ def open_sink(name: str, run: RunFolder, wanted: Wanted, known: str) -> Sink:
 
 def settings_of(run: RunFolder) -> Mapping[str, str]:
     """Return the settings of a run as its folder has them, so without secrets; trackers show them beside the curves."""
-    from torchmuster.config.resolve import resolve
+    from torchmuster.config.resolve import resolve_settings
 
     if not run.config.is_file():
         return {}
     try:
-        values = redact_mapping(resolve(file=run.config).values())
+        values = redact_mapping(resolve_settings(file=run.config).values())
     except ConfigError:  # of another version
         return {}
     return {

@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchmuster.monitor.sinks.row import Row
-from torchmuster.monitor.sinks.sink import Wanted, settings_of
+from torchmuster.monitor.sinks.sink import Row, Wanted, settings_of
 from torchmuster.runfolder import RunFolder
 
 _TAG = "torchmuster.run"

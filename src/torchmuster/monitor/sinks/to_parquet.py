@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchmuster.monitor.sinks.row import Row
-from torchmuster.monitor.sinks.sink import Wanted
+from torchmuster.monitor.sinks.sink import Row, Wanted
 from torchmuster.runfolder import RunFolder
 
 _FILES = ("steps", "evaluations")

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchmuster.monitor.sinks.row import Row
-from torchmuster.monitor.sinks.sink import Wanted
+from torchmuster.monitor.sinks.sink import Row, Wanted
 from torchmuster.runfolder import RunFolder
 
 

@@ -4,8 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from torchmuster.monitor.sinks.row import Row
-from torchmuster.monitor.sinks.sink import Wanted, settings_of
+from torchmuster.monitor.sinks.sink import Row, Wanted, settings_of
 from torchmuster.runfolder import RunFolder
 
 

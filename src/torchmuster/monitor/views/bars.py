@@ -4,7 +4,10 @@ The colours are the terminal's own blue and red, which people who confuse red an
 background, dark or light. Neither says anything that its neighbourhood does not say in words or by length.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rich.text import Text
 
@@ -44,3 +47,113 @@ def fitted(text: Text, width: int) -> Text:
         text.append("…"[:width])
     text.append(" " * (width - text.cell_len))
     return text
+
+
+Row = TypeVar("Row")
+_GAP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column(Generic[Row]):
+    """One column. ``matters`` orders those that do not all fit: 0 is always kept.
+
+    One with ``takes_rest`` has at least its width, and what is left of the line.
+    """
+
+    title: str
+    width: int
+    cell: Callable[[Row], Text]
+    matters: int = 0
+    right: bool = False
+    takes_rest: bool = False
+
+
+def columns_that_fit(columns: Sequence[Column[Row]], width: int) -> list[Column[Row]]:
+    """Return those that fit, in their order."""
+    kept: list[Column[Row]] = []
+    left = width + _GAP
+    for one in sorted(columns, key=lambda one: one.matters):
+        if one.matters == 0 or one.width + _GAP <= left:
+            kept.append(one)
+            left -= one.width + _GAP
+    return [one for one in columns if one in kept]
+
+
+def column_lines(
+    columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, marks: Mapping[str, str]
+) -> list[Text]:
+    """Return the titles and a line for each row; ``marks`` are put behind titles, which stand out by it."""
+    kept = columns_that_fit(columns, width)
+    rest = width - sum(one.width for one in kept) - _GAP * (len(kept) - 1)
+    widths = [one.width + (rest if one.takes_rest and rest > 0 else 0) for one in kept]
+    titles = [
+        Text(f"{one.title}{marks[one.title]}", style="bold")
+        if one.title in marks
+        else Text(one.title, style=QUIET)
+        for one in kept
+    ]
+    made = [_joined([_placed(*one) for one in zip(titles, kept, widths, strict=True)])]
+    for row in rows:
+        cells = [_placed(one.cell(row), one, own) for one, own in zip(kept, widths, strict=True)]
+        made.append(_joined(cells))
+    return made
+
+
+def _placed(text: Text, column: Column[Row], width: int) -> Text:
+    if column.right and text.cell_len < width:
+        text = Text(" " * (width - text.cell_len)).append_text(text)
+    return fitted(text, width)
+
+
+def _joined(cells: Sequence[Text]) -> Text:
+    line = Text(" " * _GAP).join(cells)
+    line.rstrip()
+    return line
+
+
+_EMPTY = 0x2800
+# The bit of a dot by its column and row within a character.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
+    """Return lines that show the values from left to right; what is no number leaves a gap."""
+    columns, rows = 2 * width, 4 * height
+    shown = _fitted(values, columns)
+    numbers = [one for one in shown if math.isfinite(one)]
+    cells = [[_EMPTY] * width for _ in range(height)]
+    if numbers:
+        low, high = min(numbers), max(numbers)
+        before: int | None = None
+        for x, value in enumerate(shown):
+            if not math.isfinite(value):
+                before = None
+                continue
+            share = (value - low) / (high - low) if high > low else 0.5
+            y = round((1 - share) * (rows - 1))
+            for dot in _between(before, y):
+                cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+            before = y
+    return ["".join(map(chr, row)) for row in cells]
+
+
+def _between(before: int | None, y: int) -> range:
+    """Return the rows that join a dot with the one before it."""
+    if before is None or before == y:
+        return range(y, y + 1)
+    return range(before + 1, y + 1) if before < y else range(y, before)
+
+
+def _fitted(values: Sequence[float], count: int) -> list[float]:
+    """Return so many values, each the mean of its part; a part of no numbers stays one."""
+    if len(values) <= count:
+        return [values[place * len(values) // count] for place in range(count)] if values else []
+    parts = (
+        values[place * len(values) // count : (place + 1) * len(values) // count]
+        for place in range(count)
+    )
+    return [_mean([one for one in part if math.isfinite(one)]) for part in parts]
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else math.nan

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchmuster.monitor.serving import Served
 from torchmuster.monitor.views import page_parts
-from torchmuster.monitor.views.rank_map import rank_map
+from torchmuster.monitor.views.page_parts import rank_map
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.pages import frame
 from torchmuster.redaction import harmless
@@ -75,16 +75,16 @@ def _page() -> str:
         sections,
         "<noscript><p>This page needs JavaScript; muster watch without --browser does not.</p></noscript>",
     ]
-    return frame.page("muster watch", parts, style=page_parts.STYLE, script="page.js")
+    return frame.html_page("muster watch", parts, style=page_parts.STYLE, script="page.js")
 
 
 def _parts(picture: RunPicture) -> dict[str, str]:
     return {
-        "head": page_parts.head(picture),
-        "tiles": page_parts.tiles(picture),
-        "alerts": page_parts.alerts(picture.alerts, none="none"),
-        "curves": page_parts.curves(picture),
-        "times": page_parts.times(picture.shares) + page_parts.remark(picture),
+        "head": page_parts.head_part(picture),
+        "tiles": page_parts.tiles_part(picture),
+        "alerts": page_parts.alerts_part(picture.alerts, none="none"),
+        "curves": page_parts.curves_part(picture),
+        "times": page_parts.times_part(picture.shares) + page_parts.remark_part(picture),
         "ranks": rank_map(picture.ranks),
-        "happened": page_parts.happened(picture),
+        "happened": page_parts.events_part(picture),
     }

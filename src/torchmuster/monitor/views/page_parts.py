@@ -1,21 +1,21 @@
 """The parts of a run's page: the live one and the report show the same, drawn here. All texts are escaped."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.hangs.heartbeat import Pulse
 from torchmuster.launch.history import failure_report, run_state
-from torchmuster.monitor.alerts.watching import News
-from torchmuster.monitor.views.key_figures import key_figures
+from torchmuster.monitor.alerts.watching import AlertNews
+from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.pages import charts
-from torchmuster.pages.charts import Axis, Curve
-from torchmuster.pages.figures import amount
-from torchmuster.pages.frame import article, table
+from torchmuster.pages.charts import Axis, Curve, amount_text
+from torchmuster.pages.frame import html_article, html_table
 from torchmuster.redaction import harmless
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, plural
 
 STYLE = charts.RULES + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 MOST_POINTS = 500
@@ -36,39 +36,40 @@ _CHIPS = (*run_state.ACTIVE, run_state.RESTART, "finished", "failed", "stopped",
 _PHASES = {"failed": "failure", "died": "failure", "stopped": "warning", "saved": "note"}
 
 
-def text(words: str) -> str:
+def escaped_text(words: str) -> str:
     """Return a text from outside as markup that shows it as it is."""
     return escape(harmless(words))
 
 
-def verdict(phase: str) -> str:
+def failure_part(phase: str) -> str:
     """Return a phase with the colour of what it means."""
-    return f'<b class="{_PHASES.get(phase, "ok")}">{text(phase)}</b>'
+    return f'<b class="{_PHASES.get(phase, "ok")}">{escaped_text(phase)}</b>'
 
 
-def head(picture: RunPicture) -> str:
+def head_part(picture: RunPicture) -> str:
     """Return who it is, how it goes and since when."""
     headline = picture.headline.partition("\n")[0]
     return (
-        f"<h1>{text(picture.job)}: {verdict(picture.phase)}</h1>"
-        f'<p class="quiet">{text(picture.id)}, {format_seconds(picture.lasts_s)}</p>'
-        + (f"<p>{text(headline)}</p>" if headline else "")
+        f"<h1>{escaped_text(picture.job)}: {failure_part(picture.phase)}</h1>"
+        f'<p class="quiet">{escaped_text(picture.id)}, {format_seconds(picture.lasts_s)}</p>'
+        + (f"<p>{escaped_text(headline)}</p>" if headline else "")
     )
 
 
-def tiles(picture: RunPicture) -> str:
+def tiles_part(picture: RunPicture) -> str:
     """Return the figures by which the run is known, and what the last evaluation gave."""
     told = [(one.title, one.text) for one in key_figures(picture.values)]
     told += [(f"evaluation: {name}", f"{value:.4g}") for name, value in picture.evaluation.items()]
     if not told:
         return '<p class="quiet">no step yet</p>' if not picture.is_over else ""
     cells = "".join(
-        f"<div><span>{text(name)}</span><b>{text(value)}</b></div>" for name, value in told
+        f"<div><span>{escaped_text(name)}</span><b>{escaped_text(value)}</b></div>"
+        for name, value in told
     )
     return f'<div class="tiles">{cells}</div>'
 
 
-def curves(picture: RunPicture) -> str:
+def curves_part(picture: RunPicture) -> str:
     """Return loss, learning rate, throughput and step time over steps, as far as there are any."""
     names = [name for name in _CURVES if picture.curves[name].has_numbers]
     if "tokens_per_s" in names:  # that of samples has the same shape
@@ -80,7 +81,7 @@ def curves(picture: RunPicture) -> str:
 def _curve(name: str, picture: RunPicture) -> str:
     title, unit, from_zero = _CURVES[name]
     points = picture.curves[name].points(MOST_POINTS)
-    return charts.lines(
+    return charts.line_chart(
         title,
         Axis(title="step"),
         Axis(title="", unit=unit, from_zero=from_zero),
@@ -90,7 +91,7 @@ def _curve(name: str, picture: RunPicture) -> str:
     )
 
 
-def times(shares: Mapping[str, float], *, rest: str = "", of_s: float | None = None) -> str:
+def times_part(shares: Mapping[str, float], *, rest: str = "", of_s: float | None = None) -> str:
     """Return shares of the time as a bar with its legend; what is left over is called ``rest``, if it has a name.
 
     With ``of_s``, the seconds are told as well.
@@ -115,17 +116,17 @@ def times(shares: Mapping[str, float], *, rest: str = "", of_s: float | None = N
     return f'<div class="chart"><div class="bar">{bar}</div><ul class="legend">{legend}</ul></div>'
 
 
-def remark(picture: RunPicture) -> str:
+def remark_part(picture: RunPicture) -> str:
     """Return what the run itself says of its time."""
-    return f"<p>{text(picture.remark)}</p>" if picture.remark else ""
+    return f"<p>{escaped_text(picture.remark)}</p>" if picture.remark else ""
 
 
-def alerts(told: Sequence[News], *, none: str = "") -> str:
+def alerts_part(told: Sequence[AlertNews], *, none: str = "") -> str:
     """Return alerts with what to do about each; ``none`` is said where there are none."""
     if not told:
         return f'<p class="quiet">{none}</p>' if none else ""
     shown = "".join(
-        article(
+        html_article(
             Finding(
                 name=one.alert.name,
                 status=_STATUS[one.alert.severity],
@@ -140,11 +141,11 @@ def alerts(told: Sequence[News], *, none: str = "") -> str:
     return shown + (f"<p>and {more} more</p>" if more > 0 else "")
 
 
-def happened(picture: RunPicture) -> str:
+def events_part(picture: RunPicture) -> str:
     """Return the phases that the run has gone through, and what happened in them."""
     if not picture.events:
         return ""
-    chips = "".join(f"<li>{text(words)}</li>" for words in _phases(picture))
+    chips = "".join(f"<li>{escaped_text(words)}</li>" for words in _phases(picture))
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(words))
         for event in picture.events
@@ -152,7 +153,7 @@ def happened(picture: RunPicture) -> str:
     ]
     left_out = len(rows) - _MOST_EVENTS
     note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""
-    body = table(("when", "what"), rows[-_MOST_EVENTS:]) if rows else ""
+    body = html_table(("when", "what"), rows[-_MOST_EVENTS:]) if rows else ""
     return f'<ul class="phases">{chips}</ul>{note}{body}'
 
 
@@ -168,4 +169,78 @@ def _phases(picture: RunPicture) -> Iterator[str]:
 
 
 def _lasted(seconds: float) -> str:
-    return amount(seconds, "s") if seconds < 60 else format_seconds(seconds)
+    return amount_text(seconds, "s") if seconds < 60 else format_seconds(seconds)
+
+
+_MOST_RANKS = 512
+_DEEP_SILENCE_S = 30.0
+_FAR_BEHIND = 10  # steps; fewer are shaded less
+
+Ranks = Sequence[tuple[str, Pulse]]
+# What a rank's place has: its shade from 0 to 1, and its figure; None where it is not known.
+Cell = tuple[float, str] | None
+
+
+def rank_map(ranks: Ranks) -> str:
+    """Return a map for each thing that is known of the ranks, and the odd ones among them in words."""
+    if not ranks:
+        return '<p class="quiet">no rank was heard of lately</p>'
+    shown = ranks[:_MOST_RANKS]
+    hosts = {host for host, _ in ranks}
+    machines = f" on {len(hosts)} machines" if len(hosts) > 1 else ""
+    left_out = f", the first {_MOST_RANKS} shown" if len(ranks) > _MOST_RANKS else ""
+    count = f"{plural(len(ranks), 'rank')}{machines}{left_out}"
+    parts = [f'<p class="quiet">{count}; the bluer, the more</p>']
+    for words in odd_ranks([pulse for _, pulse in ranks]):
+        parts.append(f'<p><b class="warning">{escape(words)}</b></p>')
+    for title, cells in _maps([pulse for _, pulse in shown]):
+        if any(cell is not None for cell in cells):
+            places = "".join(
+                _place(host, pulse, cell, title)
+                for (host, pulse), cell in zip(shown, cells, strict=True)
+            )
+            parts.append(f'<div>{title}</div><div class="heat">{places}</div>')
+    return "".join(parts)
+
+
+def _maps(pulses: Sequence[Pulse]) -> Iterator[tuple[str, list[Cell]]]:
+    yield (
+        "waits for other ranks, % of its time",
+        _each(pulses, lambda one: _share(one.communication_share)),
+    )
+    yield "waits for data, % of its time", _each(pulses, lambda one: _share(one.data_share))
+    first = max((one.step for one in pulses if one.step is not None), default=0)
+    yield "step (shaded: behind the first)", _each(pulses, lambda one: _step(one.step, first))
+    yield (
+        "Python did not run in it for so many seconds",
+        _each(pulses, lambda one: _silence(one.silent_s)),
+    )
+
+
+def _each(pulses: Sequence[Pulse], cell: Callable[[Pulse], Cell]) -> list[Cell]:
+    return [cell(one) for one in pulses]
+
+
+def _share(share: float | None) -> Cell:
+    return None if share is None else (share, f"{100 * share:.0f}")
+
+
+def _step(step: int | None, first: int) -> Cell:
+    return None if step is None else ((first - step) / _FAR_BEHIND, _short(step))
+
+
+def _silence(silent_s: float) -> Cell:
+    return silent_s / _DEEP_SILENCE_S, f"{silent_s:.0f}"
+
+
+def _short(step: int) -> str:
+    """Return a number of at most six signs: 12,345 or 1.234M."""
+    return f"{step:,}" if step < 1_000_000 else f"{step / 1e6:.2f}M"
+
+
+def _place(host: str, pulse: Pulse, cell: Cell, title: str) -> str:
+    name = escape(harmless(f"rank {pulse.rank} on {host}: {title}"))
+    if cell is None:
+        return f'<span class="unknown" title="{name}"><small>{pulse.rank}</small>?</span>'
+    shade = min(1.0, max(0.0, cell[0]))
+    return f'<span style="--heat:{shade:.2f}" title="{name}"><small>{pulse.rank}</small>{cell[1]}</span>'

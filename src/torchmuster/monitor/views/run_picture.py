@@ -1,6 +1,7 @@
 """A run as it is now: what a view of it shows, apart from how it shows it."""
 
 import contextlib
+import math
 import shutil
 import socket
 import time
@@ -10,15 +11,104 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_ranks, run_state
-from torchmuster.monitor.alerts.watching import News, Watching
+from torchmuster.launch.history import node_records, run_state
+from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
-from torchmuster.monitor.collecting import rank_metrics
-from torchmuster.monitor.collecting.growing_file import GrowingFile
-from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
+from torchmuster.monitor.collecting import collector
+from torchmuster.monitor.collecting.run_metrics import PARTS, GrowingFile, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.monitor.views.long_curve import LongCurve
 from torchmuster.runfolder import RunFolder, name_of
+
+# More than any view has places for; what is longer is kept more coarsely, alike from its first value to its last.
+_MOST_PARTS = 4096
+# What is larger than this is as good as infinite, and would leave nothing else to be seen.
+_LARGEST = 1e100
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a few neighbours are together: places where each extreme was, so that it is drawn where it was."""
+
+    low: tuple[float, float] | None = None  # (value, x); None: no number yet
+    high: tuple[float, float] | None = None
+    total: float = 0.0
+    numbers: int = 0
+    gap_x: float | None = None  # where something was no number
+    values: int = 0  # numbers and others
+
+    def add(self, other: "_Part") -> None:
+        if other.low is not None:
+            self.low = other.low if self.low is None else min(self.low, other.low)
+        if other.high is not None:
+            self.high = other.high if self.high is None else max(self.high, other.high)
+        self.total += other.total
+        self.numbers += other.numbers
+        self.values += other.values
+        if self.gap_x is None:
+            self.gap_x = other.gap_x
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.numbers if self.numbers else math.nan
+
+    def points(self) -> Iterator[tuple[float, float]]:
+        """Yield the lowest, the highest and a gap, in the order in which they came."""
+        found = {(x, value) for value, x in filter(None, (self.low, self.high))}
+        if self.gap_x is not None:
+            found.add((self.gap_x, math.nan))
+        yield from sorted(found, key=lambda one: one[0])
+
+
+class LongCurve:
+    """Values over x, one after the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+        self._each = 1  # so many values are one part
+
+    def add(self, x: float, value: object) -> None:
+        """Add a value; what is no number is a gap."""
+        number = float(value) if isinstance(value, int | float) else math.nan
+        if math.isfinite(number) and abs(number) <= _LARGEST:
+            new = _Part((number, x), (number, x), number, 1, None, 1)
+        else:
+            new = _Part(gap_x=x, values=1)
+        if not self._parts or self._parts[-1].values >= self._each:
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts = _joined(self._parts, 2)
+                self._each *= 2
+            self._parts.append(_Part())
+        self._parts[-1].add(new)
+
+    @property
+    def values(self) -> list[float]:
+        """The means of all parts, evenly over the values; where there was no number, NaN."""
+        return [part.mean for part in self._parts]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(part.numbers for part in self._parts)
+
+    def points(self, most: int) -> list[tuple[float, float]]:
+        """Return at most so many points (x, value), the extremes among them; a gap is NaN."""
+        each = math.ceil(len(self._parts) / max(1, most // 3))  # a part has up to three
+        if len(self._parts) <= most and all(part.values == 1 for part in self._parts):
+            each = 1
+        parts = _joined(self._parts, each) if each > 1 else self._parts
+        return [point for part in parts for point in part.points()]
+
+
+def _joined(parts: Sequence[_Part], count: int) -> list[_Part]:
+    """Return fewer parts, each made of so many neighbours."""
+    found = []
+    for at in range(0, len(parts), count):
+        whole = _Part()
+        for part in parts[at : at + count]:
+            whole.add(part)
+        found.append(whole)
+    return found
+
 
 # What a curve is drawn of: fields of the lines about steps.
 CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
@@ -44,8 +134,8 @@ class RunPicture:
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Pulse]]  # with their hosts
     events: Sequence[run_state.Event]  # the last of them
-    alerts: Sequence[News]
-    news: Sequence[News]  # since the last look
+    alerts: Sequence[AlertNews]
+    news: Sequence[AlertNews]  # since the last look
 
     @property
     def is_over(self) -> bool:
@@ -67,7 +157,7 @@ class RunWatch:
         self._forget()
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
         self._events: deque[run_state.Event] = deque(maxlen=_MOST_EVENTS)
-        self._watching = Watching()
+        self._watching = AlertWatch()
 
     def _forget(self) -> None:
         self._curves = {name: LongCurve() for name in CURVES}
@@ -91,9 +181,9 @@ class RunWatch:
         """Return what the run is like now."""
         state = run_state.read_state(self._run)
         samples = list(self._metrics.samples(now_unix_s))
-        nodes = node_ranks.read(self._run, now_unix_s)
+        nodes = node_records.read_node_ranks(self._run, now_unix_s)
         labels = (self._job, self._run.id)
-        samples += [*rank_metrics.number(nodes, labels), *rank_metrics.samples(nodes, labels)]
+        samples += [*collector.rank_number(nodes, labels), *collector.rank_samples(nodes, labels)]
         samples += _room(self._run)
         news = self._watching.look(samples, now_unix_s)
         self._follow_events()
@@ -148,7 +238,7 @@ class RunWatch:
             self._events.clear()
         self._events.extend(event for line in lines if (event := run_state.event_of(line)))
 
-    def _heard_unix_s(self, nodes: Sequence[node_ranks.NodeRanks]) -> float | None:
+    def _heard_unix_s(self, nodes: Sequence[node_records.NodeRanks]) -> float | None:
         """Return when the launcher, the first rank or a machine last wrote something."""
         heard = [node.at_unix_s for node in nodes]
         if self._metrics.changed_unix_s is not None:

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from html import escape
 
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import Manifest, committed
+from torchmuster.checkpoints.manifest import Manifest, is_committed
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history.failure_report import Account, account_of
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.replay import PastAlert, Replay
 from torchmuster.monitor.views import page_parts
-from torchmuster.monitor.views.page_parts import text
-from torchmuster.monitor.views.rank_map import rank_map
+from torchmuster.monitor.views.page_parts import escaped_text, rank_map
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.pages import frame
-from torchmuster.pages.frame import article, folded, table
+from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.redaction import harmless, printable, redact_text
 from torchmuster.runfolder import RunFolder, name_of
 from torchmuster.units import format_bytes, format_seconds
@@ -44,12 +43,12 @@ class _Told:
     is_whole: bool  # whether all lines about steps were read
 
 
-def report(run: RunFolder) -> str:
+def run_report(run: RunFolder) -> str:
     """Return the page. Everything that came from the run is shown as text, never as markup."""
     told = _read(run)
     picture = told.picture
     title = f"{harmless(picture.job)}: {picture.phase}"
-    return frame.page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
+    return frame.html_page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
 
 
 def _read(run: RunFolder) -> _Told:
@@ -63,7 +62,7 @@ def _read(run: RunFolder) -> _Told:
     picture = watch.look(now)
     saved: list[Manifest] = []
     with contextlib.suppress(Exception):  # damaged ones are another command's subject
-        saved = committed(FolderStore(run.checkpoints))
+        saved = is_committed(FolderStore(run.checkpoints))
     settings = ""
     with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
         settings = file.read(_MOST_SETTINGS)
@@ -81,17 +80,17 @@ def _page(told: _Told) -> Iterator[str]:
     picture, story = told.picture, told.account.story
     started = story.state.started_unix_s if story.state else None
     when = "" if started is None else f", launched {_clock(started)}"
-    yield f"<h1>{text(picture.job)}: {page_parts.verdict(picture.phase)}</h1>"
-    yield f'<p class="quiet">run {text(picture.id)}{when}</p>'
+    yield f"<h1>{escaped_text(picture.job)}: {page_parts.failure_part(picture.phase)}</h1>"
+    yield f'<p class="quiet">run {escaped_text(picture.id)}{when}</p>'
     yield _answer(told)
-    yield page_parts.tiles(picture)
-    yield from (article(one) for one in told.account.findings if one.status is not Status.OK)
-    yield _section("over steps", page_parts.curves(picture))
+    yield page_parts.tiles_part(picture)
+    yield from (html_article(one) for one in told.account.findings if one.status is not Status.OK)
+    yield _section("over steps", page_parts.curves_part(picture))
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest would have taken too long.</p>"
     yield _section("where the time went", _times(picture))
     yield _section("alerts over the run", _alerts(told.past))
-    yield _section("what happened", page_parts.happened(picture))
+    yield _section("what happened", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
     yield _section("checkpoints", _checkpoints(told.saved))
     ranks = rank_map(picture.ranks) if picture.ranks else ""
@@ -99,10 +98,10 @@ def _page(told: _Told) -> Iterator[str]:
     yield _section("machines and devices", _devices(picture))
     if told.settings:
         body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
-        yield folded("settings", body)
+        yield html_details("settings", body)
     if told.account.files:
-        names = "".join(f"<li>{text(name)}</li>" for name in told.account.files)
-        yield folded("files in its folder", f"<ul>{names}</ul>")
+        names = "".join(f"<li>{escaped_text(name)}</li>" for name in told.account.files)
+        yield html_details("files in its folder", f"<ul>{names}</ul>")
 
 
 def _section(title: str, body: str) -> str:
@@ -118,7 +117,7 @@ def _answer(told: _Told) -> str:
     fixes = [one.fix for one in told.account.findings] + [one.fix for one in told.past]
     to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
     rows = (("asked", asked), ("true", _true(told)), ("to do", to_do or "nothing"))
-    cells = "".join(f"<dt>{name}</dt><dd>{text(words)}</dd>" for name, words in rows)
+    cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(words)}</dd>" for name, words in rows)
     return f'<dl class="answer">{cells}</dl>'
 
 
@@ -151,14 +150,14 @@ def _times(picture: RunPicture) -> str:
         return ""
     shares = {name: spent_s / whole_s for name, spent_s in picture.spent_s.items()}
     note = f"{_REST}: starting, steps that were repeated or lost, waiting, ending"
-    return page_parts.times(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
+    return page_parts.times_part(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
 
 
 def _alerts(past: Sequence[PastAlert]) -> str:
     note = '<p class="quiet">as its lines about steps tell; those about ranks and devices are known only to who watched</p>'
     if not past:
         return '<p class="quiet">none</p>' + note
-    return "".join(article(_finding(one)) for one in past) + note
+    return "".join(html_article(_finding(one)) for one in past) + note
 
 
 def _finding(one: PastAlert) -> Finding:
@@ -177,7 +176,7 @@ def _evaluation(picture: RunPicture) -> str:
     if not picture.evaluation:
         return ""
     rows = [(harmless(name), f"{value:.4g}") for name, value in picture.evaluation.items()]
-    return table(("the last one", ""), rows)
+    return html_table(("the last one", ""), rows)
 
 
 def _checkpoints(saved: Sequence[Manifest]) -> str:
@@ -189,7 +188,7 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
     ]
     more = len(saved) - _MOST_CHECKPOINTS
     note = f'<p class="quiet">and {more} older</p>' if more > 0 else ""
-    return table(("step", "name", "size", "made"), rows) + note
+    return html_table(("step", "name", "size", "made"), rows) + note
 
 
 def _devices(picture: RunPicture) -> str:
@@ -202,7 +201,7 @@ def _devices(picture: RunPicture) -> str:
         (harmless(str(host)), harmless(_together(names if isinstance(names, list) else [])))
         for host, names in devices.items()
     ]
-    return table(("machine", "devices"), rows)
+    return html_table(("machine", "devices"), rows)
 
 
 def _together(names: Sequence[object]) -> str:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from torchmuster.monitor.alerts.watching import News
-from torchmuster.monitor.views.curve import curve
-from torchmuster.monitor.views.key_figures import key_figures
-from torchmuster.monitor.views.odd_ranks import odd_ranks
+from torchmuster.monitor.alerts.watching import AlertNews
+from torchmuster.monitor.views.bars import curve
+from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
 from torchmuster.units import format_seconds
@@ -29,7 +28,7 @@ _MOST_ALERTS = 6
 _MOST_RANKS = 512
 
 
-def screen(picture: RunPicture, width: int) -> Text:
+def run_screen(picture: RunPicture, width: int) -> Text:
     """Return everything as lines of at most this width."""
     lines: list[Text] = []
     for part in (_head, _curves, _times, _ranks, _alerts):
@@ -130,7 +129,7 @@ def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:
         yield Text(f"{'alerts':>{_LABEL}} none", style="dim")
 
 
-def alert_lines(alerts: Sequence[News]) -> Iterator[Text]:
+def alert_lines(alerts: Sequence[AlertNews]) -> Iterator[Text]:
     """Yield what is the matter and what to do, for as many alerts as somebody would read."""
     for news in alerts[:_MOST_ALERTS]:
         text = Text(f"{news.alert.severity:>{_LABEL}} ", style=_SEVERITY[news.alert.severity])

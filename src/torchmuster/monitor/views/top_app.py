@@ -14,10 +14,9 @@ from textual.events import Resize
 from textual.message import Message
 from textual.widgets import Footer, Static
 
-from torchmuster.monitor.views.top_devices import MOST_LINES
 from torchmuster.monitor.views.top_picture import TopPicture
-from torchmuster.monitor.views.top_ranks import orders_shown
-from torchmuster.monitor.views.top_screen import TopView, parts
+from torchmuster.monitor.views.top_screen import TopView, top_parts
+from torchmuster.monitor.views.top_tables import MOST_LINES, orders_shown
 
 _SCROLLBAR = 1
 
@@ -144,7 +143,7 @@ class TopApp(App[Exception]):
 
     def _show(self, **changed: object) -> None:
         self._view = dataclasses.replace(self._view, **changed)  # type: ignore[arg-type]
-        made = parts(self._picture, self._width, self._view)
+        made = top_parts(self._picture, self._width, self._view)
         if self._held:
             made.head[0].append("  held: space goes on", style="bold")
         # While it opens and closes some are not there.

@@ -7,14 +7,18 @@ from pathlib import Path
 
 from torchmuster.devices.model import Device, DeviceProcess, Node
 from torchmuster.launch.hangs.heartbeat import Pulse
-from torchmuster.launch.history import node_devices, node_ranks, run_state
+from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.watching import News, Watching
-from torchmuster.monitor.collecting import device_metrics, rank_metrics
-from torchmuster.monitor.collecting.active_runs import ActiveRuns, FollowedRun, follow
-from torchmuster.monitor.collecting.host_metrics import HostMetrics
+from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
+from torchmuster.monitor.collecting import collector
+from torchmuster.monitor.collecting.collector import (
+    ActiveRuns,
+    FollowedRun,
+    HostMetrics,
+    follow_runs,
+)
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.monitor.views import odd_ranks
+from torchmuster.monitor.views import key_figures
 from torchmuster.runfolder import RunFolder
 
 _LOOKS_REMEMBERED = 60
@@ -96,7 +100,7 @@ class TopPicture:
     devices: Sequence[DeviceRow] = ()
     ranks: Sequence[RankRow] = ()
     runs: Sequence[RunFigures] = ()
-    alerts: Sequence[News] = ()
+    alerts: Sequence[AlertNews] = ()
     hosts: Sequence[str] = ()  # of devices and ranks
 
 
@@ -110,30 +114,30 @@ class TopWatch:
         self._runs = runs
         self._look = look
         self._active = ActiveRuns(runs)
-        self._only = None if only is None else follow(only)
+        self._only = None if only is None else follow_runs(only)
         self._host: HostMetrics | None = None
         self._traffic: tuple[float, Mapping[str, float]] | None = None
         self._busy: dict[str, deque[int]] = {}
-        self._watching = Watching()
+        self._watching = AlertWatch()
 
     def look(self, now_unix_s: float) -> TopPicture:
         """Return what everything is like now."""
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
-        samples = [*self._host.samples(), *device_metrics.samples(node)]
+        samples = [*self._host.samples(), *collector.device_samples(node)]
         host = self._host_figures(node.hostname, samples, now_unix_s)
         figures: list[RunFigures] = []
         pulses: list[tuple[FollowedRun, str, Sequence[Pulse]]] = []
         elsewhere: dict[str, tuple[Device, ...]] = {}
         for run in self._chosen(now_unix_s):
             of_run = [*run.metrics.samples(now_unix_s)]
-            machines = node_ranks.read(run.folder, now_unix_s)
-            of_run += rank_metrics.samples(machines, (run.job, run.folder.id))
+            machines = node_records.read_node_ranks(run.folder, now_unix_s)
+            of_run += collector.rank_samples(machines, (run.job, run.folder.id))
             samples += of_run
             figures.append(_figures(run, of_run))
             for machine in machines:
                 pulses.append((run, machine.host, machine.ranks))
-            for other in node_devices.read(run.folder, now_unix_s):
+            for other in node_records.read_node_devices(run.folder, now_unix_s):
                 if not _same(other.host, node.hostname):
                     elsewhere[other.host] = other.devices
         self._watching.look(samples, now_unix_s)
@@ -243,7 +247,7 @@ def _held_up_by(
     by_run: dict[str, list[Pulse]] = {}
     for run, _, of_host in pulses:
         by_run.setdefault(run.folder.id, []).extend(of_host)
-    return {run: odd_ranks.held_up_by(several) for run, several in by_run.items()}
+    return {run: key_figures.held_up_by(several) for run, several in by_run.items()}
 
 
 def _is_on(pulse: Pulse, device: Device) -> bool:
@@ -268,7 +272,7 @@ ORDERS: Mapping[str, Callable[[RankRow], float | None]] = {
 }
 
 
-def ordered(ranks: Sequence[RankRow], order: str, *, reverse: bool = False) -> list[RankRow]:
+def ordered_rows(ranks: Sequence[RankRow], order: str, *, reverse: bool = False) -> list[RankRow]:
     """Return the ranks in an order; those of which it is not known come last."""
     key = ORDERS[order]
     known = [(value, one) for one in ranks if (value := key(one)) is not None]

@@ -12,9 +12,8 @@ from torchmuster.monitor import catalogue
 from torchmuster.monitor.views.bars import QUIET, VERY_WIDE, WRONG, bar
 from torchmuster.monitor.views.key_figures import key_figures
 from torchmuster.monitor.views.run_screen import alert_lines
-from torchmuster.monitor.views.top_devices import device_lines, short_name
 from torchmuster.monitor.views.top_picture import HostFigures, RunFigures, TopPicture
-from torchmuster.monitor.views.top_ranks import rank_lines
+from torchmuster.monitor.views.top_tables import device_lines, rank_lines, short_name
 from torchmuster.redaction import harmless
 from torchmuster.units import GiB, format_bytes
 
@@ -41,7 +40,7 @@ class TopParts:
     alerts: list[Text]
 
 
-def parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
+def top_parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
     """Return everything, in lines of at most this width."""
     ranks = rank_lines(picture.ranks, width, order=view.order, reverse=view.reverse)
     return TopParts(
@@ -52,9 +51,9 @@ def parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
     )
 
 
-def screen(picture: TopPicture, width: int, view: TopView) -> Text:
+def top_screen(picture: TopPicture, width: int, view: TopView) -> Text:
     """Return everything as one text."""
-    made = parts(picture, width, view)
+    made = top_parts(picture, width, view)
     lines: list[Text] = []
     for part in (made.head, made.devices, made.ranks, made.alerts):
         lines += [Text(), *part] if lines and part else part

@@ -229,7 +229,7 @@ class _Reader:
             if name in _SECTIONS:
                 self._mapping(value, f"{name}.")
             elif name not in _LEAVES:
-                near = fields.suggest(name, [*_LEAVES, *_SECTIONS])
+                near = fields.suggest_name(name, [*_LEAVES, *_SECTIONS])
                 self._mistake(self._where(key), f"{name} is not a key of a cluster file", near)
             else:
                 self._value(name, value)

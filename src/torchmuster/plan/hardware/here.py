@@ -8,11 +8,10 @@ from typing import Literal
 from torchmuster.config.settings import Settings
 from torchmuster.devices import snapshot
 from torchmuster.devices.claims import Claims
-from torchmuster.devices.conditions import obstacle
-from torchmuster.devices.identify import candidates
-from torchmuster.devices.model import Device, Kind, LinkKind, Node
+from torchmuster.devices.identify import device_candidates
+from torchmuster.devices.model import Device, DeviceKind, LinkKind, Node
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.devices.request import GpuId, Request
+from torchmuster.devices.request import DeviceRequest, GpuId, obstacle
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
@@ -39,7 +38,7 @@ def hardware_from_settings(
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
     """Return this machine as a training with these settings, and so many ranks, would have it."""
-    node = node or snapshot.take()
+    node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     wanted = settings.distributed
     ids, count = wanted.gpu_ids, ranks or wanted.num_gpus
@@ -72,12 +71,12 @@ def hardware_here(
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
     """Return what of this machine can be seen: its accelerators, or its processor shared by so many ranks (1 unless told)."""
-    node = node or snapshot.take()
+    node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     if not ids and not visible(node.accelerators, environment).devices:
         return _on_cpu(node, ranks or 1, cores or usable_cores().value)
-    request = Request(ids=None if ids is None else tuple(ids), count=ranks)
-    devices = candidates(node, request, environment)
+    request = DeviceRequest(ids=None if ids is None else tuple(ids), count=ranks)
+    devices = device_candidates(node, request, environment)
     _refuse_too_few(node, devices, ranks)
     found = _on_cards(node, devices[:ranks])
     taken = tuple(_taken(devices[:ranks], environment))
@@ -88,7 +87,7 @@ def _taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterato
     """Say which cards others have: a plan is for the time when they are free."""
     claims = Claims.here(environment).glance(one.uuid for one in devices).in_the_way
     for one in devices:
-        if found := obstacle(one, Request(), claims):
+        if found := obstacle(one, DeviceRequest(), claims):
             yield f"{one.label} is {found.text}; the plan takes it as if it were free"
 
 
@@ -184,9 +183,9 @@ def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
 
 def _number_types(device: Device) -> tuple[str, ...] | None:
     """Return what an unlisted card computes fast, as a training finds it there."""
-    if device.kind is Kind.ROCM:
+    if device.kind is DeviceKind.ROCM:
         return ("bfloat16", "float16", "float32")
-    if device.kind is Kind.MPS:
+    if device.kind is DeviceKind.MPS:
         return ("float16", "float32")
     capability = device.compute_capability
     if capability is None:

@@ -326,7 +326,7 @@ def find_batch_size(
             fix=f"give {ranks} limits",
         )
     if limits_bytes is None and on_cpu:
-        free_bytes = cpu.read().free_bytes
+        free_bytes = cpu.read_cpu().free_bytes
         limit = limit_on_cpu(candidate, hardware, free_bytes=free_bytes or 0)
         limits_bytes = [limit] * ranks
     trials = Trials(

@@ -8,8 +8,8 @@ import msgspec
 
 from torchmuster.finding import worst_first
 from torchmuster.pages import frame
-from torchmuster.pages.frame import article, folded
-from torchmuster.pages.frame import table as cells
+from torchmuster.pages.frame import html_article, html_details
+from torchmuster.pages.frame import html_table as cells
 from torchmuster.plan.answer import Answer, Forecast, candidate_name
 from torchmuster.plan.hardware.cluster_file import describe_hardware
 from torchmuster.plan.planning import cost_of
@@ -176,17 +176,17 @@ def plan_page(answer: Answer, *, line: str) -> str:
         f"<p>{escape(plan_question(answer))}</p>",
         f"<p>{escape(answer.chosen.reason)}</p>",
         f"<pre>{escape(line)}</pre>",
-        *(article(one) for one in answer.findings),
+        *(html_article(one) for one in answer.findings),
         f"<figure>{memory_bars(answer)}</figure>",
         cells(titles, rows),
         "<ul>",
         *(f"<li>{escape(sentence)}</li>" for sentence in _sentences(answer)),
         "</ul>",
-        folded(
+        html_details(
             "where the figures come from", cells(("figure", "source"), answer.sources), opened=True
         ),
     ]
-    return frame.page("muster plan", parts)
+    return frame.html_page("muster plan", parts)
 
 
 def _sentences(answer: Answer) -> list[str]:

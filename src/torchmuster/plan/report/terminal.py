@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchmuster.diagnose.report.terminal import columns
+from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
 from torchmuster.plan.answer import Answer, Forecast, candidate_name, recompute_of
 from torchmuster.plan.hardware.cluster_file import describe_hardware
@@ -226,7 +226,7 @@ def plan_question(answer: Answer) -> str:
 
 def _table(answer: Answer, width: int) -> Iterator[str]:
     titles, rows = plan_table(answer, wide=False)
-    yield from columns([titles, *rows[:_MOST_ROWS]])
+    yield from aligned_columns([titles, *rows[:_MOST_ROWS]])
     if len(rows) > _MOST_ROWS:
         yield f"and {plural(len(rows) - _MOST_ROWS, 'row')} more, which --json and --html have"
     for sentence in plan_remarks(answer):

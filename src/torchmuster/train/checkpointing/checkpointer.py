@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.manifest import new_name
-from torchmuster.checkpoints.retention import keep_newest, sweep_unfinished
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.verify import Found
+from torchmuster.checkpoints.verify import CheckpointState, keep_newest, sweep_unfinished
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
@@ -254,7 +253,7 @@ class Loaded:
     step: int
     state: dict[str, Any]
     own: dict[str, Any] | None
-    found: Found
+    found: CheckpointState
 
 
 class Checkpointer:

@@ -28,7 +28,7 @@ def checkpoint_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def fits_in_memory(size_bytes: int, world: World) -> Decision[bool]:
     """Say whether this machine has memory for copies of what its ranks write."""
     copies = size_bytes * world.local_world_size // world.world_size
-    host = cpu.read()
+    host = cpu.read_cpu()
     if host.total_bytes is None or host.used_bytes is None:
         return Decision(value=True, reason="how much memory the host has could not be read")
     free = host.total_bytes - host.used_bytes

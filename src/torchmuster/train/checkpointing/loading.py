@@ -11,10 +11,15 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torchmuster.checkpoints.index import INDEX, Index
-from torchmuster.checkpoints.index import MOST_BYTES as MOST_INDEX_BYTES
 from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.verify import Found, look, newest_first, verify_file
+from torchmuster.checkpoints.tensor_file import INDEX, Index
+from torchmuster.checkpoints.tensor_file import MOST_BYTES as MOST_INDEX_BYTES
+from torchmuster.checkpoints.verify import (
+    CheckpointState,
+    look_at_checkpoint,
+    newest_first,
+    verify_file,
+)
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.train.checkpointing.flatten import flatten, share_memory, unflatten
@@ -24,7 +29,9 @@ from torchmuster.train.world import World, all_gather_object
 T = TypeVar("T")
 
 
-def newest_valid_checkpoint(store: Store, world: World, group: dist.ProcessGroup) -> Found | None:
+def newest_valid_checkpoint(
+    store: Store, world: World, group: dist.ProcessGroup
+) -> CheckpointState | None:
     """Return the newest checkpoint whose every file is what was written; None if there is none yet.
 
     Each rank reads its share of the files. If there are checkpoints and none of them is good, that is an error: to begin
@@ -37,9 +44,9 @@ def newest_valid_checkpoint(store: Store, world: World, group: dist.ProcessGroup
     for name in names:
         findings = _findings(store, name, world, group)
         if not findings:
-            manifest = look(store, name)[0]
+            manifest = look_at_checkpoint(store, name)[0]
             assert manifest is not None  # it has just been read
-            return Found(name=name, manifest=manifest, rejected=tuple(rejected))
+            return CheckpointState(name=name, manifest=manifest, rejected=tuple(rejected))
         rejected += findings
     if any(one.status is Status.FAILURE for one in rejected):
         raise MusterError(
@@ -92,7 +99,7 @@ def _findings(store: Store, name: str, world: World, group: dist.ProcessGroup) -
 
 
 def _found_here(store: Store, name: str, world: World) -> list[dict[str, str]]:
-    manifest, findings = look(store, name)
+    manifest, findings = look_at_checkpoint(store, name)
     if manifest is not None and not findings:
         files = sorted(manifest.files)
         for file in files[world.global_rank :: world.world_size]:
@@ -210,7 +217,11 @@ class LoadedState:
 
 
 def load_into(
-    store: Store, found: Found, state: dict[str, Any], world: World, group: dist.ProcessGroup
+    store: Store,
+    found: CheckpointState,
+    state: dict[str, Any],
+    world: World,
+    group: dist.ProcessGroup,
 ) -> LoadedState:
     """Read a verified checkpoint; what is not of this training is refused before anything is changed."""
     name = found.name

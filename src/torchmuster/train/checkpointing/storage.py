@@ -35,10 +35,23 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchmuster.checkpoints.index import INDEX, Chunk, Index, StoredTensor
-from torchmuster.checkpoints.manifest import FileRecord, Manifest, commit, now_unix_s, write_file
+from torchmuster.checkpoints.manifest import (
+    FileRecord,
+    Manifest,
+    commit_checkpoint,
+    now_unix_s,
+    write_file,
+)
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.tensor_file import Entry, head, read_head
+from torchmuster.checkpoints.tensor_file import (
+    INDEX,
+    Chunk,
+    FileEntry,
+    Index,
+    StoredTensor,
+    file_head,
+    read_file_head,
+)
 from torchmuster.errors import Impossible, MusterError
 
 WORDS: Mapping[torch.dtype, str] = {
@@ -171,7 +184,7 @@ class Reader(StorageReader):
         items: list[tuple[ReadItem, Chunk, str]],
         planner: LoadPlanner,
     ) -> None:
-        found = read_head(stream, size_bytes)
+        found = read_file_head(stream, size_bytes)
         for item, chunk, dtype in items:
             part = _part(stream, _entry(found, chunk, dtype), item)
             place = planner.resolve_tensor(item).detach()
@@ -179,14 +192,14 @@ class Reader(StorageReader):
             planner.commit_tensor(item, place)
 
 
-def _entry(found: Mapping[str, Entry], chunk: Chunk, dtype: str) -> Entry:
+def _entry(found: Mapping[str, FileEntry], chunk: Chunk, dtype: str) -> FileEntry:
     entry = found.get(chunk.key)
     if entry is None or entry.shape != chunk.shape or entry.dtype != dtype:
         raise ValueError(f"{chunk.key} is not in it as the index says")
     return entry
 
 
-def _part(stream: BinaryIO, entry: Entry, item: ReadItem) -> torch.Tensor:
+def _part(stream: BinaryIO, entry: FileEntry, item: ReadItem) -> torch.Tensor:
     """Read the rows that the wanted part of a chunk lies in; return that part."""
     dtype = DTYPES[entry.dtype]
     shape, first = list(entry.shape), 0
@@ -311,7 +324,7 @@ class Writer(StorageWriter):
                 made_unix_s=now_unix_s(),
                 files=files,
             )
-            commit(self._store, manifest)
+            commit_checkpoint(self._store, manifest)
             metadata.storage_data = manifest.size_bytes
 
     @classmethod
@@ -341,7 +354,7 @@ class Writer(StorageWriter):
                 self._store,
                 self._name,
                 file,
-                _after(head(described), content),
+                _after(file_head(described), content),
                 on_bytes=self._rest_after,
             ),
             own: write_file(self._store, self._name, own, [_json(self._own)]),

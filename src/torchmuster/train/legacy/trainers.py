@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchmuster.devices import snapshot
-from torchmuster.devices.as_numbers import numbers_of
+from torchmuster.devices.as_json import device_numbers
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.train import seeds
@@ -55,9 +55,9 @@ class Board:
     def write_gpus(self, step: int) -> None:
         """Add a point for each GPU of this machine that the run may see."""
         if self._writer is not None:
-            devices = visible(snapshot.take().accelerators, os.environ).devices
+            devices = visible(snapshot.take_snapshot().accelerators, os.environ).devices
             for device in devices:
-                self.write(numbers_of(device), step)
+                self.write(device_numbers(device), step)
 
     def close(self) -> None:
         """Write what is left."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster.checkpoints.adapters import ADAPTER_WEIGHTS, name_in_adapter
+from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.weights import whole_tensor

@@ -62,7 +62,7 @@ def memory_of_each_rank(world: World) -> int | None:
 
 def _memory_bytes(world: World) -> int | None:
     if world.device.type == "cpu":
-        total = cpu.read().total_bytes
+        total = cpu.read_cpu().total_bytes
         return None if total is None else total // world.local_world_size
     try:
         _, total = torch.accelerator.get_memory_info(world.device)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmuster.devices.model import Device, Ecc, Kind
+from torchmuster.devices.model import Device, DeviceKind, Ecc
 from torchmuster.devices.readers import amd
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
@@ -103,7 +103,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def read(root: Path) -> list[Device]:
-    devices, findings = amd.read(root / "sys", root / "dev", root / "proc", [root / "amdgpu.ids"])
+    devices, findings = amd.read_amd(
+        root / "sys", root / "dev", root / "proc", [root / "amdgpu.ids"]
+    )
     assert findings == []
     return devices
 
@@ -143,7 +145,7 @@ def test_each_die_of_an_mi250x_is_a_gpu_in_rocms_order_and_spelling(root: Path) 
     assert (first.index, first.uuid) == (0, "GPU-cf1182f2988c0a4c")
     # Node 10 comes after node 9, and the number keeps its leading zeros.
     assert (second.index, second.uuid) == (1, "GPU-0011a5f1d2cb7b2d")
-    assert first.kind is Kind.ROCM
+    assert first.kind is DeviceKind.ROCM
     assert first.name == "AMD Instinct MI250X / MI250"
     assert (first.pci_bus_id, second.pci_bus_id) == ("0000:b6:00.0", "0000:b9:00.0")
     assert first.numa_node == 3
@@ -353,7 +355,7 @@ def test_a_gpu_of_another_container_is_not_counted(root: Path) -> None:
 
 def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
     add_card(root, "0000:01:00.0", {})
-    devices, (finding,) = amd.read(root / "sys", root / "dev", root / "proc", [])
+    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
     assert devices == []
     assert finding.status is Status.NOTE
     assert "0000:01:00.0" in finding.what
@@ -362,7 +364,7 @@ def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
 def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> None:
     add_mi250x(root)
     (root / "dev/kfd").unlink()
-    devices, (finding,) = amd.read(root / "sys", root / "dev", root / "proc", [])
+    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
     assert all("kfd cannot be opened" in (device.trouble or "") for device in devices)
     assert finding.status is Status.WARNING
     assert "GPU 0, GPU 1" in finding.what
@@ -370,8 +372,8 @@ def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> No
 
 
 def test_a_machine_without_amd_costs_nothing(tmp_path: Path) -> None:
-    assert amd.read(tmp_path, tmp_path, tmp_path, []) == ([], [])
-    once = min(timeit.repeat(lambda: amd.read(tmp_path), number=1, repeat=50))
+    assert amd.read_amd(tmp_path, tmp_path, tmp_path, []) == ([], [])
+    once = min(timeit.repeat(lambda: amd.read_amd(tmp_path), number=1, repeat=50))
     assert once < 1e-3
 
 
@@ -400,6 +402,6 @@ def test_a_garbled_file_costs_a_field_at_most(file: str, content: bytes) -> None
         add_mi250x(root)
         add_holder(root, 4242, {51197: GiB})
         (root / "sys" / file).write_bytes(content)
-        devices, _ = amd.read(root / "sys", root / "dev", root / "proc", [])
+        devices, _ = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
         uuids = [device.uuid for device in devices]
         assert uuids == ["GPU-cf1182f2988c0a4c", "GPU-0011a5f1d2cb7b2d"]

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from torchmuster.devices.model import Kind
+from torchmuster.devices.model import DeviceKind
 from torchmuster.devices.readers import apple
 
 ANSWERS = {"machdep.cpu.brand_string": "Apple M3 Max\n", "hw.memsize": "68719476736\n"}
@@ -16,8 +16,8 @@ def mac(arguments: list[str]) -> str:
 
 
 def test_an_apple_silicon_mac_is_one_gpu_with_the_systems_memory() -> None:
-    (device,) = apple.read("Darwin", "arm64", mac)
-    assert device.kind is Kind.MPS
+    (device,) = apple.read_apple("Darwin", "arm64", mac)
+    assert device.kind is DeviceKind.MPS
     assert (device.index, device.uuid) == (0, "MPS-0")
     assert device.name == "Apple M3 Max"
     assert device.total_bytes == 64 * 1024**3
@@ -31,7 +31,7 @@ def test_other_machines_have_none_and_run_no_command(system: str, machine: str) 
     def run(arguments: list[str]) -> str:
         raise AssertionError(arguments)
 
-    assert apple.read(system, machine, run) == []
+    assert apple.read_apple(system, machine, run) == []
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_a_command_that_fails_leaves_the_gpu_with_an_unknown_memory(error: Excep
     def run(arguments: list[str]) -> str:
         raise error
 
-    (device,) = apple.read("Darwin", "arm64", run)
+    (device,) = apple.read_apple("Darwin", "arm64", run)
     assert (device.name, device.total_bytes) == ("Apple GPU", None)
 
 
 @pytest.mark.parametrize("answer", ["", "a lot", "-1"])
 def test_a_memory_size_that_is_no_number_is_unknown(answer: str) -> None:
-    (device,) = apple.read("Darwin", "arm64", lambda arguments: answer)
+    (device,) = apple.read_apple("Darwin", "arm64", lambda arguments: answer)
     assert device.total_bytes is None
 
 

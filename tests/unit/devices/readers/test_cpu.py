@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.devices.model import Kind
+from torchmuster.devices.model import DeviceKind
 from torchmuster.devices.readers import cpu
 from torchmuster.units import GiB, MiB
 
@@ -58,15 +58,15 @@ def machine_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory(root: Path) -> tuple[int | None, int | None]:
-    device = cpu.read(root / "proc", root / "sys", "Linux")
+    device = cpu.read_cpu(root / "proc", root / "sys", "Linux")
     return device.total_bytes, device.used_bytes
 
 
 @pytest.mark.usefixtures("machine_memory")
 def test_a_machine_without_limits_is_reported_whole(tmp_path: Path) -> None:
     write(tmp_path, {"proc/cpuinfo": CPUINFO})
-    device = cpu.read(tmp_path / "proc", tmp_path / "sys", "Linux")
-    assert device.kind is Kind.CPU
+    device = cpu.read_cpu(tmp_path / "proc", tmp_path / "sys", "Linux")
+    assert device.kind is DeviceKind.CPU
     assert (device.index, device.uuid, device.label) == (0, "CPU-0", "CPU")
     assert device.name == "AMD EPYC 7763 64-Core Processor"
     assert (device.total_bytes, device.used_bytes) == (256 * GiB, 56 * GiB)
@@ -75,11 +75,11 @@ def test_a_machine_without_limits_is_reported_whole(tmp_path: Path) -> None:
 
 def test_a_cpu_that_names_no_model_still_has_a_name(tmp_path: Path) -> None:
     write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nCPU implementer\t: 0x41"})
-    assert cpu.read(tmp_path / "proc", tmp_path / "sys", "Linux").name
+    assert cpu.read_cpu(tmp_path / "proc", tmp_path / "sys", "Linux").name
 
 
 def test_this_very_machine_can_be_read() -> None:
-    device = cpu.read()
+    device = cpu.read_cpu()
     decision = cpu.usable_cores()
     assert device.total_bytes
     assert device.used_bytes is not None
@@ -258,7 +258,7 @@ def test_garbled_files_leave_the_whole_machine(
         (root / "proc/self/cgroup").write_text(membership, errors="replace")
         (root / "proc/self/mountinfo").write_text(mountinfo, errors="replace")
         assert cores(root)[0] == 64
-        assert cpu.read(root / "proc", root / "sys", "Linux").total_bytes
+        assert cpu.read_cpu(root / "proc", root / "sys", "Linux").total_bytes
 
 
 def test_a_few_megabytes_are_not_taken_for_no_limit(tmp_path: Path, machine_memory: None) -> None:

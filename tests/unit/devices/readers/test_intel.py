@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.devices.model import Device, Kind
-from torchmuster.devices.readers import drm, intel
+from torchmuster.devices.model import Device, DeviceKind
+from torchmuster.devices.readers import intel, sysfs
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 
@@ -81,8 +81,8 @@ def mute(descriptor: int, request: int, argument: bytearray) -> int:
     raise OSError(25, "Inappropriate ioctl for device")
 
 
-def read(root: Path, ioctl: drm.Ioctl = mute) -> list[Device]:
-    devices, findings = intel.read(root / "sys", root / "dev", root / "proc", ioctl)
+def read(root: Path, ioctl: sysfs.Ioctl = mute) -> list[Device]:
+    devices, findings = intel.read_intel(root / "sys", root / "dev", root / "proc", ioctl)
     assert findings == []
     return devices
 
@@ -127,7 +127,7 @@ def test_an_arc_a770_on_i915_tells_its_size_to_anyone(tmp_path: Path) -> None:
     # Without CAP_PERFMON i915 says that all of it is left.
     kernel = Kernel((SYSTEM, 64 * GiB, 60 * GiB), (LOCAL, 16225 * MiB, 16225 * MiB))
     (device,) = read(tmp_path, kernel)
-    assert device.kind is Kind.XPU
+    assert device.kind is DeviceKind.XPU
     assert (device.index, device.uuid) == (0, "XPU-0000:03:00.0")
     assert device.name == "Intel Arc A770"
     assert device.pci_bus_id == "0000:03:00.0"
@@ -304,7 +304,9 @@ def test_a_user_who_may_not_open_the_gpu_is_told_the_group_to_join(
 ) -> None:
     add_a770(tmp_path)
     (tmp_path / "dev/dri/renderD128").unlink()
-    (device,), (finding,) = intel.read(tmp_path / "sys", tmp_path / "dev", tmp_path / "proc", mute)
+    (device,), (finding,) = intel.read_intel(
+        tmp_path / "sys", tmp_path / "dev", tmp_path / "proc", mute
+    )
     assert "renderD128" in (device.trouble or "")
     assert finding.status is Status.WARNING
     assert "GPU 0 (Intel Arc A770)" in finding.what
@@ -314,13 +316,13 @@ def test_a_user_who_may_not_open_the_gpu_is_told_the_group_to_join(
 
 def test_the_real_ioctl_is_refused_by_an_ordinary_file_without_harm(tmp_path: Path) -> None:
     add_a770(tmp_path)
-    (device,), findings = intel.read(tmp_path / "sys", tmp_path / "dev", tmp_path / "proc")
+    (device,), findings = intel.read_intel(tmp_path / "sys", tmp_path / "dev", tmp_path / "proc")
     assert (device.total_bytes, findings) == (None, [])
 
 
 def test_a_machine_without_intel_gpus_has_none(tmp_path: Path) -> None:
     write(tmp_path, {"sys/bus/pci/drivers/i915/new_id": "", "sys/bus/pci/drivers/xe/bind": ""})
-    assert intel.read(tmp_path / "sys", tmp_path, tmp_path) == ([], [])
+    assert intel.read_intel(tmp_path / "sys", tmp_path, tmp_path) == ([], [])
 
 
 @settings(max_examples=60, deadline=None)
@@ -333,5 +335,5 @@ def test_no_answer_of_a_driver_can_break_the_report(data: st.DataObject, driver:
         add_card(root, "0000:03:00.0", driver, {"device": A770})
         fdinfo = data.draw(st.text(alphabet="drm-pdev: 0\nresidentvram", max_size=80))
         add_process(root, 5, {3: f"drm-pdev: 0000:03:00.0\n{fdinfo}"})
-        devices, _ = intel.read(root / "sys", root / "dev", root / "proc", kernel)
+        devices, _ = intel.read_intel(root / "sys", root / "dev", root / "proc", kernel)
         assert [device.uuid for device in devices] == ["XPU-0000:03:00.0"]

@@ -18,7 +18,7 @@ from muster_command import Stubs
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
 from patience import GIVE_UP_S
-from torchmuster.devices.model import Device, DeviceProcess, Ecc, Kind, Link, LinkKind
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc, Link, LinkKind
 from torchmuster.devices.readers import nvml, nvml_events, nvml_health
 from torchmuster.finding import Status
 
@@ -38,7 +38,7 @@ HEALTHY = {
 def test_a_healthy_machine_is_read_without_complaint(machine: Machine, name: str) -> None:
     scenario = HEALTHY[name]()
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert reading.findings == ()
     assert (reading.driver_version, reading.cuda_version) == ("570.86.15", "12.8")
     whole = [one for one in reading.devices if one.mig_index is None]
@@ -49,8 +49,8 @@ def test_a_healthy_machine_is_read_without_complaint(machine: Machine, name: str
 
 def test_every_field_of_a_busy_a100(machine: Machine) -> None:
     machine(scenarios.eight_a100())
-    assert nvml.read().devices[4] == Device(
-        kind=Kind.CUDA,
+    assert nvml.read_nvml().devices[4] == Device(
+        kind=DeviceKind.CUDA,
         index=4,
         uuid=gpu_uuid(4),
         name="NVIDIA A100-SXM4-80GB",
@@ -80,7 +80,7 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
 
 def test_what_a_consumer_card_does_not_have_is_none(machine: Machine) -> None:
     machine(scenarios.mixed_consumer())
-    old, _, _, fast = nvml.read().devices
+    old, _, _, fast = nvml.read_nvml().devices
     assert (old.name, old.ecc, old.numa_node) == ("NVIDIA GeForce GTX 1080 Ti", None, None)
     assert not old.mig_enabled
     assert fast.ecc == Ecc(enabled=False, corrected=None, uncorrected=None)
@@ -92,7 +92,7 @@ def test_windows_are_told_from_computing(machine: Machine) -> None:
     scenario["devices"][0]["processes"] = both
     scenario["devices"][2]["processes"] = [{"pid": 5, "memory": None}]
     machine(scenario)
-    first, _, third, fast = nvml.read().devices
+    first, _, third, fast = nvml.read_nvml().devices
     (window,) = fast.processes
     assert (window.pid, window.compute, window.memory_bytes) == (FIRST_PID, False, 312 * MIB)
     assert fast.compute_processes == ()
@@ -104,13 +104,13 @@ def test_windows_are_told_from_computing(machine: Machine) -> None:
 
 def test_a_split_gpu_has_slices_each_with_its_own_processes(machine: Machine) -> None:
     machine(scenarios.mig())
-    parent, large, empty, small, whole = nvml.read().devices
+    parent, large, empty, small, whole = nvml.read_nvml().devices
     assert parent.mig_enabled
     assert parent.mig_index is None
     assert parent.utilisation_percent is None
     assert [one.number for one in (large, empty, small)] == ["0:0", "0:1", "0:2"]
     assert large == Device(
-        kind=Kind.CUDA,
+        kind=DeviceKind.CUDA,
         index=0,
         mig_index=0,
         mig_enabled=True,
@@ -135,7 +135,7 @@ def test_a_slice_without_a_name_is_named_by_its_size(machine: Machine) -> None:
     slices[0]["errors"] = {"nvmlDeviceGetName": 3}
     slices[1]["errors"] = {"nvmlDeviceGetName": 3, "nvmlDeviceGetAttributes": 3}
     machine(scenario)
-    names = [one.name for one in nvml.read().devices[1:3]]
+    names = [one.name for one in nvml.read_nvml().devices[1:3]]
     assert names == ["NVIDIA A100-SXM4-80GB MIG 3g.39gb", "NVIDIA A100-SXM4-80GB MIG"]
 
 
@@ -143,7 +143,7 @@ def test_a_gpu_in_mig_mode_may_have_no_slices_yet(machine: Machine) -> None:
     scenario = scenarios.mig()
     scenario["devices"][0]["mig"]["instances"] = []
     machine(scenario)
-    assert [one.number for one in nvml.read().devices] == ["0", "1"]
+    assert [one.number for one in nvml.read_nvml().devices] == ["0", "1"]
 
 
 # How they are joined
@@ -157,12 +157,12 @@ def shorts(links: tuple[Link, ...]) -> dict[tuple[int, int], str]:
 
 def test_gpus_on_one_nvswitch_are_joined_by_all_lanes(machine: Machine) -> None:
     machine(scenarios.eight_a100())
-    assert shorts(nvml.read().links) == {(a, b): "NV12" for b in range(8) for a in range(b)}
+    assert shorts(nvml.read_nvml().links) == {(a, b): "NV12" for b in range(8) for a in range(b)}
 
 
 def test_a_bridge_joins_a_pair_and_pcie_the_others(machine: Machine) -> None:
     machine(scenarios.mixed_consumer())
-    found = shorts(nvml.read().links)
+    found = shorts(nvml.read_nvml().links)
     assert found[(1, 2)] == "NV4"
     assert {short for pair, short in found.items() if pair != (1, 2)} == {"PHB"}
 
@@ -175,12 +175,12 @@ def test_the_second_half_of_a_bridge_does_not_count_when_it_is_down(machine: Mac
             {"to": to, "lanes": 2, "active": False},
         ]
     machine(scenario)
-    assert shorts(nvml.read().links)[(1, 2)] == "NV2"
+    assert shorts(nvml.read_nvml().links)[(1, 2)] == "NV2"
 
 
 def test_islands_of_switches_are_not_joined_by_nvlink(machine: Machine) -> None:
     machine(scenarios.sixty_four())
-    found = shorts(nvml.read().links)
+    found = shorts(nvml.read_nvml().links)
     assert len(found) == 64 * 63 // 2
     joined = {pair for pair, short in found.items() if short == "NV18"}
     assert joined == {(a, b) for a, b in found if a // 8 == b // 8}
@@ -194,7 +194,7 @@ def test_two_gpus_linked_to_a_third_are_not_linked_to_each_other(machine: Machin
     for number, ends in {0: [1], 1: [0, 2], 2: [1]}.items():
         scenario["devices"][number]["nvlinks"] = [{"to": end, **lanes} for end in ends]
     machine(scenario)
-    found = shorts(nvml.read().links)
+    found = shorts(nvml.read_nvml().links)
     assert [found[pair] for pair in ((0, 1), (1, 2), (0, 2))] == ["NV2", "NV2", "PHB"]
 
 
@@ -214,15 +214,15 @@ def test_pcie_levels(machine: Machine, level: int, kind: LinkKind) -> None:
     scenario["devices"] = [scenario["devices"][0], scenario["devices"][3]]
     scenario["topology"] = [[0, level], [level, 0]]
     machine(scenario)
-    (link,) = nvml.read().links
+    (link,) = nvml.read_nvml().links
     assert (link.kind, link.lanes) == (kind, 0)
 
 
 def test_split_and_lost_gpus_are_in_no_link(machine: Machine) -> None:
     machine(scenarios.mig())
-    assert nvml.read().links == ()
+    assert nvml.read_nvml().links == ()
     machine(scenarios.one_failing())
-    assert set(shorts(nvml.read().links)) == {(0, 1), (0, 3), (1, 3)}
+    assert set(shorts(nvml.read_nvml().links)) == {(0, 1), (0, 3), (1, 3)}
 
 
 # What goes wrong
@@ -232,7 +232,7 @@ def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(
     machine: Machine, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.one_failing())
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     lost = reading.devices[2]
     assert lost.uuid == gpu_uuid(2)
     assert lost.name == "NVIDIA A100-SXM4-80GB"
@@ -250,7 +250,7 @@ def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(
 
 def test_a_gpu_without_a_handle_is_listed_all_the_same(machine: Machine) -> None:
     machine(scenarios.lost_at_handle())
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert [one.index for one in reading.devices] == [0, 1, 2, 3]
     lost = reading.devices[2]
     assert (lost.uuid, lost.trouble) == ("GPU-unreadable-2", "GPU is lost")
@@ -264,7 +264,7 @@ def test_a_driver_updated_under_a_running_machine(
     machine: Machine, snapshot: SnapshotAssertion
 ) -> None:
     machine(scenarios.driver_mismatch())
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert reading.devices == ()
     (finding,) = reading.findings
     assert finding.status is Status.FAILURE
@@ -275,7 +275,7 @@ def test_a_driver_updated_under_a_running_machine(
 
 def test_a_driver_that_is_not_loaded(machine: Machine, snapshot: SnapshotAssertion) -> None:
     machine(scenarios.driver_not_loaded())
-    (finding,) = nvml.read().findings
+    (finding,) = nvml.read_nvml().findings
     assert finding.status is Status.WARNING
     assert finding.name == "driver-not-loaded"
     assert finding.fix.startswith("sudo modprobe nvidia ")
@@ -292,7 +292,7 @@ def test_a_driver_that_does_not_answer(
     else:
         scenario["driver"]["errors"] = {function: 999}
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert reading.devices == ()
     (finding,) = reading.findings
     assert finding.status is Status.FAILURE
@@ -307,7 +307,7 @@ def test_versions_that_the_driver_does_not_say_are_none(machine: Machine, code: 
     names = ("nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion")
     scenario["driver"]["errors"] = dict.fromkeys(names, code)
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert (reading.driver_version, reading.cuda_version) == (None, None)
     assert len(reading.devices) == 8
 
@@ -400,14 +400,14 @@ def busy_and_hot() -> Scenario:
 def test_what_a_card_cannot_say_costs_one_field(machine: Machine, function: str, code: int) -> None:
     scenario = busy_and_hot()
     machine(scenario)
-    before = nvml.read().devices[0]
+    before = nvml.read_nvml().devices[0]
     scenario["devices"][0]["errors"] = {function: code}
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     after = reading.devices[0]
     changed = {name for name, value in vars(after).items() if value != vars(before)[name]}
     assert changed == set(FIELDS[function].split())
-    unknown = Device(kind=Kind.CUDA, index=0, uuid=gpu_uuid(4), name="unknown NVIDIA GPU")
+    unknown = Device(kind=DeviceKind.CUDA, index=0, uuid=gpu_uuid(4), name="unknown NVIDIA GPU")
     for name in changed - {"ecc", "processes"}:
         assert getattr(after, name) == getattr(unknown, name)
     assert after.trouble is None
@@ -419,7 +419,7 @@ def test_counts_of_errors_and_shares_of_processes_may_be_missing_alone(machine: 
     missing = ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetProcessUtilization")
     scenario["devices"][0]["errors"] = dict.fromkeys(missing, 3)
     machine(scenario)
-    device = nvml.read().devices[0]
+    device = nvml.read_nvml().devices[0]
     assert device.ecc == Ecc(enabled=True, corrected=None, uncorrected=None)
     assert [one.memory_bytes for one in device.compute_processes] == [22 * GIB, 9 * GIB]
     assert {one.utilisation_percent for one in device.processes} == {None}
@@ -429,7 +429,7 @@ def test_a_broken_sensor_does_not_take_a_gpu_out_of_service(machine: Machine) ->
     scenario = busy_and_hot()
     scenario["devices"][0]["errors"] = dict.fromkeys(SENSORS, 999)
     machine(scenario)
-    device = nvml.read().devices[0]
+    device = nvml.read_nvml().devices[0]
     assert device.trouble is None
     assert (device.power_w, device.temperature_c, device.ecc) == (None, None, None)
     assert [one.pid for one in device.compute_processes] == [FIRST_PID + 4, FIRST_PID + 5]
@@ -442,7 +442,7 @@ def test_a_gpu_that_fails_at_what_must_be_known_is_in_trouble(
     scenario = busy_and_hot()
     scenario["devices"][0]["errors"] = {function: 999}
     machine(scenario)
-    failing, other = nvml.read().devices
+    failing, other = nvml.read_nvml().devices
     assert (failing.trouble, other.trouble) == ("Unknown Error", None)
 
 
@@ -451,7 +451,7 @@ def test_a_gpu_that_says_it_is_lost_is_in_trouble(machine: Machine, function: st
     scenario = busy_and_hot()
     scenario["devices"][0]["errors"] = {function: 15}
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert [one.trouble for one in reading.devices] == ["GPU is lost", None]
     assert [one.name for one in reading.findings] == ["gpu-unreachable"]
 
@@ -468,7 +468,7 @@ def test_no_failure_of_one_gpu_costs_the_others(
     failing["errors"] = {function: code}
     scenario["devices"] += scenarios.eight_a100()["devices"][2:4]
     machine(scenario)
-    devices = nvml.read().devices
+    devices = nvml.read_nvml().devices
     for one in devices:
         assert one.trouble is None or one.index == 0
     assert [one.index for one in devices if one.index] == [1, 2, 3]
@@ -480,7 +480,7 @@ def test_slices_that_cannot_be_read_are_told(machine: Machine, function: str) ->
     scenario = scenarios.mig()
     scenario["devices"][0]["errors"] = {function: 15}
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert [one.number for one in reading.devices] == ["0", "1"]
     assert reading.devices[0].trouble == "GPU is lost"
     (finding,) = reading.findings
@@ -492,7 +492,7 @@ def test_slices_of_a_gpu_lost_between_them_are_not_relied_upon(machine: Machine)
     scenario = scenarios.mig()
     scenario["devices"][0]["mig"]["instances"][1]["errors"] = {"nvmlDeviceGetUUID": 15}
     machine(scenario)
-    devices = nvml.read().devices
+    devices = nvml.read_nvml().devices
     troubles = {one.number: one.trouble for one in devices}
     assert troubles == {"0": "GPU is lost", "0:0": "GPU is lost", "1": None}
 
@@ -508,7 +508,7 @@ def test_a_gpu_whose_links_cannot_be_read_is_still_there(
         for one in scenario["devices"]:
             one["nvlinks"] = None
     machine(scenario)
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert reading.devices[0].trouble is None
     found = shorts(reading.links)
     if function == "nvmlDeviceGetTopologyCommonAncestor":
@@ -520,9 +520,9 @@ def test_a_gpu_whose_links_cannot_be_read_is_still_there(
 
 def test_a_card_that_can_say_nothing_but_its_uuid(machine: Machine) -> None:
     machine({"driver": {}, "devices": [{"uuid": gpu_uuid(0)}, {"uuid": gpu_uuid(1)}]})
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert reading.devices == tuple(
-        Device(kind=Kind.CUDA, index=index, uuid=gpu_uuid(index), name="unknown NVIDIA GPU")
+        Device(kind=DeviceKind.CUDA, index=index, uuid=gpu_uuid(index), name="unknown NVIDIA GPU")
         for index in range(2)
     )
     assert (reading.driver_version, reading.cuda_version) == (None, None)
@@ -531,7 +531,7 @@ def test_a_card_that_can_say_nothing_but_its_uuid(machine: Machine) -> None:
 
 def test_a_card_that_does_not_say_its_uuid_cannot_be_used(machine: Machine) -> None:
     machine({"driver": {}, "devices": [{"name": "A"}, {"name": "B"}]})
-    reading = nvml.read()
+    reading = nvml.read_nvml()
     assert [one.uuid for one in reading.devices] == ["GPU-unreadable-0", "GPU-unreadable-1"]
     assert all("UUID" in (one.trouble or "") for one in reading.devices)
 
@@ -552,7 +552,7 @@ def test_why_a_gpu_is_slow(machine: Machine, bits: int, causes: tuple[str, ...])
     scenario = scenarios.eight_a100()
     scenario["devices"][0]["throttle_reasons"] = bits
     machine(scenario)
-    assert nvml.read().devices[0].throttled_by == causes
+    assert nvml.read_nvml().devices[0].throttled_by == causes
 
 
 @pytest.mark.parametrize(("mode", "prohibited"), [(0, False), (2, True), (3, False)])
@@ -560,37 +560,37 @@ def test_compute_mode(machine: Machine, mode: int, prohibited: bool) -> None:
     scenario = scenarios.eight_a100()
     scenario["devices"][0]["compute_mode"] = mode
     machine(scenario)
-    assert nvml.read().devices[0].compute_prohibited is prohibited
+    assert nvml.read_nvml().devices[0].compute_prohibited is prohibited
 
 
-@pytest.mark.parametrize("keeping", [nullcontext, nvml.kept_open], ids=["opened", "kept-open"])
+@pytest.mark.parametrize("keeping", [nullcontext, nvml.keep_nvml_open], ids=["opened", "kept-open"])
 def test_each_reading_asks_again(
     machine: Machine, keeping: Callable[[], AbstractContextManager[None]]
 ) -> None:
     scenario = scenarios.eight_a100()
     machine(scenario)
     with keeping():
-        assert nvml.read().devices[6].temperature_c == 31
+        assert nvml.read_nvml().devices[6].temperature_c == 31
         scenario["devices"][6]["temperature_c"] = 77
         scenario["devices"][7]["lost"] = True
         machine(scenario)
-        reading = nvml.read()
+        reading = nvml.read_nvml()
     assert reading.devices[6].temperature_c == 77
     assert reading.devices[7].trouble == "GPU is lost"
 
 
 def test_keeping_a_driver_open_that_cannot_be_opened(machine: Machine) -> None:
     machine(scenarios.driver_not_loaded())
-    with nvml.kept_open():
-        assert [one.name for one in nvml.read().findings] == ["driver-not-loaded"]
+    with nvml.keep_nvml_open():
+        assert [one.name for one in nvml.read_nvml().findings] == ["driver-not-loaded"]
 
 
 def test_a_driver_that_goes_away_between_readings(machine: Machine) -> None:
     machine(scenarios.eight_a100())
-    with nvml.kept_open():
-        assert len(nvml.read().devices) == 8
+    with nvml.keep_nvml_open():
+        assert len(nvml.read_nvml().devices) == 8
         machine(scenarios.driver_not_loaded())
-        assert [one.name for one in nvml.read().findings] == ["driver-not-loaded"]
+        assert [one.name for one in nvml.read_nvml().findings] == ["driver-not-loaded"]
 
 
 # Other libraries, each in a process of its own
@@ -598,7 +598,7 @@ def test_a_driver_that_goes_away_between_readings(machine: Machine) -> None:
 SUMMARY = """
 import json
 from torchmuster.devices.readers import nvml, nvml_health
-reading = nvml.read()
+reading = nvml.read_nvml()
 print(json.dumps({
     "devices": [[one.number, one.used_bytes, one.temperature_c, one.trouble,
                  [process.pid for process in one.processes]] for one in reading.devices],

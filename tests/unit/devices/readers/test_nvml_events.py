@@ -28,12 +28,12 @@ def _two(*xids: list[int]) -> Scenario:
 
 def test_who_does_not_listen_hears_nothing(machine: Machine) -> None:
     machine(_two([31], []))
-    assert _heard(snapshot.take()) == [None, None]
+    assert _heard(snapshot.take_snapshot()) == [None, None]
 
 
 def test_what_comes_while_it_listens_is_counted(machine: Machine) -> None:
     machine(_two([31], []))
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         assert _heard(look()) == [(), ()]  # what came before does not count
         machine(_two([31, 31, 94, 31], [13]))
         assert _heard(look()) == [((31, 2), (94, 1)), ((13, 1),)]
@@ -42,7 +42,7 @@ def test_what_comes_while_it_listens_is_counted(machine: Machine) -> None:
 
 def test_a_card_that_falls_off_the_bus_leaves_its_last_word(machine: Machine) -> None:
     machine(_two([], []))
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         look()
         scenario = _two([], [79])
         scenario["devices"][1]["lost_after_calls"] = 3
@@ -56,7 +56,7 @@ def test_a_flood_is_taken_in_pieces(machine: Machine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvml_events, "_MOST_AT_A_LOOK", 4)
     monkeypatch.setattr(nvml_events, "_MOST_NUMBERS", 2)
     machine(_two([], []))
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         machine(_two([63, 64, 94, 95, 94, 63], []))
         assert _heard(look())[0] == ((0, 2), (63, 1), (64, 1))
         assert _heard(look())[0] == ((0, 3), (63, 2), (64, 1))
@@ -67,7 +67,7 @@ def test_a_card_without_events_is_read_all_the_same(machine: Machine, code: int)
     scenario = _two([], [])
     scenario["devices"][0]["errors"] = {"nvmlDeviceRegisterEvents": code}
     machine(scenario)
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         assert _heard(look()) == [None, ()]
 
 
@@ -75,14 +75,14 @@ def test_a_driver_without_events_is_read_all_the_same(machine: Machine) -> None:
     scenario = _two([], [])
     scenario["driver"]["errors"] = {"nvmlEventSetCreate": 3}
     machine(scenario)
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         assert _heard(look()) == [None, None]
         assert _heard(look()) == [None, None]
 
 
 def test_a_driver_that_is_loaded_later_is_listened_to_then(machine: Machine) -> None:
     machine(scenarios.driver_not_loaded())
-    with snapshot.listening() as look:
+    with snapshot.listening_to_events() as look:
         assert look().accelerators == ()
         machine(_two([], []))
         assert _heard(look()) == [(), ()]
@@ -93,5 +93,5 @@ def test_a_driver_that_is_loaded_later_is_listened_to_then(machine: Machine) -> 
 def test_listening_can_be_begun_again_and_again(machine: Machine) -> None:
     machine(_two([], []))
     for _ in range(40):  # the stand-in has room for 16 at a time
-        with snapshot.listening() as look:
+        with snapshot.listening_to_events() as look:
             assert _heard(look()) == [(), ()]

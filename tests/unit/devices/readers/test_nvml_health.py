@@ -30,7 +30,7 @@ def test_a_function_that_fails_leaves_the_rest(
     scenario = scenarios.eight_a100_idle()
     scenario["devices"][0]["errors"] = {function: code}
     machine(scenario)
-    health = nvml_health.read()
+    health = nvml_health.read_nvml_health()
     assert len(health) == 8
     second = list(health.values())[1]
     assert second.pcie_width == 16
@@ -39,6 +39,6 @@ def test_a_function_that_fails_leaves_the_rest(
 
 def test_a_gpu_that_is_lost_is_left_out(machine: Callable[[Scenario], Path]) -> None:
     machine(scenarios.one_failing())
-    told = nvml_health.read()
+    told = nvml_health.read_nvml_health()
     assert scenarios.gpu_uuid(2) not in told
     assert len(told) > 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose.links import quality
-from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.model import NOT_TRIED
 from torchmuster.finding import Finding, Status
 from unit.diagnose.links.made_up import GOOD, Group
@@ -24,18 +24,18 @@ def named(finding: Finding) -> set[str]:
 
 
 def the_only(group: Group) -> Finding:
-    (found,) = judge(group.links)
+    (found,) = judge_links(group.links)
     return found
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_good_links_are_not_worth_a_word(count: int) -> None:
-    assert judge(Group(count).links) == []
+    assert judge_links(Group(count).links) == []
     assert quality.suspects(Group(count).links) == []
 
 
 def test_nothing_is_said_of_no_links() -> None:
-    assert judge([]) == []
+    assert judge_links([]) == []
 
 
 # ---- machines that do not reach each other
@@ -175,15 +175,15 @@ def test_silence_in_both_directions_may_be_two_firewalls_or_none(
 def test_two_machines_with_one_address_are_one_finding() -> None:
     group = Group(2).change(0, 1, problem="impostor")
     group.change(1, 0, problem="impostor", meeting_problem="impostor")
-    assert [one.name for one in judge(group.links)] == ["wrong-machine-answers"]
+    assert [one.name for one in judge_links(group.links)] == ["wrong-machine-answers"]
 
 
 def test_gloo_does_not_need_the_direction_that_it_does_not_use() -> None:
     unused = Group(2).change(0, 1, problem="timeout")  # the greater address calls
     needed = Group(2).change(1, 0, problem="timeout", meeting_problem="timeout")
     for group, with_gloo in ((unused, Status.WARNING), (needed, Status.FAILURE)):
-        assert judge(group.links, both_ways=True)[0].status is Status.FAILURE
-        assert judge(group.links, both_ways=False)[0].status is with_gloo
+        assert judge_links(group.links, both_ways=True)[0].status is Status.FAILURE
+        assert judge_links(group.links, both_ways=False)[0].status is with_gloo
 
 
 def test_what_could_not_be_tried_is_said_unless_it_is_explained(
@@ -199,12 +199,15 @@ def test_what_could_not_be_tried_is_said_unless_it_is_explained(
     noted = replace(group.ends[1], findings=(note,))
     for other in (0, 2):
         group.change(1, other, source=noted).change(other, 1, target=noted)
-    assert [one.name for one in judge(group.links)] == ["links-not-tried", "meeting-port-taken"]
+    assert [one.name for one in judge_links(group.links)] == [
+        "links-not-tried",
+        "meeting-port-taken",
+    ]
     cause = Finding(name="link-down", status=Status.FAILURE, what="node2 is not connected")
     explained = replace(group.ends[1], findings=(cause,))
     for other in (0, 2):
         group.change(1, other, source=explained).change(other, 1, target=explained)
-    assert judge(group.links) == [cause]
+    assert judge_links(group.links) == [cause]
 
 
 # ---- links that hurt
@@ -247,7 +250,7 @@ def test_two_machines_that_are_slow_are_two_findings() -> None:
         group.both(place, 1, **SLOW)
     for place in (0, 1, 2, 4):
         group.both(place, 3, **SLOW)
-    found = judge(group.links)
+    found = judge_links(group.links)
     assert [(one.name, named(one)) for one in found] == [
         ("slow-link", {"node2"}),
         ("slow-link", {"node4"}),
@@ -262,14 +265,14 @@ def test_a_slower_link_among_fast_ones_is_slow_and_among_its_like_it_is_not() ->
     group = Group(3)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         group.both(one, other, **gigabit)
-    assert judge(group.links) == []
+    assert judge_links(group.links) == []
 
 
 def test_a_busy_machine_does_not_make_a_link_slow() -> None:
-    assert judge(Group(2).both(0, 1, bytes_per_s=60e6, waited_share=0.8).links) == []
-    assert judge(Group(3).both(0, 1, bytes_per_s=150e6, waited_share=0.6).links) == []
+    assert judge_links(Group(2).both(0, 1, bytes_per_s=60e6, waited_share=0.8).links) == []
+    assert judge_links(Group(3).both(0, 1, bytes_per_s=150e6, waited_share=0.6).links) == []
     # On a slow link it has little to do, and waits in vain.
-    assert len(judge(Group(2).both(0, 1, bytes_per_s=12e6, waited_share=0.6).links)) == 1
+    assert len(judge_links(Group(2).both(0, 1, bytes_per_s=12e6, waited_share=0.6).links)) == 1
 
 
 def test_loss_has_its_direction(snapshot: SnapshotAssertion) -> None:
@@ -278,7 +281,7 @@ def test_loss_has_its_direction(snapshot: SnapshotAssertion) -> None:
     assert "from node1 to node2" in found.what
     assert "5 %" in found.what
     assert found == snapshot
-    assert judge(Group(2).figures(0, 1, lost=1).links) == []
+    assert judge_links(Group(2).figures(0, 1, lost=1).links) == []
 
 
 def test_a_long_way(snapshot: SnapshotAssertion) -> None:
@@ -287,7 +290,7 @@ def test_a_long_way(snapshot: SnapshotAssertion) -> None:
     assert "100 ms" in found.what
     assert found == snapshot
     # A moment's delay is not the link's.
-    assert judge(Group(2).both(0, 1, round_trips_s=(0.0002, 0.4, 0.5)).links) == []
+    assert judge_links(Group(2).both(0, 1, round_trips_s=(0.0002, 0.4, 0.5)).links) == []
 
 
 def test_a_longer_way_than_the_others() -> None:
@@ -396,7 +399,7 @@ def test_whatever_is_blocked_every_blocked_link_is_in_the_evidence_or_its_machin
     bad = data.draw(st.sets(st.sampled_from(pairs)))
     for source, target in bad:
         group.change(source, target, problem="refused")
-    text = "\n".join(f"{one.what}\n{one.fix}" for one in judge(group.links))
+    text = "\n".join(f"{one.what}\n{one.fix}" for one in judge_links(group.links))
     for source, target in bad:
         assert f"node{target + 1}" in text
         everybody = {(other, target) for other in range(count) if other != target}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose.links import call, datagrams, frames, measure, serve
+from torchmuster.diagnose.links import call, datagrams, measure, serve
 from torchmuster.errors import MusterError
 from torchmuster.launch.network import listening
 
@@ -49,11 +49,11 @@ def some_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def while_served(work: Callable[[Served], Awaitable[Any]], **asked: Any) -> Any:
     async def run() -> Any:
-        served = await serve.serve({"nonce": NONCE, "address": HERE, **asked})
+        served = await serve.open_service({"nonce": NONCE, "address": HERE, **asked})
         try:
             return await work(served)
         finally:
-            await serve.close({"nonce": NONCE})
+            await serve.close_service({"nonce": NONCE})
 
     return asyncio.run(run())
 
@@ -100,12 +100,12 @@ def test_who_is_reached_is_told_for_each_target() -> None:
 
 
 def test_every_byte_that_changes_on_the_way_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_block = frames.block_of(NONCE)
+    true_block = datagrams.block_of(NONCE)
     wrong_block = bytes([true_block[0] ^ 1]) + true_block[1:]
-    monkeypatch.setattr(frames, "MOST_BYTES", 128 * 1024)
+    monkeypatch.setattr(datagrams, "MOST_BYTES", 128 * 1024)
 
     async def work(served: Served) -> Any:
-        monkeypatch.setattr(frames, "block_of", lambda nonce: wrong_block)
+        monkeypatch.setattr(datagrams, "block_of", lambda nonce: wrong_block)
         return await measured(served)
 
     (result,) = while_served(work)["results"]
@@ -119,7 +119,7 @@ def test_data_that_stalls_is_told_from_a_link_that_is_gone(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(measure, "STALLED_S", 0.05)
-    monkeypatch.setattr(frames, "receive_blocks", never)
+    monkeypatch.setattr(datagrams, "receive_blocks", never)
     (result,) = while_served(measured)["results"]
     assert result["problem"] == ""
     for figures in (result["there"], result["back"]):
@@ -162,9 +162,9 @@ def test_a_stranger_gets_nothing(said: bytes) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        frames.HEADER.pack(frames.GIVE, frames.MOST_BYTES + 1),
-        frames.HEADER.pack(frames.GIVE, 2**63),
-        frames.HEADER.pack(b"x", 1),
+        datagrams.HEADER.pack(datagrams.GIVE, datagrams.MOST_BYTES + 1),
+        datagrams.HEADER.pack(datagrams.GIVE, 2**63),
+        datagrams.HEADER.pack(b"x", 1),
     ],
     ids=["too much", "far too much", "unknown"],
 )
@@ -257,7 +257,7 @@ def test_a_taken_meeting_port_names_its_holder() -> None:
 
 def test_it_closes_by_itself() -> None:
     async def run() -> None:
-        served = await serve.serve({"nonce": NONCE, "address": HERE, "for_s": 0.05})
+        served = await serve.open_service({"nonce": NONCE, "address": HERE, "for_s": 0.05})
         while NONCE in serve._open:
             await asyncio.sleep(0.01)
         await asyncio.gather(*serve._closing)
@@ -270,15 +270,15 @@ def test_it_closes_by_itself() -> None:
 def test_asked_again_it_stays_open_for_longer_at_the_same_ports() -> None:
     async def run() -> None:
         asked = {"nonce": NONCE, "address": HERE}
-        first = await serve.serve({**asked, "for_s": GIVE_UP_S})
+        first = await serve.open_service({**asked, "for_s": GIVE_UP_S})
         timer = serve._open[NONCE].timer
-        assert await serve.serve({**asked, "for_s": 2 * GIVE_UP_S}) == first
+        assert await serve.open_service({**asked, "for_s": 2 * GIVE_UP_S}) == first
         closes_in_s = serve._open[NONCE].timer.when() - asyncio.get_running_loop().time()
         assert closes_in_s > 1.5 * GIVE_UP_S
         assert timer.cancelled()
         _, writer = await asyncio.open_connection(HERE, first["port"])
         writer.close()
-        await serve.close({"nonce": NONCE})
+        await serve.close_service({"nonce": NONCE})
 
     asyncio.run(asyncio.wait_for(run(), GIVE_UP_S))
 
@@ -287,7 +287,7 @@ def test_what_is_no_question_is_an_error() -> None:
     with pytest.raises(MusterError, match="not Call"):
         asyncio.run(call.call({"nonce": NONCE, "targets": "all"}))
     with pytest.raises(MusterError, match="not Serve"):
-        asyncio.run(serve.serve({}))
+        asyncio.run(serve.open_service({}))
 
 
 def test_a_machine_tells_its_interfaces_and_ports() -> None:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.diagnose.links.judge import judge
+from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.messages import Call, Called, Interface, Result, Served, Target
 from torchmuster.diagnose.links.model import Figures, Link
-from torchmuster.diagnose.links.survey import survey
+from torchmuster.diagnose.links.survey import survey_links
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Status
 from torchmuster.launch import protocol
@@ -92,7 +92,7 @@ class MadeUp:
 
 
 def surveyed(machines: Sequence[MadeUp], **options: Any) -> dict[tuple[int, int], Link]:
-    return {link.places: link for link in asyncio.run(survey(machines, **options))}
+    return {link.places: link for link in asyncio.run(survey_links(machines, **options))}
 
 
 def test_a_machine_alone_has_no_links_and_is_asked_nothing() -> None:
@@ -109,7 +109,7 @@ def test_all_directions_are_tried_and_each_pair_is_measured_once() -> None:
     measured = [call for one in machines for call in one.calls if call.measure]
     assert len(measured) == 6
     assert all(one.log[0] == "serve" and one.log[-1] == "close" for one in machines)
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
 
 
 def test_nobody_is_in_two_measurements_at_once() -> None:
@@ -137,7 +137,7 @@ def test_only_the_pairs_that_are_wanted_are_tried_but_all_try_the_meeting_port()
     assert {places for places, link in links.items() if link.meeting_problem == ""} == {
         (place, 0) for place in range(1, 6)
     }
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
 
 
 def test_a_pair_is_measured_by_the_one_that_gets_through() -> None:
@@ -167,7 +167,7 @@ def test_the_address_is_taken_that_the_others_reach() -> None:
     assert {link.target.address for link in links.values()} == {"10.0.0.0", "10.0.0.1", "10.0.0.2"}
     assert links[0, 1].target.interface == "eth1"
     assert links[0, 1].target.network == "10.0.0.0/24"
-    findings = judge(list(links.values()))
+    findings = judge_links(list(links.values()))
     assert {(one.name, one.status) for one in findings} == {("address-passed-over", Status.NOTE)}
 
 
@@ -182,7 +182,7 @@ def test_a_bridge_that_every_machine_has_is_passed_over_without_a_word() -> None
     ]
     links = surveyed(machines)
     assert links[0, 1].target.address == "10.0.0.1"
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
 
 
 def test_where_no_address_is_reached_the_one_with_a_firewall_is_meant() -> None:
@@ -210,7 +210,7 @@ def test_silence_is_tried_again() -> None:
 
     links = surveyed([MadeUp(0, once), MadeUp(1, once)])
     assert silent
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
 
 
 def test_what_looks_bad_is_measured_again_and_the_best_try_counts(
@@ -230,7 +230,7 @@ def test_what_looks_bad_is_measured_again_and_the_best_try_counts(
     links = surveyed([MadeUp(0, better), MadeUp(1, better)], say=said.append)
     assert tries == [200, 500, 500]
     assert links[0, 1].tries == 3
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
     assert said == snapshot
 
 
@@ -244,7 +244,7 @@ def test_a_connection_lost_in_the_middle_is_remembered() -> None:
 
     links = surveyed([MadeUp(0, flaps), MadeUp(1, flaps)])
     assert (links[0, 1].dropped, links[0, 1].tries) == (1, 3)
-    assert [one.name for one in judge(list(links.values()))] == ["flapping-link"]
+    assert [one.name for one in judge_links(list(links.values()))] == ["flapping-link"]
 
 
 def test_a_measurement_that_took_too_long_once_is_no_fault_of_the_link() -> None:
@@ -257,7 +257,7 @@ def test_a_measurement_that_took_too_long_once_is_no_fault_of_the_link() -> None
 
     links = surveyed([MadeUp(0, slow), MadeUp(1, slow)])
     assert (links[0, 1].tries, links[0, 1].figures) == (2, GOOD)
-    assert judge(list(links.values())) == []
+    assert judge_links(list(links.values())) == []
 
 
 def test_a_port_that_has_closed_says_nothing_of_the_link() -> None:
@@ -272,7 +272,7 @@ def test_a_port_that_has_closed_says_nothing_of_the_link() -> None:
 
     links = surveyed([MadeUp(0, closed), MadeUp(1, closed)])
     assert (links[0, 1].dropped, links[0, 1].tries) == (0, 2)
-    assert [one.name for one in judge(list(links.values()))] == ["lossy-link"]
+    assert [one.name for one in judge_links(list(links.values()))] == ["lossy-link"]
 
 
 def test_ports_are_kept_open_however_long_the_measuring_takes(
@@ -305,7 +305,7 @@ def test_a_machine_that_cannot_serve_is_told_and_the_others_are_measured() -> No
     links = surveyed([MadeUp(0), Broken(1), MadeUp(2)])
     assert links[0, 1].problem == links[1, 2].problem == "not-tried"
     assert links[0, 2].figures == GOOD
-    (found,) = judge(list(links.values()))
+    (found,) = judge_links(list(links.values()))
     assert found.what == "node2: no free port"
 
 
@@ -320,7 +320,7 @@ def test_a_machine_that_is_lost_in_the_middle_does_not_end_the_survey() -> None:
     assert links[0, 2].figures == GOOD
     assert links[0, 1].figures == GOOD
     assert links[1, 0].problem == "not-tried"
-    (found,) = judge(list(links.values()))
+    (found,) = judge_links(list(links.values()))
     assert (found.name, found.status) == ("links-not-tried", Status.WARNING)
     assert found.what.startswith("node2 ")
 
@@ -335,7 +335,7 @@ def test_a_meeting_port_that_was_asked_for_and_is_taken_is_a_failure() -> None:
 
     head.serve = taken  # type: ignore[method-assign]
     links = surveyed([head, MadeUp(1)], port=5000)
-    (found,) = judge(list(links.values()))
+    (found,) = judge_links(list(links.values()))
     assert (found.name, found.status) == ("meeting-port-taken", Status.FAILURE)
     assert (found.what, found.why) == (f"node1: {what}", why)
     assert links[1, 0].meeting_problem is None

@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from made_up_machine import all_well, found, made_up_machine, only
 from patience import GIVE_UP_S
 from torchmuster.diagnose.check import Surroundings
-from torchmuster.diagnose.machine import name_service, names
+from torchmuster.diagnose.machine import names
 from torchmuster.finding import Status
 from torchmuster.launch.network.interfaces import Interface
 
@@ -27,7 +27,7 @@ eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK, ETHERNET))
-    monkeypatch.setattr(name_service, "is_silent", lambda *_: False)
+    monkeypatch.setattr(names, "is_silent", lambda *_: False)
     monkeypatch.setattr(names, "_GIVEN_UP_S", GIVE_UP_S)
     files = {
         "proc/sys/kernel/hostname": "node1\n",
@@ -228,9 +228,7 @@ def test_a_silent_server_is_found_though_the_own_address_is_known(
     machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(names, "_name_of", lambda _: ["node1"])
-    monkeypatch.setattr(
-        name_service, "is_silent", lambda *asked: asked == ("10.0.0.53", "10.0.0.5")
-    )
+    monkeypatch.setattr(names, "is_silent", lambda *asked: asked == ("10.0.0.53", "10.0.0.5"))
     finding = only(REVERSE, machine)
     assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
     assert "10.0.0.53" in finding.what
@@ -240,11 +238,11 @@ def test_a_silent_server_is_found_though_the_own_address_is_known(
 
 def test_servers_that_answer_and_servers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(name_service, "_WITHIN_S", 0.1)
+    monkeypatch.setattr(names, "_WITHIN_S", 0.1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        assert name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)
+        assert names.is_silent("127.0.0.1", "10.0.0.5", port=port)
         question, _ = server.recvfrom(512)
         # Not of the root: a server without the internet is silent on that, and fine.
         assert question[2:12] == b"\1\0\0\1\0\0\0\0\0\0"
@@ -256,10 +254,10 @@ def test_servers_that_answer_and_servers_that_do_not(monkeypatch: pytest.MonkeyP
             asked, who = server.recvfrom(512)
             server.sendto(asked[:2] + b"\x81\x05" + asked[4:], who)
 
-        monkeypatch.setattr(name_service, "_WITHIN_S", GIVE_UP_S)
+        monkeypatch.setattr(names, "_WITHIN_S", GIVE_UP_S)
         answering = threading.Thread(target=refuse)
         answering.start()
-        assert not name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)
+        assert not names.is_silent("127.0.0.1", "10.0.0.5", port=port)
         answering.join()
     # Refused at once: nobody waits.
-    assert not name_service.is_silent("127.0.0.1", "10.0.0.5", port=port)
+    assert not names.is_silent("127.0.0.1", "10.0.0.5", port=port)

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import found, made_up_machine
 from torchmuster.diagnose.check import Cost, Surroundings
-from torchmuster.diagnose.examination import examine
+from torchmuster.diagnose.host_checks import run_checks
 from torchmuster.diagnose.machine.other_systems import CHECKS
 from torchmuster.finding import Status
 
@@ -57,6 +57,6 @@ def test_a_mac_that_does_not_sleep(tmp_path: Path) -> None:
 def test_advice_is_no_alarm_and_only_for_its_own_system(
     tmp_path: Path, name: str, check: object
 ) -> None:
-    examined = examine(recorded(tmp_path, name), CHECKS, at_most=Cost.INSTANT)
+    examined = run_checks(recorded(tmp_path, name), CHECKS, at_most=Cost.INSTANT)
     assert [one.check for one in examined] == [check]
     assert all(one.status is Status.NOTE for one in examined[0].findings)

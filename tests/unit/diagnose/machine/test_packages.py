@@ -54,7 +54,7 @@ def test_requirements_without_extras_and_without_the_description(site: SitePacka
     [("2.13.0+cpu", (2, 13, 0), "cpu"), ("2.8.0a0", (2, 8, 0), ""), ("x", (), "")],
 )
 def test_versions(version: str, numbers: tuple[int, ...], label: str) -> None:
-    assert (installed.release(version), installed.label(version)) == (numbers, label)
+    assert (installed.release(version), installed.local_label(version)) == (numbers, label)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_versions(version: str, numbers: tuple[int, ...], label: str) -> None:
     ],
 )
 def test_what_hardware_a_version_names(version: str, hardware: str) -> None:
-    assert installed.hardware(version) == hardware
+    assert installed.build_of_label(version) == hardware
 
 
 # ---- companions

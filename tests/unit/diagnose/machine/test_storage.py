@@ -12,10 +12,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, made_up_machine, only
 from torchmuster.diagnose.check import Cost
-from torchmuster.diagnose.machine import disk_speed
-from torchmuster.diagnose.machine.disk_speed import Speed
-from torchmuster.diagnose.machine.mounts import mount_of
-from torchmuster.diagnose.machine.storage import CHECKS
+from torchmuster.diagnose.machine import storage
+from torchmuster.diagnose.machine.storage import CHECKS, Speed, mount_of
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 
@@ -234,8 +232,8 @@ def test_caches(
 
 def test_a_slow_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = [Speed(bytes_per_s=9e6, sync_s=0.9), Speed(bytes_per_s=300e6, sync_s=0.001)]
-    monkeypatch.setattr(disk_speed, "_try", lambda _: tries.pop(0))
-    monkeypatch.setattr(disk_speed, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(storage, "_try", lambda _: tries.pop(0))
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     assert "286 MiB/s" in all_well(SPEED, made_up_machine(tmp_path))
     assert tries == []
 
@@ -253,8 +251,8 @@ def test_a_disk_that_stays_slow(
     what: str,
     snapshot: SnapshotAssertion,
 ) -> None:
-    monkeypatch.setattr(disk_speed, "_try", lambda _: Speed(bytes_per_s=rate, sync_s=sync_s))
-    monkeypatch.setattr(disk_speed, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(storage, "_try", lambda _: Speed(bytes_per_s=rate, sync_s=sync_s))
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     finding = only(SPEED, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("disk-slow", Status.WARNING)
     assert what in finding.what
@@ -264,7 +262,7 @@ def test_a_disk_that_stays_slow(
 
 
 def test_the_real_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    speed = disk_speed.measure(tmp_path)
+    speed = storage.measure_disk_speed(tmp_path)
     assert speed.bytes_per_s > 0
     assert speed.sync_s > 0
     assert list(tmp_path.iterdir()) == []

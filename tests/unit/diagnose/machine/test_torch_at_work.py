@@ -19,7 +19,7 @@ from site_packages import SitePackages, surroundings
 from torchmuster.devices.model import Node
 from torchmuster.diagnose.check import DevicesSilent
 from torchmuster.diagnose.machine import torch_at_work
-from torchmuster.diagnose.machine.torch_at_work import Trial, attempt, judge
+from torchmuster.diagnose.machine.torch_at_work import Trial, judge_trial, try_torch
 from torchmuster.diagnose.rank_record import MARK
 from torchmuster.finding import Finding, Status
 
@@ -46,7 +46,9 @@ def device(name: str = "cpu", index: int | None = None, **fields: Any) -> dict[s
 
 def told(*records: Mapping[str, Any], gpus: bool = False, **fields: Any) -> list[Finding]:
     busy = fields.pop("busy", ())
-    return list(judge(Trial(records=records, **fields), python="/opt/python", gpus=gpus, busy=busy))
+    return list(
+        judge_trial(Trial(records=records, **fields), python="/opt/python", gpus=gpus, busy=busy)
+    )
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -151,7 +153,7 @@ def test_other_models_and_the_cpu_are_not_compared() -> None:
 
 
 def run(program: str, **fields: Any) -> Trial:
-    return attempt([sys.executable, "-c", program], {}, **fields)
+    return try_torch([sys.executable, "-c", program], {}, **fields)
 
 
 @pytest.fixture
@@ -221,7 +223,7 @@ def test_a_hang_is_told_also_where_the_devices_are_silent(
         raise DevicesSilent
 
     trial = Trial(records=(begun("device"),), code=None, seconds=60.0)
-    monkeypatch.setattr(torch_at_work, "attempt", lambda *_: trial)
+    monkeypatch.setattr(torch_at_work, "try_torch", lambda *_: trial)
     (check,) = torch_at_work.CHECKS
     assert only(list(check.run(surroundings(site, look=silent)))).name == "torch-hangs"
 

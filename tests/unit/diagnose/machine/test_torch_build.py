@@ -10,9 +10,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import gpu, node
 from site_packages import ENGINE, SitePackages, surroundings
-from torchmuster.devices.model import Kind
+from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.check import Surroundings
-from torchmuster.diagnose.machine import cuda_versions, torch_build
+from torchmuster.diagnose.machine import torch_build
 from torchmuster.diagnose.machine.torch_build import CHECKS
 from torchmuster.finding import Finding, Status
 
@@ -156,7 +156,7 @@ def test_a_cuda_build_beside_amd_gpus_is_a_warning(
     site: SitePackages, snapshot: SnapshotAssertion
 ) -> None:
     site.torch("2.13.0+cu126", cuda="12.6")
-    amd = node(gpu(0, kind=Kind.ROCM, name="AMD Instinct MI300X"))
+    amd = node(gpu(0, kind=DeviceKind.ROCM, name="AMD Instinct MI300X"))
     found = only(HARDWARE.run(surroundings(site, on=amd)))
     assert found.status is Status.WARNING
     assert "pytorch.org" in found.fix
@@ -166,7 +166,7 @@ def test_a_cuda_build_beside_amd_gpus_is_a_warning(
 
 def test_a_small_intel_gpu_beside_the_processor_is_a_note(site: SitePackages) -> None:
     site.torch("2.13.0+cpu")
-    intel = node(gpu(0, kind=Kind.XPU, name="Intel UHD"))
+    intel = node(gpu(0, kind=DeviceKind.XPU, name="Intel UHD"))
     assert only(HARDWARE.run(surroundings(site, on=intel))).status is Status.NOTE
 
 
@@ -203,12 +203,12 @@ def test_a_driver_that_is_too_old(site: SitePackages, snapshot: SnapshotAssertio
     ],
 )
 def test_drivers(cuda: str, driver: str | None, serves: str | None, enough: bool | None) -> None:
-    assert cuda_versions.driver_serves(cuda, driver=driver, serves=serves) is enough
+    assert torch_build.driver_serves(cuda, driver=driver, serves=serves) is enough
 
 
 def test_windows_has_its_own_driver_numbers() -> None:
-    assert cuda_versions.least_driver("12.4", "win32") == "528.33"
-    assert cuda_versions.least_driver("12.4", "linux") == "525.60.13"
+    assert torch_build.least_driver("12.4", "win32") == "528.33"
+    assert torch_build.least_driver("12.4", "linux") == "525.60.13"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_windows_has_its_own_driver_numbers() -> None:
 def test_which_gpus_a_cuda_has_code_for(
     capability: tuple[int, int], cuda: str, has_code: bool
 ) -> None:
-    assert (cuda_versions.why_no_code_for(capability, cuda) == "") is has_code
+    assert (torch_build.why_no_code_for(capability, cuda) == "") is has_code
 
 
 def test_gpus_too_old_and_too_new_are_named(

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from device_strategies import gpu, link, node
 from site_packages import SitePackages, surroundings
 from torchmuster.devices.model import LinkKind, Node
-from torchmuster.diagnose.machine import harmful_variables, library_path, variables
+from torchmuster.diagnose.machine import library_path, variables
 from torchmuster.finding import Finding, Status
 
 BY_NAME = {check.name: check for check in (*variables.CHECKS, *library_path.CHECKS)}
@@ -80,7 +80,7 @@ def without_infiniband(root: Path, **ports: tuple[str, str]) -> list[Finding]:
         (port / "state").write_text(f"{state}\n")
         (port / "link_layer").write_text(f"{link_layer}\n")
     here = surroundings(root=root, environment={"NCCL_IB_DISABLE": "1"})
-    return list(harmful_variables.CHECKS[0].run(here))
+    return list(variables.HARMFUL_CHECKS[0].run(here))
 
 
 def test_infiniband_that_is_there_and_not_used(tmp_path: Path, snapshot: SnapshotAssertion) -> None:

@@ -11,8 +11,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose import report
 from torchmuster.diagnose.rank_record import Operation, Pair
-from torchmuster.diagnose.report.grid import MOST_SHOWN, of_machines, of_ranks, speed
-from torchmuster.diagnose.report.heat_map import heat_map
+from torchmuster.diagnose.report.grid import (
+    MOST_SHOWN,
+    grid_of_hosts,
+    grid_of_ranks,
+    heat_map,
+    speed_text,
+)
 from torchmuster.diagnose.result import GroupResult
 from torchmuster.finding import Finding, Status
 from unit.diagnose.report.made_up import FINDING, WRONG, group, link, machine, rank
@@ -45,7 +50,7 @@ def troubled() -> GroupResult:
 
 
 def test_the_text_has_machines_links_and_findings(snapshot: SnapshotAssertion) -> None:
-    text = report.text(troubled())
+    text = report.check_text(troubled())
     rows = [line.split() for line in text.splitlines()]
     assert ["node2", "1", "8", "x", "NVIDIA", "A100", "2"] in [row[:7] for row in rows]
     assert "9.6 Gbit/s" in text  # from node1 to node2
@@ -55,7 +60,7 @@ def test_the_text_has_machines_links_and_findings(snapshot: SnapshotAssertion) -
 
 def test_ranks_of_one_machine_are_shown_two_by_two(snapshot: SnapshotAssertion) -> None:
     alone = group(1, links=(), ranks=(rank(0, host="here"), rank(1, host="here")))
-    text = report.text(alone)
+    text = report.check_text(alone)
     assert text.splitlines()[-2:] == [
         "0 here           -  8.0 Gbit/s",
         "1 here  8.0 Gbit/s           -",
@@ -70,7 +75,7 @@ def test_of_many_machines_the_worst_links_are_listed(snapshot: SnapshotAssertion
         many,
         links=(*many.links, blocked, link(many.machines[9], many.machines[100], 1e6)),
     )
-    lines = report.text(many).splitlines()
+    lines = report.check_text(many).splitlines()
     start = next(place for place, line in enumerate(lines) if "1202" in line)
     assert lines[start + 1].split() == ["node6", "to", "node201", "refused"]
     assert lines[start + 2].split() == ["node10", "to", "node101", "8.0", "Mbit/s"]
@@ -83,7 +88,7 @@ def test_of_many_machines_the_worst_links_are_listed(snapshot: SnapshotAssertion
     [(1.25e9, "10 Gbit/s"), (1.17e9, "9.4 Gbit/s"), (12.5e6, "100 Mbit/s"), (3, "24 bit/s")],
 )
 def test_speeds_are_told_as_networks_are_sold(bytes_per_s: float, told: str) -> None:
-    assert speed(bytes_per_s) == told
+    assert speed_text(bytes_per_s) == told
 
 
 # ---- the picture
@@ -91,7 +96,7 @@ def test_speeds_are_told_as_networks_are_sold(bytes_per_s: float, told: str) -> 
 
 @pytest.mark.parametrize("count", [2, 4, 32, 300])
 def test_the_picture_is_well_formed_and_holds_every_row(count: int) -> None:
-    grid = of_machines(group(count, pairs_each=min(count - 1, 5)))
+    grid = grid_of_hosts(group(count, pairs_each=min(count - 1, 5)))
     assert grid is not None
     assert len(grid.names) == min(count, 30 if count == 300 else count) <= MOST_SHOWN
     text = heat_map(grid)
@@ -108,7 +113,7 @@ def test_the_picture_is_well_formed_and_holds_every_row(count: int) -> None:
 
 
 def test_what_is_blocked_has_a_cross_and_says_why(snapshot: SnapshotAssertion) -> None:
-    grid = of_machines(troubled())
+    grid = grid_of_hosts(troubled())
     assert grid is not None
     root = ElementTree.fromstring(heat_map(grid))
     assert len(list(root.iter(f"{SVG}line"))) == 2  # one cross
@@ -121,7 +126,7 @@ def test_what_is_blocked_has_a_cross_and_says_why(snapshot: SnapshotAssertion) -
 
 
 def test_slow_is_dark_and_fast_is_light() -> None:
-    grid = of_machines(troubled())
+    grid = grid_of_hosts(troubled())
     assert grid is not None
     fills = {
         (one.find(f"{SVG}title").text or "").partition(":")[0]: one.attrib["fill"]  # type: ignore[union-attr]
@@ -135,7 +140,7 @@ def test_slow_is_dark_and_fast_is_light() -> None:
 def test_where_neighbours_are_put_together_the_worst_shows() -> None:
     many = group(300, pairs_each=9)
     first = dataclasses.replace(many.links[0], problem="timeout", figures=None)
-    grid = of_machines(dataclasses.replace(many, links=(first, *many.links[1:])))
+    grid = grid_of_hosts(dataclasses.replace(many, links=(first, *many.links[1:])))
     assert grid is not None
     assert (grid.together, grid.names[0]) == (10, "node1 … node10")
     shown = grid.cells[0][0]
@@ -145,7 +150,7 @@ def test_where_neighbours_are_put_together_the_worst_shows() -> None:
 
 def test_ranks_that_got_wrong_values_have_a_cross() -> None:
     spoiled = Pair(peer=1, values=WRONG)
-    grid = of_ranks(group(1, links=(), ranks=(rank(0, pairs=(spoiled,)), rank(1))))
+    grid = grid_of_ranks(group(1, links=(), ranks=(rank(0, pairs=(spoiled,)), rank(1))))
     assert grid is not None
     cell = grid.cells[1][0]
     assert cell is not None
@@ -153,7 +158,7 @@ def test_ranks_that_got_wrong_values_have_a_cross() -> None:
 
 
 def test_ranks_of_separate_groups_are_not_put_into_one_picture() -> None:
-    assert of_ranks(group(2, links=(), ranks=(rank(0), rank(1), rank(0), rank(1)))) is None
+    assert grid_of_ranks(group(2, links=(), ranks=(rank(0), rank(1), rank(0), rank(1)))) is None
 
 
 # ---- the page and the data
@@ -175,10 +180,10 @@ def hostile() -> GroupResult:
 
 
 def test_whatever_machines_call_themselves_it_stays_text() -> None:
-    text = report.page(hostile())
+    text = report.check_page(hostile())
     assert "<script" not in text
     assert "&lt;script&gt;alert(&#x27;x&#x27;)" in text
-    for grid in (of_machines(hostile()), of_ranks(hostile())):
+    for grid in (grid_of_hosts(hostile()), grid_of_ranks(hostile())):
         assert grid is not None
         picture = heat_map(grid)
         assert "<script" not in picture
@@ -187,7 +192,7 @@ def test_whatever_machines_call_themselves_it_stays_text() -> None:
 
 @pytest.mark.parametrize("result", [group(4), troubled(), hostile(), group(300, pairs_each=3)])
 def test_the_page_needs_nothing_else(result: GroupResult) -> None:
-    text = report.page(result)
+    text = report.check_page(result)
     assert "default-src 'none'" in text
     assert re.findall(r"""(?:src|href)\s*=\s*["']""", text) == []
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == []
@@ -198,14 +203,14 @@ def test_the_page_needs_nothing_else(result: GroupResult) -> None:
 
 
 def test_the_verdict_is_the_headline() -> None:
-    assert '<b class="ok">passed</b>' in report.page(group(2))
+    assert '<b class="ok">passed</b>' in report.check_page(group(2))
     warned = group(2, findings=(dataclasses.replace(FINDING, status=Status.WARNING),))
-    assert '<b class="warning">passed, with warnings</b>' in report.page(warned)
-    assert '<b class="failure">failed</b>' in report.page(troubled())
+    assert '<b class="warning">passed, with warnings</b>' in report.check_page(warned)
+    assert '<b class="failure">failed</b>' in report.check_page(troubled())
 
 
 def test_the_data_are_whole_and_have_a_version() -> None:
-    told = report.as_json(troubled())
+    told = report.check_json(troubled())
     assert json.loads(json.dumps(told)) == told
     assert list(told) == [
         *("schema", "passed", "seconds", "machines", "findings", "not_tried", "links", "ranks")
@@ -228,20 +233,20 @@ def test_the_data_are_whole_and_have_a_version() -> None:
     }
     assert told["links"][2]["problem"] == "timeout"
     gathered = Operation(name="all-gather", values=WRONG, wrong_from={1: 1})
-    ranked = report.as_json(group(2, ranks=(rank(0, operations=(gathered,)), rank(1))))["ranks"]
+    ranked = report.check_json(group(2, ranks=(rank(0, operations=(gathered,)), rank(1))))["ranks"]
     assert json.loads(json.dumps(ranked)) == ranked
     assert [one["rank"] for one in ranked] == [0, 1]
 
 
 def test_writing_puts_three_files_there(tmp_path: Path) -> None:
-    report.write(tmp_path / "run", troubled())
+    report.write_check_report(tmp_path / "run", troubled())
     written = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert written == ["check.json", "links.svg", "report.html"]
     assert json.loads((tmp_path / "run/check.json").read_text("utf-8"))["schema"] == 1
 
 
 def test_without_any_link_there_is_no_picture(tmp_path: Path) -> None:
-    report.write(tmp_path, group(1, links=()))
+    report.write_check_report(tmp_path, group(1, links=()))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.json", "report.html"]
 
 
@@ -251,11 +256,11 @@ def test_a_note_keeps_to_its_headline_on_the_terminal_and_comes_after_the_pictur
     note = Finding(name="load-high", status=Status.NOTE, what="busy", why="others", fix="ps -e")
     warning = Finding(name="memory", status=Status.WARNING, what="small", why="a quota", fix="more")
     result = group(3, findings=(note, warning))
-    told = report.text(result)
+    told = report.check_text(result)
     assert "note     busy" in told
     assert "ps -e" not in told
     assert "fix  more" in told
-    written = report.page(result)
+    written = report.check_page(result)
     assert "ps -e" in written
     places = [written.index(part) for part in ("small", "<svg", "busy")]
     assert places == sorted(places)

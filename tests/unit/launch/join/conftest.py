@@ -1,7 +1,7 @@
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.transports.join import attempts, client, connection_handler, service
+from torchmuster.launch.transports.join import client, connection_handler, service
 
 
 @pytest.fixture
@@ -10,8 +10,8 @@ def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in (
         (connection_handler, "HANDSHAKE_S"),
         (connection_handler, "JOIN_S"),
-        (attempts, "CONNECT_S"),
-        (attempts, "HANDSHAKE_S"),
+        (client, "CONNECT_S"),
+        (client, "HANDSHAKE_S"),
         (client, "ANSWER_S"),
         (service, "NEWS_EVERY_S"),
     ):

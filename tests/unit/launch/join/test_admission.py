@@ -5,7 +5,7 @@ import collections
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmuster.launch.transports.join.admission import Door, source_of
+from torchmuster.launch.transports.join.connection_handler import Door, source_of
 
 
 def small_door() -> Door[str]:

@@ -17,15 +17,14 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.join import (
-    admission,
     certificate,
     connection_handler,
-    handshake,
     stream,
+    token_registry,
 )
 from torchmuster.launch.transports.join.code import Code
-from torchmuster.launch.transports.join.handshake import Join
 from torchmuster.launch.transports.join.stream import HEADER_BYTES
+from torchmuster.launch.transports.join.token_registry import Join
 from unit.launch.join.open_host import LOOPBACK, Host, join, open_host, proves_open
 
 pytestmark = pytest.mark.usefixtures("time_enough")
@@ -57,7 +56,7 @@ def framed(data: bytes) -> bytes:
 
 def join_message(code: Code) -> bytes:
     return framed(
-        handshake.encode(
+        token_registry.encode(
             Join(protocol=1, place=code.place, token=code.token, host="x", torchmuster="0")
         )
     )
@@ -224,7 +223,7 @@ def test_an_older_tls_is_refused() -> None:
 
 
 # Silence costs the host nothing; one byte makes it wait for more.
-@pytest.mark.parametrize(("word", "delay_s"), [(b"", 1.0), (b"x", 5 * admission.CHANCE_S)])
+@pytest.mark.parametrize(("word", "delay_s"), [(b"", 1.0), (b"x", 5 * connection_handler.CHANCE_S)])
 def test_a_thousand_connections_that_do_not_join_keep_nobody_out(
     word: bytes, delay_s: float
 ) -> None:
@@ -238,7 +237,7 @@ def test_a_thousand_connections_that_do_not_join_keep_nobody_out(
             machine = await join(host.service.codes()[1])
             assert time.monotonic() - began_s < delay_s + BUSY_S
             assert host.service._reception is not None
-            assert len(host.service._reception._greeting) <= admission.LISTENED_TO
+            assert len(host.service._reception._greeting) <= connection_handler.LISTENED_TO
             await machine.close()
             assert len(host.events) < 10
 
@@ -257,7 +256,7 @@ def test_a_machine_from_elsewhere_does_not_stand_behind_a_crowd() -> None:
             began_s = time.monotonic()
             code = dataclasses.replace(host.service.codes()[1], addresses=("::1",))
             machine = await join(code)
-            assert time.monotonic() - began_s < 2 * admission.CHANCE_S + BUSY_S
+            assert time.monotonic() - began_s < 2 * connection_handler.CHANCE_S + BUSY_S
             await machine.close()
 
     asyncio.run(story())
@@ -268,7 +267,7 @@ def test_those_who_wait_are_let_go_when_the_host_closes() -> None:
         async with contextlib.AsyncExitStack() as crowd:
             async with open_host() as host:
                 readers = []
-                for _ in range(admission.LISTENED_TO + 50):
+                for _ in range(connection_handler.LISTENED_TO + 50):
                     reader, writer = await crowd.enter_async_context(
                         raw_connection(host, tls=False)
                     )

@@ -14,9 +14,9 @@ from syrupy.assertion import SnapshotAssertion
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.transports.join import attempts, certificate, client, discovery, handshake
+from torchmuster.launch.transports.join import certificate, client, listener, token_registry
 from torchmuster.launch.transports.join.code import Code
-from torchmuster.launch.transports.join.handshake import Sorry, sorry
+from torchmuster.launch.transports.join.token_registry import Sorry, sorry
 from unit.launch.join.open_host import LOOPBACK, join, open_host
 
 pytestmark = pytest.mark.usefixtures("time_enough")
@@ -75,10 +75,10 @@ def test_nobody_there_is_said_at_once_and_ends_in_the_reason(
 def test_no_answer_names_the_firewall_command(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    async def never(target: attempts.Target) -> socket.socket:
+    async def never(target: client.Target) -> socket.socket:
         raise TimeoutError
 
-    monkeypatch.setattr(attempts, "_connected", never)
+    monkeypatch.setattr(client, "_connected", never)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(29400, "10.0.0.1", "fd00::1"), patience_s=0.1))
     assert caught.value.fix.endswith("\nsudo ufw allow 29400/tcp")
@@ -88,7 +88,7 @@ def test_no_answer_names_the_firewall_command(
 def test_an_address_that_never_answers_is_given_up_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempts, "CONNECT_S", 1.0)
+    monkeypatch.setattr(client, "CONNECT_S", 1.0)
     # A full backlog: the system neither refuses nor accepts.
     with socket.create_server((LOOPBACK, 0), backlog=0) as full:
         port = full.getsockname()[1]
@@ -109,10 +109,10 @@ def test_an_address_that_never_answers_is_given_up_in_time(
 
 @pytest.mark.usefixtures("clock")
 def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = attempts._connected
+    real = client._connected
     tries = 0
 
-    async def nobody_at_first(target: attempts.Target) -> socket.socket:
+    async def nobody_at_first(target: client.Target) -> socket.socket:
         nonlocal tries
         tries += 1
         if tries == 1:
@@ -127,7 +127,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
             assert "connection refused" in events[0]
             await machine.close()
 
-    monkeypatch.setattr(attempts, "_connected", nobody_at_first)
+    monkeypatch.setattr(client, "_connected", nobody_at_first)
     asyncio.run(story())
 
 
@@ -144,7 +144,7 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
 
         async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await told_twice.wait()
-            answer = handshake.encode(handshake.Welcome(protocol=1, place=1))
+            answer = token_registry.encode(token_registry.Welcome(protocol=1, place=1))
             writer.write(len(answer).to_bytes(4, "big") + answer)
             await reader.read()
             writer.close()
@@ -222,7 +222,7 @@ def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
     async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
         return None
 
-    monkeypatch.setattr(discovery, "find", nothing)
+    monkeypatch.setattr(listener, "find", nothing)
     events = LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))

@@ -10,7 +10,7 @@ import pytest
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch.transports.join import discovery
+from torchmuster.launch.transports.join import listener
 from torchmuster.launch.transports.join.service import JoinService
 from unit.launch.join.open_host import LOOPBACK, join
 
@@ -58,24 +58,24 @@ def test_a_host_that_has_gone_is_not_found() -> None:
     async def story() -> None:
         fingerprint = os.urandom(16)
         announcing = asyncio.create_task(
-            discovery.announce(fingerprint, port=4711, addresses=[LOOPBACK])
+            listener.announce(fingerprint, port=4711, addresses=[LOOPBACK])
         )
-        found = await discovery.find(fingerprint, timeout_s=GIVE_UP_S)
-        assert found == discovery.Found(addresses=(LOOPBACK,), port=4711)
+        found = await listener.find(fingerprint, timeout_s=GIVE_UP_S)
+        assert found == listener.Found(addresses=(LOOPBACK,), port=4711)
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
-        assert await discovery.find(fingerprint, timeout_s=0.5) is None
+        assert await listener.find(fingerprint, timeout_s=0.5) is None
 
     asyncio.run(story())
 
 
 def test_what_is_announced_says_nothing_of_the_code() -> None:
     fingerprint = os.urandom(16)
-    name = discovery.announced_id(fingerprint)
-    assert name == discovery.announced_id(fingerprint)
+    name = listener.announced_id(fingerprint)
+    assert name == listener.announced_id(fingerprint)
     assert fingerprint.hex() not in name
     assert name not in fingerprint.hex()
-    assert discovery.announced_id(os.urandom(16)) != name
+    assert listener.announced_id(os.urandom(16)) != name
 
 
 def test_without_zeroconf_a_short_code_says_what_to_install_and_a_long_one_works(

@@ -9,8 +9,8 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import Node
-from torchmuster.launch.transports.join import handshake, service
-from torchmuster.launch.transports.join.handshake import JOIN_LIMIT
+from torchmuster.launch.transports.join import service, token_registry
+from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT
 from unit.launch.join.open_host import Host, join, open_host, proves_open
 from unit.launch.join.test_attacks import framed, is_closed_on, join_message, raw_connection
 
@@ -112,7 +112,7 @@ def test_any_error_while_a_stranger_is_heard_closes_its_connection(
         async with open_host() as host:
             before = open_files()
             with monkeypatch.context() as patch:
-                patch.setattr(handshake, "decode_join", broken)
+                patch.setattr(token_registry, "decode_join", broken)
                 for _ in range(3):
                     async with raw_connection(host, tls=True) as (reader, writer):
                         writer.write(framed(b"{}"))
@@ -199,4 +199,4 @@ def test_hostile_frame_of_the_host_ends_the_connection(frame: bytes) -> None:
 )
 def test_hostile_answer_of_a_host_is_no_answer(frame: bytes) -> None:
     with pytest.raises(protocol.Garbled):
-        handshake.decode_answer(frame)
+        token_registry.decode_answer(frame)

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.join import client, handshake, listener
+from torchmuster.launch.transports.join import client, listener, token_registry
 from torchmuster.launch.transports.join import code as codes
 from torchmuster.launch.transports.join.service import JoinService
 from unit.launch.join.open_host import join, open_host, proves_open
@@ -177,7 +177,7 @@ def test_a_machine_that_speaks_another_protocol_is_told_so_and_keeps_its_code(
     async def story() -> None:
         async with open_host() as host:
             code = host.service.codes()[1]
-            real = handshake.Join
+            real = token_registry.Join
             monkeypatch.setattr(
                 client,
                 "Join",

@@ -4,7 +4,7 @@ import asyncio
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.transports.join.news import News
+from torchmuster.launch.transports.join.connection_handler import News
 
 
 def test_the_first_is_told_at_once_and_the_others_are_counted(snapshot: SnapshotAssertion) -> None:

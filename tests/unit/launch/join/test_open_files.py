@@ -6,7 +6,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.transports.join.open_files import make_room_for
+from torchmuster.launch.transports.channel import make_room_for
 
 
 @pytest.fixture

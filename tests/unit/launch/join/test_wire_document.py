@@ -2,12 +2,11 @@
 
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.join import (
-    admission,
     code,
     connection_handler,
-    handshake,
     service,
     stream,
+    token_registry,
 )
 from unit.launch.join import wire_tables
 
@@ -32,14 +31,14 @@ def test_the_numbers_in_the_page_are_those_of_the_code() -> None:
         f"protocol {protocol.PROTOCOL}",
         f"at most {protocol.LINE_LIMIT} bytes",
         f"at most {protocol.MESSAGE_LIMIT // 2**20} MiB",
-        f"at most {handshake.JOIN_LIMIT} bytes",
+        f"at most {token_registry.JOIN_LIMIT} bytes",
         f"within {connection_handler.HANDSHAKE_S} s",
         f"within {connection_handler.JOIN_S:g} s",
-        f"{admission.LISTENED_TO} connections",
-        f"{admission.CHANCE_S:g} s if others wait",
+        f"{connection_handler.LISTENED_TO} connections",
+        f"{connection_handler.CHANCE_S:g} s if others wait",
         f"{code.FINGERPRINT_BYTES} bytes of its SHA-256",
         f"for {stream.SEND_S:g} s",
         f"at most every {service.NEWS_EVERY_S:g} s",
-        f"at most {admission.IN_LINE} and one for each machine",
+        f"at most {connection_handler.IN_LINE} and one for each machine",
     ):
         assert sentence in page, sentence

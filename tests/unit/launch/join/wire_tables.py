@@ -15,12 +15,12 @@ import msgspec
 
 from torchmuster.launch import protocol
 from torchmuster.launch.node import join_policy
-from torchmuster.launch.transports.join import handshake
+from torchmuster.launch.transports.join import token_registry
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "handshake": (handshake.Join, handshake.Welcome, handshake.Sorry),
+    "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Sorry),
     "to a keeper": typing.get_args(typing.get_args(protocol.ToKeeper)[0]),
     "from a keeper": typing.get_args(typing.get_args(protocol.FromKeeper)[0]),
 }

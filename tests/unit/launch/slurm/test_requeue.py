@@ -6,7 +6,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import saved
+from torchmuster.launch.launcher import node_handle
 from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue, would_not_get_on
 from torchmuster.launch.schedulers.slurm.jobs import Answer
 
@@ -76,8 +76,8 @@ def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
         (None, "saved", False, False, 3.0, False),
         (None, "saved", False, True, 3.0, True),
         (None, "saved", False, False, 3600.0, True),
-        ("runs/x", saved.NOTHING_NEW, False, True, 3600.0, False),
-        ("runs/x", saved.NOTHING_NEW, True, True, 3600.0, True),
+        ("runs/x", node_handle.NOTHING_NEW, False, True, 3600.0, False),
+        ("runs/x", node_handle.NOTHING_NEW, True, True, 3600.0, True),
         ("runs/x", "saved at step 9", False, False, 3.0, True),
     ],
     ids=["ended at once", "warned", "took long", "nothing new", "newer before", "saved"],

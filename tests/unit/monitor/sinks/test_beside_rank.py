@@ -13,8 +13,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from mlflow_stand_in import silent_server
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.monitor.sinks import beside_rank, sent
-from torchmuster.monitor.sinks.beside_rank import FINISH_WITHIN_S, not_sent, sending
+from torchmuster.monitor.sinks import sent, sidecar
+from torchmuster.monitor.sinks.sidecar import FINISH_WITHIN_S, not_sent_finding, send_in_background
 from torchmuster.monitor.sinks.sink import Wanted
 from unit.monitor.sinks.written_run import WrittenRun
 
@@ -34,11 +34,10 @@ def time_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tmp_path / "first"
     first.mkdir()
     (first / "sitecustomize.py").write_text(
-        "from torchmuster.monitor.sinks import beside_rank\n"
-        f"beside_rank.FINISH_WITHIN_S = {GIVE_UP_S}\n"
+        f"from torchmuster.monitor.sinks import sidecar\nsidecar.FINISH_WITHIN_S = {GIVE_UP_S}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(first), prepend=os.pathsep)
-    monkeypatch.setattr(beside_rank, "FINISH_WITHIN_S", GIVE_UP_S)
+    monkeypatch.setattr(sidecar, "FINISH_WITHIN_S", GIVE_UP_S)
 
 
 def _await(condition: Callable[[], bool], what: str) -> None:
@@ -58,19 +57,19 @@ def _sender() -> psutil.Process:
 
 
 def _reached(written: WrittenRun, sink: str) -> int:
-    far = sent.read(written.run, sink)
+    far = sent.read_sent(written.run, sink)
     return far.train.step if far is not None else 0
 
 
 @pytest.mark.usefixtures("time_enough")
 def test_it_sends_as_lines_come_and_the_rest_at_the_end(written: WrittenRun) -> None:
-    with sending(written.run.path, FILES):
+    with send_in_background(written.run.path, FILES):
         written.steps(1)
         _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
         written.steps(*range(2, 100))
     assert _reached(written, "tensorboard") == 99
     assert (written.run.metrics / "steps.parquet").is_file()
-    assert not_sent(written.run, FILES.sinks) == []
+    assert not_sent_finding(written.run, FILES.sinks) == []
     assert (written.run.logs / "sinks.log").read_text() == ""
 
 
@@ -78,19 +77,19 @@ def test_it_sends_as_lines_come_and_the_rest_at_the_end(written: WrittenRun) -> 
 def test_it_is_killed_and_the_training_goes_on(
     written: WrittenRun, snapshot: SnapshotAssertion
 ) -> None:
-    with sending(written.run.path, FILES):
+    with send_in_background(written.run.path, FILES):
         written.steps(1)
         _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
         _sender().kill()
         written.steps(2, 3)
-    told = not_sent(written.run, FILES.sinks)
+    told = not_sent_finding(written.run, FILES.sinks)
     assert [one.partition(" ")[0] for one in told] == ["tensorboard", "parquet"]
     assert told[0].replace(str(written.run.path), "RUN") == snapshot
     assert told[0].endswith(f"muster runs export {written.run.path} --to tensorboard")
-    with sending(written.run.path, FILES):  # as in the next attempt
+    with send_in_background(written.run.path, FILES):  # as in the next attempt
         pass
     assert _reached(written, "tensorboard") == 3
-    assert not_sent(written.run, FILES.sinks) == []
+    assert not_sent_finding(written.run, FILES.sinks) == []
 
 
 @pytest.mark.usefixtures("time_enough")
@@ -100,7 +99,7 @@ def test_it_ends_when_its_rank_is_killed(written: WrittenRun) -> None:
     if rank == 0:
         with contextlib.suppress(BaseException):
             os.close(read)
-            with sending(written.run.path, FILES):
+            with send_in_background(written.run.path, FILES):
                 written.steps(1)
                 _await(lambda: _reached(written, "tensorboard") == 1, "the first step")
                 written.steps(2)
@@ -130,12 +129,12 @@ def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
     written.steps(1)
     with silent_server() as address:
         wanted = Wanted(sinks=("mlflow", "tensorboard"), mlflow_uri=address)
-        with sending(written.run.path, wanted):
+        with send_in_background(written.run.path, wanted):
             _await(lambda: _reached(written, "tensorboard") == 1, "the other sink")
             began = time.monotonic()
         assert time.monotonic() - began < FINISH_WITHIN_S + 3 + BUSY_S
     assert _reached(written, "mlflow") == 0
-    (told,) = not_sent(written.run, wanted.sinks)
+    (told,) = not_sent_finding(written.run, wanted.sinks)
     assert told.startswith("mlflow ")
     assert "TimeoutError: no answer within 10 s" in told
 
@@ -147,7 +146,7 @@ def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
     with (
         silent_server() as address,
         pytest.raises(ValueError, match="of the training"),
-        sending(written.run.path, Wanted(sinks=("mlflow",), mlflow_uri=address)),
+        send_in_background(written.run.path, Wanted(sinks=("mlflow",), mlflow_uri=address)),
     ):
         raise ValueError("of the training")
     assert time.monotonic() - began < 5 + BUSY_S
@@ -155,6 +154,6 @@ def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
 
 def test_without_sinks_there_is_no_process(written: WrittenRun) -> None:
     before = psutil.Process().children()
-    with sending(written.run.path, Wanted()):
+    with send_in_background(written.run.path, Wanted()):
         assert psutil.Process().children() == before
     assert not (written.run.metrics / "sinks").exists()

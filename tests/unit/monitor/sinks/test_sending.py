@@ -11,8 +11,8 @@ from patience import BUSY_S
 from torchmuster.errors import NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.monitor.sinks import sent
-from torchmuster.monitor.sinks.row import Row
 from torchmuster.monitor.sinks.sending import Sending
+from torchmuster.monitor.sinks.sink import Row
 from unit.monitor.sinks.written_run import WrittenRun
 
 
@@ -141,7 +141,7 @@ def test_what_could_not_be_sent_is_sent_when_the_tracker_is_back(
     with pytest.raises(ConnectionError) as error:
         sending.send_new()
     sending.give_up(error.value)
-    far = sent.read(written.run, "mlflow")
+    far = sent.read_sent(written.run, "mlflow")
     assert far is not None
     assert far.trouble == "ConnectionError: not there, token=[redacted]"
     assert far.failing_s(far.trouble_since_unix_s + 70) == pytest.approx(70)
@@ -149,7 +149,7 @@ def test_what_could_not_be_sent_is_sent_when_the_tracker_is_back(
     tracker.fails = False
     written.steps(4)
     assert sending.send_new() == 3
-    far = sent.read(written.run, "mlflow")
+    far = sent.read_sent(written.run, "mlflow")
     assert far is not None
     assert (far.trouble, far.failing_s(far.at_unix_s)) == ("", 0.0)
     assert tracker.steps == [1, 2, 3, 4]
@@ -171,7 +171,7 @@ def test_a_tracker_that_fails_to_the_end_holds_nobody_up(written: WrittenRun) ->
     thread.join(10 + BUSY_S)
     assert not thread.is_alive()
     sending.close(finished=True)
-    far = sent.read(written.run, "mlflow")
+    far = sent.read_sent(written.run, "mlflow")
     assert far is not None
     assert (far.train.step, far.open, bool(far.trouble)) == (0, False, True)
 
@@ -180,20 +180,20 @@ def test_one_who_was_killed_is_missed(written: WrittenRun) -> None:
     tracker = Tracker()
     written.steps(1)
     _sending(written, tracker).send_new()  # and no word after that
-    far = sent.read(written.run, "mlflow")
+    far = sent.read_sent(written.run, "mlflow")
     assert far is not None
     assert far.failing_s(far.at_unix_s + 10) == 0.0
     assert far.failing_s(far.at_unix_s + 100) == pytest.approx(100)
 
 
 def test_only_one_sends_at_a_time(written: WrittenRun, snapshot: SnapshotAssertion) -> None:
-    with sent.held(written.run, "mlflow"):
+    with sent.sent_lock(written.run, "mlflow"):
         with pytest.raises(NotNow, match="mlflow") as refused:
-            sent.held(written.run, "mlflow").__enter__()
+            sent.sent_lock(written.run, "mlflow").__enter__()
         assert refused.value == snapshot
-        with sent.held(written.run, "wandb"):
+        with sent.sent_lock(written.run, "wandb"):
             pass
-    with sent.held(written.run, "mlflow"):
+    with sent.sent_lock(written.run, "mlflow"):
         pass
 
 

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from torchmuster.labs.measured import Curves, Part, Series, Table
+from torchmuster.labs.measurements import Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 _SIZES = tuple(4**power for power in range(1, 12))  # numbers of 4 bytes

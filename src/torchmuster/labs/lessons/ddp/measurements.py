@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
+from torchmuster.labs.measurements import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 _EPOCHS = 6

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmuster.labs.measured import Bars, Part, Table
+from torchmuster.labs.measurements import Bars, Part, Table
 from torchmuster.labs.probes.bench import Bench
 
 _WIDTH, _BATCH, _ROUNDS = 512, 64, 8

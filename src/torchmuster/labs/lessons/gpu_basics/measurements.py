@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
+from torchmuster.labs.measurements import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 _SIZES = (128, 256, 512, 1024)

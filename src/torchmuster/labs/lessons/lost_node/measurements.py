@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from torchmuster.labs.measured import Curves, Part, Series, Table
+from torchmuster.labs.measurements import Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 _STEP_S, _HOURS = 0.5, 24.0

@@ -6,7 +6,7 @@ import time
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
+from torchmuster.labs.measurements import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 

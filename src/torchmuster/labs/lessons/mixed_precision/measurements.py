@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
+from torchmuster.labs.measurements import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 from torchmuster.labs.probes.spying import SavedBytes
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from torchmuster.labs.measured import Bars, Curves, Part, Series, Table
+from torchmuster.labs.measurements import Bars, Curves, Part, Series, Table
 from torchmuster.labs.probes.bench import Bench
 
 _EPOCHS = 8

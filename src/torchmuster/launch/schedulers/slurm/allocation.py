@@ -10,7 +10,7 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.saved import NOTHING_NEW
+from torchmuster.launch.launcher.node_handle import NOTHING_NEW
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.redaction import redact_command
 from torchmuster.runfolder import RunFolder, list_runs

@@ -6,17 +6,143 @@ seconds, one message of a kilobyte, and a place in a bounded line (admission.py)
 
 import asyncio
 import functools
+import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.join import handshake
-from torchmuster.launch.transports.join.admission import Door, source_of
-from torchmuster.launch.transports.join.handshake import JOIN_LIMIT, Join, Sorry, Welcome
-from torchmuster.launch.transports.join.news import News
+from torchmuster.launch.transports.join import token_registry
 from torchmuster.launch.transports.join.stream import Stream, open_stream
+from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT, Join, Sorry, Welcome
+
+LISTENED_TO = 256
+IN_LINE = 1024
+# How long somebody is listened to while others wait. To speak takes milliseconds.
+CHANCE_S = 2.0
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+def source_of(address: str) -> str:
+    """Return what counts as one source: an IPv4 address, or the /64 network of an IPv6 one."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return str(ipaddress.ip_network((parsed, 64), strict=False))
+        parsed = parsed.ipv4_mapped
+    return str(parsed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Generic[Who]):
+    """Whom to listen to from now on, and whom to cut off for that."""
+
+    begin: tuple[Who, ...]
+    cut_off: tuple[Who, ...]
+
+
+@dataclass(kw_only=True)
+class Door(Generic[Who]):
+    """Those who are listened to, oldest first, and those in line. Times are of one steady clock."""
+
+    listened_to: int = LISTENED_TO
+    in_line: int = IN_LINE
+    chance_s: float = CHANCE_S
+    _since_s: dict[Who, float] = field(default_factory=dict)
+    _line: dict[str, deque[Who]] = field(default_factory=dict)  # the source whose turn it is first
+    _length: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many stand in line."""
+        return self._length
+
+    def arrive(self, who: Who, source: str) -> Who | None:
+        """Stand a newcomer in line; return who is turned away for that, if the line is too long."""
+        self._line.setdefault(source, deque()).append(who)
+        self._length += 1
+        if self._length <= self.in_line:
+            return None
+        longest = max(self._line, key=lambda one: len(self._line[one]))
+        return self._pop(longest, last=True)
+
+    def turn(self, now_s: float) -> Turn[Who]:
+        """Let in as many as there is room for; call this after every change, and now and then."""
+        begin, cut_off = [], []
+        while self._line:
+            if len(self._since_s) >= self.listened_to:
+                oldest, since_s = next(iter(self._since_s.items()))
+                if now_s - since_s < self.chance_s:
+                    break
+                del self._since_s[oldest]
+                cut_off.append(oldest)
+            who = self._next_in_line()
+            self._since_s[who] = now_s
+            begin.append(who)
+        return Turn(begin=tuple(begin), cut_off=tuple(cut_off))
+
+    def leave(self, who: Who) -> None:
+        """Forget one who was listened to; nothing happens if that is done already."""
+        self._since_s.pop(who, None)
+
+    def _next_in_line(self) -> Who:
+        source = next(iter(self._line))
+        who = self._pop(source, last=False)
+        if source in self._line:  # behind the other sources
+            self._line[source] = self._line.pop(source)
+        return who
+
+    def _pop(self, source: str, *, last: bool) -> Who:
+        queue = self._line[source]
+        who = queue.pop() if last else queue.popleft()
+        self._length -= 1
+        if not queue:
+            del self._line[source]
+        return who
+
+
+class News:
+    """Passes the first of a kind on at once, and counts what follows until the interval is over."""
+
+    def __init__(self, tell: Callable[[str], None], every_s: float) -> None:
+        self._tell = tell
+        self._every_s = every_s
+        self._held: dict[str, tuple[int, str]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def note(self, kind: str, source: str) -> None:
+        """Note that something happened: ``a wrong join code``, from whom."""
+        if kind in self._timers:
+            self._held[kind] = self._held.get(kind, (0, ""))[0] + 1, source
+        else:
+            self._tell(f"refused {kind} from {source}")
+            self._wait(kind)
+
+    def _wait(self, kind: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[kind] = loop.call_later(self._every_s, self._interval_over, kind)
+
+    def _interval_over(self, kind: str) -> None:
+        del self._timers[kind]
+        if kind in self._held:
+            count, source = self._held.pop(kind)
+            self._tell(
+                f"refused {kind} {count} more times within {self._every_s:g} s, "
+                f"the last time from {source}"
+            )
+            self._wait(kind)
+
+    def close(self) -> None:
+        """Say no more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
 
 HANDSHAKE_S = 5
 JOIN_S = 5.0
@@ -140,7 +266,7 @@ class Reception:
                 if isinstance(answer, Welcome):
                     # From here on it need not make way for those who wait.
                     self._door.leave(newcomer)
-                await stream.send(handshake.encode(answer))
+                await stream.send(token_registry.encode(answer))
                 if isinstance(answer, Welcome):
                     return
             await stream.close()
@@ -151,7 +277,7 @@ class Reception:
     async def _listen(self, stream: Stream, address: str) -> Join | None:
         try:
             async with asyncio.timeout(JOIN_S):
-                return await stream.receive(JOIN_LIMIT, handshake.decode_join)
+                return await stream.receive(JOIN_LIMIT, token_registry.decode_join)
         except TimeoutError:
             self._news.note("a connection that said nothing in time", address)
         except protocol.Garbled:

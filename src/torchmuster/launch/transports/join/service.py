@@ -11,18 +11,56 @@ from collections.abc import Callable, Sequence
 
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.join import certificate, code, discovery, handshake, listener
-from torchmuster.launch.transports.join.admission import IN_LINE, LISTENED_TO, Door
+from torchmuster.launch.transports.channel import Arrive, make_room_for
+from torchmuster.launch.transports.join import certificate, code, listener, token_registry
 from torchmuster.launch.transports.join.code import Code
-from torchmuster.launch.transports.join.connection_handler import Reception
-from torchmuster.launch.transports.join.handshake import Join, Sorry, Welcome
-from torchmuster.launch.transports.join.joined import JoinedChannel
-from torchmuster.launch.transports.join.news import News
-from torchmuster.launch.transports.join.open_files import make_room_for
+from torchmuster.launch.transports.join.connection_handler import (
+    IN_LINE,
+    LISTENED_TO,
+    Door,
+    News,
+    Reception,
+)
 from torchmuster.launch.transports.join.stream import Stream
-from torchmuster.launch.transports.join.token_registry import Roster
+from torchmuster.launch.transports.join.token_registry import Join, Roster, Sorry, Welcome
 from torchmuster.redaction import printable
+
+
+class JoinedChannel:
+    """A channel (channel.py) over TLS.
+
+    ``on_lost`` is called when the connection has ended; it is told whether the machine's ranks had
+    been started by then, or the run was over.
+    """
+
+    def __init__(self, stream: Stream, name: str, on_lost: Callable[[bool], None]) -> None:
+        self._stream = stream
+        self._name = name
+        self._started = False
+        self._on_lost = on_lost
+        stream.on_lost = self._lost
+
+    def _lost(self) -> None:
+        self._on_lost(self._started)
+
+    async def send(self, message: protocol.ToKeeper) -> None:
+        """Send a message; on a closed channel this does nothing."""
+        if isinstance(message, protocol.Start | protocol.Leave):
+            self._started = True
+        await self._stream.send(protocol.encode(message))
+
+    async def receive(self) -> protocol.FromKeeper | None:
+        """Return the next message, or None when the machine has gone. Raises ``wire.Garbled``."""
+        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_from_keeper)
+
+    def why_closed(self) -> str:
+        """Say what is known of the cause."""
+        return f"{self._name}: {self._stream.why_closed}" if self._stream.why_closed else ""
+
+    async def close(self) -> None:
+        """Let go of the machine."""
+        await self._stream.close()
+
 
 NEWS_EVERY_S = 10.0
 
@@ -92,7 +130,7 @@ class JoinService:
 
     async def _announce_until_cancelled(self, port: int) -> None:
         try:
-            await discovery.announce(
+            await listener.announce(
                 self._certificate.fingerprint, port=port, addresses=self._addresses
             )
         except Exception as error:  # whatever it is: machines can join without this
@@ -158,14 +196,14 @@ class JoinService:
         refusal = self._roster.examine(join.place, join.token)
         if refusal is not None and refusal.by is None:
             self._news.note("a wrong join code", address)
-            return handshake.sorry("unknown-code", "this host has not given out such a code")
+            return token_registry.sorry("unknown-code", "this host has not given out such a code")
         if refusal is not None:
             self._news.note("a join code that was used before", address)
-            return handshake.sorry("used-code", f"this code has been used by {refusal.by}")
+            return token_registry.sorry("used-code", f"this code has been used by {refusal.by}")
         host = printable([join.host])
         if join.protocol != protocol.PROTOCOL:
             self._news.note(f"a machine with torchmuster {join.torchmuster!r}", address)
-            return handshake.sorry(
+            return token_registry.sorry(
                 "other-protocol",
                 f"{host} speaks protocol {join.protocol}, the host speaks {protocol.PROTOCOL}",
             )

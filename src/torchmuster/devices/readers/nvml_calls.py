@@ -1,0 +1,160 @@
+"""How NVIDIA GPUs are joined, as NVML tells: NVLink, direct or through switches, else PCIe."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pynvml
+
+from torchmuster.devices.model import Device, Link, LinkKind
+from torchmuster.finding import Finding, Status
+
+# What a card or driver may lack without anything being wrong.
+_NOT_AVAILABLE = frozenset(
+    {
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_NOT_FOUND,
+        pynvml.NVML_ERROR_INVALID_ARGUMENT,
+        pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+    }
+)
+# A card that answers so is gone, whatever it was asked.
+_GONE = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
+
+
+class Unreachable(Exception):
+    """The device no longer answers."""
+
+
+def ask_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Ask what must be known to use a card; None if this card or driver cannot say."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in _NOT_AVAILABLE:
+            return None
+        raise Unreachable(str(error)) from error
+
+
+def measure_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Ask for a reading that no choice depends on: a broken sensor is not yet a broken card."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in _GONE:
+            raise Unreachable(str(error)) from error
+        return None
+
+
+def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
+    """Return what stands in the way of asking the driver; nothing where there is none."""
+    if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return ()  # no NVIDIA driver installed: nothing is wrong with a machine without one
+    if error.value == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        return (
+            Finding(
+                name="driver-library-mismatch",
+                status=Status.FAILURE,
+                what="the NVIDIA driver was updated, but the old one is still loaded",
+                why="the library and the kernel module are of different versions, so no program "
+                "can use the GPUs until the new module is loaded",
+                fix="sudo reboot",
+                evidence=f"{question}: {error}",
+            ),
+        )
+    if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
+        return (
+            Finding(
+                name="driver-not-loaded",
+                # Not a failure: on a login node without GPUs all is as it should be.
+                status=Status.WARNING,
+                what="the NVIDIA driver is installed but not loaded",
+                why="the library is there, the kernel module is not; right on a machine without "
+                "GPUs, wrong on one with them or in a container started without its GPUs",
+                fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
+                evidence=f"{question}: {error}",
+            ),
+        )
+    return (
+        Finding(
+            name="driver-unusable",
+            status=Status.FAILURE,
+            what="the NVIDIA driver does not answer",
+            why="every CUDA program on this machine will fail in the same way",
+            fix="nvidia-smi  # shows the driver's own message",
+            evidence=f"{question}: {error}",
+        ),
+    )
+
+
+def lost_finding(device: Device) -> Finding:
+    """Return what to do about a GPU that stopped answering."""
+    return Finding(
+        name="gpu-unreachable",
+        status=Status.FAILURE,
+        what=f"{device.label} ({device.name}) does not answer",
+        why="the driver has lost contact with it: heat, power, the PCIe link or the card itself; "
+        "programs that use it hang or fail",
+        fix="sudo dmesg | grep -i xid  # names the cause; then reset it or reboot the machine",
+        evidence=device.trouble or "",
+    )
+
+
+_PCIE_LEVELS = {
+    pynvml.NVML_TOPOLOGY_INTERNAL: LinkKind.PIX,
+    pynvml.NVML_TOPOLOGY_SINGLE: LinkKind.PIX,
+    pynvml.NVML_TOPOLOGY_MULTIPLE: LinkKind.PXB,
+    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: LinkKind.PHB,
+    pynvml.NVML_TOPOLOGY_NODE: LinkKind.NODE,
+    pynvml.NVML_TOPOLOGY_SYSTEM: LinkKind.SYS,
+}
+
+
+def read_links(devices: Sequence[Device], handles: Mapping[str, Any]) -> Iterator[Link]:
+    """Yield the best path of every pair of whole GPUs that answer."""
+    joined = [one for one in devices if not one.mig_enabled and not one.trouble]
+    lanes = {one.uuid: _count_nvlinks(handles[one.uuid]) for one in joined}
+    gpus = {_bus_key(one.pci_bus_id or "") for one in devices}
+    for a, b in itertools.combinations(joined, 2):
+        direct = lanes[a.uuid].get(_bus_key(b.pci_bus_id or ""), 0)
+        # What both reach and is no GPU is a switch; a GPU between two others passes nothing on.
+        switches = (lanes[a.uuid].keys() & lanes[b.uuid].keys()) - gpus
+        switched = sum(min(lanes[a.uuid][one], lanes[b.uuid][one]) for one in switches)
+        if direct + switched:
+            yield Link(a=a.uuid, b=b.uuid, kind=LinkKind.NVLINK, lanes=direct + switched)
+            continue
+        try:
+            level = ask_nvml(
+                pynvml.nvmlDeviceGetTopologyCommonAncestor, handles[a.uuid], handles[b.uuid]
+            )
+        except Unreachable:
+            continue
+        if level in _PCIE_LEVELS:
+            yield Link(a=a.uuid, b=b.uuid, kind=_PCIE_LEVELS[level])
+
+
+def _count_nvlinks(handle: Any) -> dict[str, int]:
+    """Count a device's active NVLinks by what is at the other end: a GPU or a switch, by its bus."""
+    counts: dict[str, int] = {}
+    try:
+        for lane in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            state = ask_nvml(pynvml.nvmlDeviceGetNvLinkState, handle, lane)
+            if state is None:
+                break  # lanes are numbered without gaps
+            remote = (
+                ask_nvml(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, lane) if state else None
+            )
+            if remote is not None:
+                end = _bus_key(remote.busId)
+                counts[end] = counts.get(end, 0) + 1
+    except Unreachable:
+        return {}
+    return counts
+
+
+def _bus_key(bus_id: str) -> str:
+    """PCI addresses come with four or eight digits of domain and in either case."""
+    domain, _, address = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{address}"

@@ -1,0 +1,457 @@
+"""The whole search: dead machines, then slow and corrupting ones, then links between good ones."""
+
+import enum
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from torchmuster.diagnose.rounds import Pair, collective_rounds, disjoint
+
+
+class TestGroup(NamedTuple):
+    """Everybody on one side exchanges something with everybody on the other; a pair is one with one."""
+
+    callers: Sequence[int]
+    called: Sequence[int]
+
+
+class TestResult(enum.Enum):
+    """How a meeting went. One bad link in it is enough to spoil it."""
+
+    OK = "ok"
+    FAILED = "failed"  # somebody got no answer within the deadline
+    WRONG = "wrong"  # somebody got other values than were sent
+
+
+class TestOutcome(NamedTuple):
+    """What was seen of a meeting.
+
+    ``ratio`` is the time it took by the time it should have taken. It counts for pairs alone: of very
+    many links the slowest is always slow, by chance. ``blamed`` are the links that spoilt it, if the
+    tester can tell.
+    """
+
+    seen: TestResult = TestResult.OK
+    ratio: float = 1.0
+    blamed: frozenset[Pair] = frozenset()
+
+
+class GroupTester(Protocol):
+    """Who holds the meetings: real machines, or a simulation."""
+
+    async def test(
+        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
+    ) -> Sequence[TestOutcome]:
+        """Hold one round of meetings at the same time, leaving out the links in ``without``.
+
+        Nobody is in two meetings. The outcomes are in the order of the meetings. Where many meet,
+        a call without an answer is made three times before it counts: of so many one fails by chance.
+        """
+        ...
+
+
+class SuspectedFault(enum.Enum):
+    """What can be wrong with a machine or a link."""
+
+    DEAD = "dead"
+    SLOW = "slow"
+    CORRUPTING = "corrupting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDiagnosis:
+    """What was found, and what it took.
+
+    ``undecided`` are machines about which nothing could be proven, since too few good ones were left
+    to try them with. ``confidence`` is the least probability that nothing is missing among what was
+    tried and nothing good accused, as long as the ``Assumptions`` hold.
+    """
+
+    bad_nodes: Mapping[int, SuspectedFault] = field(default_factory=dict)
+    bad_links: Mapping[Pair, SuspectedFault] = field(default_factory=dict)
+    undecided: tuple[int, ...] = ()
+    rounds: int
+    tests: int
+    confidence: float
+
+
+# A bad machine can be missed when it is screened, and with each of its two witnesses.
+WAYS_TO_MISS = 3
+# Only these can be seen of a good pair by chance; a wrong value cannot.
+FAULTS_BY_CHANCE = 2
+CERTAIN = 1e12  # nats
+LEAST_NOISE = 1e-3
+NATS_OF_SUSPICION = 5.0  # fewer than 1 in 100 good pairs ever get there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What is taken to be true of the tests, and the errors that are allowed.
+
+    Nothing is promised about machines that are less slow or corrupt more seldom, nor if there are
+    more bad ones than ``most_bad``.
+    """
+
+    slow_ratio: float = 1.25  # a fifth less speed takes a quarter more time
+    noise: float = 0.05  # the standard deviation of the ratio of a good pair
+    seen_chance: float = 0.9  # that a corrupting machine or link shows in one test of a pair
+    chance_failure: float = 1e-4  # that a good pair fails one test
+    most_bad: int = 20
+    accused_wrongly: float = 0.01  # the probability that anything good is accused
+    missed: float = 0.01  # the probability that anything bad is missed
+
+    @property
+    def nats_to_clear(self) -> float:
+        """How much evidence against a fault clears a pair of it."""
+        return math.log(WAYS_TO_MISS * self.most_bad / self.missed)
+
+    def nats_to_accuse(self, candidates: int) -> float:
+        """How much evidence for a fault proves it, with so many that could be accused wrongly."""
+        return math.log(FAULTS_BY_CHANCE * max(1, candidates) / self.accused_wrongly)
+
+    @property
+    def nats_per_ratio(self) -> float:
+        """How much evidence one measured ratio is, on average."""
+        return ((self.slow_ratio - 1) / max(self.noise, LEAST_NOISE)) ** 2 / 2
+
+    def repeats(self, faults: Collection[SuspectedFault]) -> int:
+        """Return how often good pairs are tested so that nearly all of them are cleared."""
+        needed = 1.0
+        if SuspectedFault.CORRUPTING in faults and self.seen_chance < 1:
+            needed = max(needed, self.nats_to_clear / -math.log(1 - self.seen_chance))
+        if SuspectedFault.SLOW in faults:
+            needed = max(needed, 1.5 * self.nats_to_clear / self.nats_per_ratio)
+        return math.ceil(needed - 1e-9)
+
+
+class Scales:
+    """How much each outcome weighs; made once, since very many outcomes are weighed."""
+
+    def __init__(self, faults: Collection[SuspectedFault], assumptions: Assumptions) -> None:
+        self.start = {fault: 0.0 if fault in faults else -math.inf for fault in SuspectedFault}
+        self.failed = -math.log(assumptions.chance_failure)
+        self.slow_from = (1 + assumptions.slow_ratio) / 2
+        self.slow_step = (assumptions.slow_ratio - 1) / max(assumptions.noise, LEAST_NOISE) ** 2
+        self.passed = math.log(max(1 - assumptions.seen_chance, 1e-9))
+        self.clears = -assumptions.nats_to_clear
+
+
+class Evidence:
+    """The evidence about one pair, for each fault that is looked for."""
+
+    __slots__ = ("_corrupting", "_dead", "_scales", "_slow")
+
+    def __init__(self, scales: Scales) -> None:
+        self._scales = scales
+        self._dead = scales.start[SuspectedFault.DEAD]
+        self._slow = scales.start[SuspectedFault.SLOW]
+        self._corrupting = scales.start[SuspectedFault.CORRUPTING]
+
+    def add(self, outcome: TestOutcome) -> None:
+        """Weigh one more outcome."""
+        scales = self._scales
+        if outcome.seen is TestResult.FAILED:
+            self._dead += scales.failed
+            return
+        self._dead -= CERTAIN  # it answered
+        self._slow += scales.slow_step * (outcome.ratio - scales.slow_from)
+        self._corrupting += scales.passed if outcome.seen is TestResult.OK else CERTAIN
+
+    @property
+    def nats(self) -> float:
+        """The evidence for the likeliest fault."""
+        return max(self._dead, self._slow, self._corrupting)
+
+    @property
+    def likeliest(self) -> SuspectedFault:
+        """The fault that there is most evidence for."""
+        by_fault = zip((self._dead, self._slow, self._corrupting), SuspectedFault, strict=True)
+        return max(by_fault, key=lambda item: item[0])[1]
+
+    @property
+    def cleared(self) -> bool:
+        """Whether every fault is ruled out."""
+        return self.nats <= self._scales.clears
+
+
+# A pair between good and bad may take long to judge, but has to be judged at some time.
+MOST_TESTS_OF_A_PAIR = 60
+
+
+class TestCourse:
+    """Holds the rounds of one search, and counts them."""
+
+    def __init__(self, tester: GroupTester, assumptions: Assumptions) -> None:
+        self.assumptions = assumptions
+        self.bad_nodes: dict[int, SuspectedFault] = {}
+        self.bad_links: dict[Pair, SuspectedFault] = {}
+        self.rounds = 0
+        self.tests = 0
+        self._tester = tester
+
+    async def hold(self, meetings: Sequence[TestGroup]) -> Sequence[TestOutcome]:
+        """Hold one round of meetings, without the links that are known to be bad."""
+        self.rounds += 1
+        self.tests += len(meetings)
+        return await self._tester.test(meetings, without=frozenset(self.bad_links))
+
+    async def _hold_pairs(self, pairs: Sequence[Pair]) -> Sequence[TestOutcome]:
+        return await self.hold([TestGroup((one,), (other,)) for one, other in pairs])
+
+    async def screen(self, pairs: Sequence[Pair], faults: Collection[SuspectedFault]) -> list[Pair]:
+        """Test disjoint pairs a few times; return those that are not cleared of the faults.
+
+        A pair that fails is not asked again: whether it will answer costs a whole deadline.
+        """
+        scales = Scales(faults, self.assumptions)
+        evidence = {pair: Evidence(scales) for pair in pairs}
+        asked = list(pairs)
+        for _ in range(self.assumptions.repeats(faults)):
+            if not asked:
+                break
+            for pair, outcome in zip(asked, await self._hold_pairs(asked), strict=True):
+                evidence[pair].add(outcome)
+            asked = [pair for pair in asked if evidence[pair].nats < NATS_OF_SUSPICION]
+        return [pair for pair in pairs if not evidence[pair].cleared]
+
+    async def prove(
+        self, pairs: Iterable[Pair], faults: Collection[SuspectedFault], *, candidates: int
+    ) -> dict[Pair, SuspectedFault]:
+        """Test pairs until each is either cleared or proven to be bad; return the bad ones.
+
+        ``candidates`` is how many were screened: the more, the stronger the proof has to be.
+        """
+        limit = self.assumptions.nats_to_accuse(candidates)
+        scales = Scales(faults, self.assumptions)
+        evidence = {pair: Evidence(scales) for pair in pairs}
+        bad: dict[Pair, SuspectedFault] = {}
+        for turn in disjoint(evidence, members=tuple):
+            asked = turn
+            for _ in range(MOST_TESTS_OF_A_PAIR):
+                for pair, outcome in zip(asked, await self._hold_pairs(asked), strict=True):
+                    evidence[pair].add(outcome)
+                    if evidence[pair].nats >= limit:
+                        bad[pair] = evidence[pair].likeliest
+                asked = [pair for pair in asked if pair not in bad and not evidence[pair].cleared]
+                if not asked:
+                    break
+        return bad
+
+
+# In a meeting of many only these can be told; the slowest of many links is slow by chance.
+SEEN_IN_MEETINGS = {
+    SuspectedFault.DEAD: TestResult.FAILED,
+    SuspectedFault.CORRUPTING: TestResult.WRONG,
+}
+
+
+async def find_collective_links(
+    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+) -> None:
+    """Add the bad links to the course among those that collectives use (see ``collective_rounds``)."""
+    doubtful: list[Pair] = []
+    tried = 0
+    for turn in collective_rounds(len(nodes)):
+        pairs = [(nodes[one], nodes[other]) for one, other in turn]
+        pairs = [pair for pair in pairs if pair not in course.bad_links]
+        doubtful += await course.screen(pairs, faults)
+        tried += len(pairs)
+    course.bad_links.update(await course.prove(doubtful, faults, candidates=tried))
+
+
+async def find_any_link(
+    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+) -> None:
+    """Add the links with faults that are ``SEEN_IN_MEETINGS`` to the course, wherever they are.
+
+    Ends when nothing new has shown for so long that nothing is likely to be left, or when there are
+    more bad links than a search is meant for.
+    """
+    quiet = 0
+    spoiling = {SEEN_IN_MEETINGS[fault] for fault in faults}
+    most = course.assumptions.most_bad
+    while quiet < course.assumptions.repeats(faults) and len(course.bad_links) <= most:
+        spoilt = []
+        doubtful: set[Pair] = set()
+        for meetings in halvings(nodes):
+            for meeting, outcome in zip(meetings, await course.hold(meetings), strict=True):
+                if outcome.seen in spoiling:
+                    doubtful |= outcome.blamed
+                    spoilt += [] if outcome.blamed else [meeting]
+        doubtful |= await _narrow(course, spoilt, faults)
+        every = len(nodes) * (len(nodes) - 1) // 2
+        found = await course.prove(sorted(doubtful)[: 2 * most], faults, candidates=every)
+        course.bad_links.update(found)
+        quiet = 0 if found else quiet + 1
+
+
+def halvings(nodes: Sequence[int]) -> Iterator[list[TestGroup]]:
+    """Yield rounds of meetings in which every two meet exactly once, in ⌈log2 of their number⌉ rounds.
+
+    First one half meets the other, then in each half its halves do, and so on.
+    """
+    blocks = [nodes]
+    while blocks := [block for block in blocks if len(block) > 1]:
+        halves = [_halves(block) for block in blocks]
+        yield [TestGroup(left, right) for left, right in halves]
+        blocks = [half for pair in halves for half in pair]
+
+
+async def _narrow(
+    course: TestCourse, spoilt: Iterable[TestGroup], faults: Collection[SuspectedFault]
+) -> set[Pair]:
+    """Cut spoilt meetings in four, until pairs are left. What spoils a meeting may not show each time."""
+    tries = course.assumptions.repeats(faults)
+    spoiling = {SEEN_IN_MEETINGS[fault] for fault in faults}
+    pairs: set[Pair] = set()
+    left = [(meeting, tries) for meeting in spoilt]
+    while left:
+        pairs |= {_pair(meeting) for meeting, _ in left if _is_pair(meeting)}
+        left = [one for one in left if not _is_pair(one[0])]
+        parts = [
+            (place, part) for place, (meeting, _) in enumerate(left) for part in _quarters(meeting)
+        ]
+        shown: dict[int, list[TestGroup]] = {}
+        for turn in disjoint(parts, members=lambda numbered: chain(*numbered[1])):
+            outcomes = await course.hold([part for _, part in turn])
+            for (place, part), outcome in zip(turn, outcomes, strict=True):
+                if outcome.seen in spoiling:
+                    shown.setdefault(place, []).append(part)
+        again = [
+            (meeting, tries_left - 1)
+            for place, (meeting, tries_left) in enumerate(left)
+            if place not in shown and tries_left > 1
+        ]
+        left = again + [(part, tries) for parts_shown in shown.values() for part in parts_shown]
+    return pairs
+
+
+def _is_pair(meeting: TestGroup) -> bool:
+    return len(meeting.callers) == len(meeting.called) == 1
+
+
+def _pair(meeting: TestGroup) -> Pair:
+    (one,), (other,) = meeting
+    return min(one, other), max(one, other)
+
+
+def _quarters(meeting: TestGroup) -> list[TestGroup]:
+    (first, second), (third, fourth) = _halves(meeting.callers), _halves(meeting.called)
+    # In this order, so that two of the four can be held at a time.
+    cut = [TestGroup(first, third), TestGroup(second, fourth)]
+    cut += [TestGroup(first, fourth), TestGroup(second, third)]
+    return [part for part in cut if part.callers and part.called]
+
+
+def _halves(nodes: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    middle = (len(nodes) + 1) // 2
+    return nodes[:middle], nodes[middle:]
+
+
+# A machine is bad only if it is so with two good ones: with one, it could be the link to it.
+WITNESSES = 2
+
+
+async def find_nodes(
+    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+) -> tuple[int, ...]:
+    """Add the bad machines among these to the course, and links met that are bad between good ones.
+
+    Returns the machines that cannot be judged: if there are as many bad ones as pairs, there may be
+    no pair of two good ones to begin with.
+    """
+    pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
+    doubtful = await course.screen(pairs, faults)
+    suspects = [one for pair in doubtful for one in pair]
+    trusted = sorted({one for pair in pairs for one in pair}.difference(suspects))
+    if len(nodes) % 2:
+        suspects.append(nodes[-1])
+    if not trusted:
+        return tuple(suspects)
+    await _ask_witnesses(course, suspects, trusted, faults)
+    links = [pair for pair in doubtful if course.bad_nodes.keys().isdisjoint(pair)]
+    course.bad_links.update(await course.prove(links, faults, candidates=len(nodes)))
+    return ()
+
+
+async def _ask_witnesses(
+    course: TestCourse,
+    suspects: Sequence[int],
+    trusted: Sequence[int],
+    faults: Collection[SuspectedFault],
+) -> None:
+    # The second witness is another one, and if it can be one that no other suspect asks.
+    shift = len(suspects) if len(suspects) % len(trusted) else 1
+    accused: dict[int, SuspectedFault] = {}
+    bad: dict[Pair, SuspectedFault] = {}
+    for turn in range(WITNESSES):
+        pairs: dict[Pair, int] = {}
+        for place, suspect in enumerate(suspects):
+            if turn == 0 or suspect in accused:
+                witness = trusted[(place + turn * shift) % len(trusted)]
+                pairs[min(suspect, witness), max(suspect, witness)] = suspect
+        proven = await course.prove(pairs, faults, candidates=len(suspects) + len(trusted))
+        accused = {pairs[pair]: fault for pair, fault in proven.items()}
+        bad |= proven
+    course.bad_nodes.update(accused)
+    course.bad_links.update(
+        {pair: fault for pair, fault in bad.items() if accused.keys().isdisjoint(pair)}
+    )
+
+
+USUAL = Assumptions()
+
+
+class LinkSearch(enum.Enum):
+    """Which links are looked at, besides those that are met while machines are."""
+
+    NONE = "none"
+    COLLECTIVES = "collectives"  # those that collectives use: a few for each machine
+    EVERY = "every"  # these, and all others for what shows where many meet: dead or corrupting
+
+
+async def find_bad(
+    tester: GroupTester,
+    count: int,
+    *,
+    assumptions: Assumptions = USUAL,
+    links: LinkSearch = LinkSearch.COLLECTIVES,
+    faults: Collection[SuspectedFault] = tuple(SuspectedFault),
+) -> GroupDiagnosis:
+    """Find the bad ones among the machines ``range(count)``, and the bad links between good ones.
+
+    Machines are found as long as there are fewer bad ones than pairs. A good machine with several bad
+    links may be taken for a bad one. Ranks are taken to be in the order of the machines.
+    """
+    course = TestCourse(tester, assumptions)
+    good: list[int] = list(range(count))
+    undecided: tuple[int, ...] = ()
+    stages = 0
+    for together in ((SuspectedFault.DEAD,), (SuspectedFault.SLOW, SuspectedFault.CORRUPTING)):
+        wanted = [fault for fault in together if fault in faults]
+        if not wanted:
+            continue
+        stages += 1
+        undecided += await find_nodes(course, good, wanted)
+        left_out = course.bad_nodes.keys() | set(undecided)
+        good = [one for one in good if one not in left_out]
+    shown_by_many = [fault for fault in SEEN_IN_MEETINGS if fault in faults]
+    # Where every link is met, only what does not show there is left to be looked for in pairs.
+    if links is LinkSearch.COLLECTIVES or (
+        links is LinkSearch.EVERY and SuspectedFault.SLOW in faults
+    ):
+        stages += 1
+        await find_collective_links(course, good, faults)
+    if links is LinkSearch.EVERY:
+        stages += 1
+        await find_any_link(course, good, shown_by_many)
+    return GroupDiagnosis(
+        bad_nodes=course.bad_nodes,
+        bad_links=course.bad_links,
+        undecided=undecided,
+        rounds=course.rounds,
+        tests=course.tests,
+        confidence=1 - stages * (assumptions.accused_wrongly + assumptions.missed),
+    )

@@ -1,0 +1,124 @@
+"""``python -m torchmuster.diagnose.host_probe``: answers questions about its machine, one JSON line each.
+
+A question is ``{"id": 1, "verb": "examine", "argument": …}``, its answer ``{"id": 1, "answer": …}`` or
+``{"id": 1, "error": {"what": …, "why": …, "fix": …}}``. Questions are worked on at the same time and
+answered as they are done. It ends when its input does. It needs no torch.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from torchmuster.errors import MusterError
+
+# Resolved on use: a machine is asked for little of this, and what fails must not take the rest along.
+VERBS = {
+    "examine": "torchmuster.diagnose.host_probe:run_checks_here",
+    "serve": "torchmuster.diagnose.links.serve:open_service",
+    "call": "torchmuster.diagnose.links.call:call",
+    "close": "torchmuster.diagnose.links.serve:close_service",
+}
+
+Verb = Callable[[Any], Awaitable[Any]]
+
+
+async def run_checks_here(argument: Any) -> list[dict[str, Any]]:
+    """Make the checks of one machine; return for each its name, its seconds and what it found.
+
+    The argument may have ``folder``, where runs are to be written, and ``at_most``, the cost.
+    """
+    from torchmuster.diagnose.check import Cost, Surroundings
+    from torchmuster.diagnose.host_checks import run_checks as examine_here
+    from torchmuster.diagnose.machine import all_checks
+
+    wanted = argument or {}
+    folder = Path(wanted.get("folder") or Path.cwd())
+    at_most = Cost[wanted.get("at_most", Cost.INSTANT.name)]
+    examined = await asyncio.to_thread(
+        examine_here, Surroundings(folder=folder), all_checks.load(), at_most=at_most
+    )
+    return [
+        {
+            "check": one.check.name,
+            "seconds": one.seconds,
+            "findings": [finding.as_json() for finding in one.findings],
+        }
+        for one in examined
+    ]
+
+
+async def answer_request(question: Any) -> dict[str, Any]:
+    """Return the answer to a question, or the error that stands for it."""
+    number = question.get("id") if isinstance(question, dict) else None
+    try:
+        return {"id": number, "answer": await _verb(question["verb"])(question.get("argument"))}
+    except MusterError as error:
+        return _error(number, error)
+    except Exception as error:  # whoever asked must hear of it, whatever it is
+        return _error(number, MusterError(f"{type(error).__name__}: {error}"))
+
+
+def _verb(name: str) -> Verb:
+    if name not in VERBS:
+        raise MusterError(f"there is no verb {name!r}", why=f"the verbs are {', '.join(VERBS)}")
+    module, _, function = VERBS[name].partition(":")
+    verb: Verb = getattr(importlib.import_module(module), function)
+    return verb
+
+
+def _error(number: object, error: MusterError) -> dict[str, Any]:
+    return {"id": number, "error": {"what": error.what, "why": error.why, "fix": error.fix}}
+
+
+async def _serve() -> None:
+    # What a library prints by mistake must not end up among the answers.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    writing = asyncio.Lock()
+
+    async def deal_with(line: bytes) -> None:
+        try:
+            said = await answer_request(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            said = _error(None, MusterError(f"not a question: {error}"))
+        async with writing:
+            await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)
+
+    tasks: set[asyncio.Task[None]] = set()
+    lines = _lines()
+    while (line := await lines.get()) is not None:
+        task = asyncio.create_task(deal_with(line))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def _lines() -> "asyncio.Queue[bytes | None]":
+    """Return the lines of the standard input as they come, and None at its end.
+
+    Read by a thread, because not every system can wait for pipes in an event loop.
+    """
+    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+async def _main() -> None:
+    await _serve()
+    os._exit(0)  # a check that hangs must not keep it
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,101 @@
+"""What ranks tell each other beside the collectives under test: through their store, with a limit.
+
+A collective that hangs says nothing of who is missing; the store does.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+Result = TypeVar("Result")
+
+
+class Hangs(Exception):
+    """Work that did not end in time."""
+
+
+class Absent(Exception):
+    """Ranks that did not come to a stage in time."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(ranks)} did not come")
+        self.ranks = tuple(ranks)
+
+
+class ProbeHeartbeat:
+    """Counts what has been done, so that work that goes on slowly is not taken for work that hangs."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+    def beat(self) -> None:
+        """Say that something was completed."""
+        self.beats += 1
+
+
+def in_time(
+    work: Callable[[], Result], within_s: float, pulse: ProbeHeartbeat | None = None
+) -> Result:
+    """Return what the work returns, raise what it raises, or ``Hangs`` if it does not end in time.
+
+    With a pulse it is in time as long as it beats again within ``within_s``. A collective can block
+    inside the call itself, so the limit is kept from outside; what hangs stays behind in a thread that
+    dies with the process.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="in-time", daemon=True)
+    thread.start()
+    beats = None
+    while thread.is_alive() and (pulse is None or pulse.beats != beats):
+        beats = None if pulse is None else pulse.beats
+        thread.join(within_s)
+        if pulse is None:
+            break
+    if errors:
+        raise errors.pop()  # kept here, it would keep the group alive that its traceback mentions
+    if not results:
+        raise Hangs(f"no answer within {within_s:g} s; a rank is missing, stuck or unreachable")
+    return results[0]
+
+
+class RankBarrier:
+    """The ranks' common board: each writes its own value, all read all."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.pulse = ProbeHeartbeat()
+
+    def share(self, name: str, value: Any, within_s: float) -> list[Any]:
+        """Return what every rank shared under this name, by rank; each name can be used once."""
+        shared = in_time(lambda: self._share(name, value, within_s), within_s + 1)
+        self.pulse.beat()
+        return shared
+
+    def _share(self, name: str, value: Any, within_s: float) -> list[Any]:
+        keys = [f"probe/{name}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], json.dumps(value))
+        try:
+            self._store.wait(keys, timedelta(seconds=within_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not missing:  # the last one came just now
+                return self._read(keys)
+            raise Absent(missing) from error
+        return self._read(keys)
+
+    def _read(self, keys: list[str]) -> list[Any]:
+        return [json.loads(text) for text in self._store.multi_get(keys)]

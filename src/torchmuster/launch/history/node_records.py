@@ -1,0 +1,177 @@
+"""What a machine's ranks are doing, as a file in the run's folder: for whoever watches the run.
+
+``metrics/ranks/<machine>/from-<first rank>.json`` is written anew every two seconds, by the machine itself where it sees the
+run's folder, else by the launcher, which hears of its ranks anyway. So ranks are never held up by who watches them, and who
+watches needs no way to the ranks. The folder is that of the machine that writes: what is written on one is served
+by its exporter, which need not look at what all the others write.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from torchmuster.devices import snapshot
+from torchmuster.devices.model import Device, Node
+from torchmuster.devices.readers import nvml
+from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.runfolder import RunFolder, write_atomically
+
+_EVERY_S = 10.0
+# What was written longer ago is not shown as if it were so now.
+_OLD_AFTER_S = 45.0
+
+
+class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
+    """The accelerators of one machine at one moment."""
+
+    host: str
+    at_unix_s: float
+    devices: tuple[Device, ...]
+
+
+class Noting:
+    """Writes them down in a thread of its own, since a driver may take long to answer, or never answer.
+
+    On a machine without accelerators it looks once; on one that does not see the run's folder, never.
+    """
+
+    def __init__(self, run: RunFolder | None, first_rank: int) -> None:
+        self._path = None if run is None else run.metrics / f"devices-from-{first_rank}.json"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._note, name="devices", daemon=True)
+
+    def __enter__(self) -> threading.Thread:
+        self._thread.start()
+        return self._thread
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()  # not waited for: see above
+
+    def _note(self) -> None:
+        if self._path is None:
+            return
+        with nvml.keep_nvml_open():
+            while not self._over.is_set():
+                node = snapshot.take_snapshot()
+                if not node.accelerators:
+                    return
+                write_node_devices(self._path, node)
+                self._over.wait(_EVERY_S)
+
+
+def write_node_devices(path: Path, node: Node) -> None:
+    """Write down a machine's accelerators; a full disk must not end the run."""
+    content = NodeDevices(
+        host=socket.gethostname(),
+        at_unix_s=node.taken_unix_s,
+        devices=tuple(map(_for_others, node.accelerators)),
+    )
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
+
+
+def _for_others(device: Device) -> Device:
+    """Return a device without what others on it have typed: a run's folder is shown around."""
+    nameless = tuple(dataclasses.replace(one, command=None) for one in device.processes)
+    return dataclasses.replace(device, processes=nameless)
+
+
+def read_node_devices(run: RunFolder, now_unix_s: float) -> list[NodeDevices]:
+    """Return the machines whose accelerators were seen lately."""
+    files = sorted(run.metrics.glob("devices-from-*.json"))
+    found = [one for one in map(_read_devices, files) if one is not None]
+    return [one for one in found if now_unix_s - one.at_unix_s < _OLD_AFTER_S]
+
+
+def _read_devices(path: Path) -> NodeDevices | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeDevices)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+# A machine that has not written for so long does not run ranks of this run any more.
+_GONE_AFTER_S = 30.0
+
+
+class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one machine at one moment."""
+
+    host: str
+    attempt: int
+    at_unix_s: float
+    ranks: tuple[Pulse, ...]
+
+
+def seen_here(path: str | None, run_id: str) -> RunFolder | None:
+    """Return the run's folder if this machine sees it too: on the same disk, or on one that is shared."""
+    if path is None:
+        return None
+    run = RunFolder(Path(path))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(run.marker.read_text(encoding="utf-8"))["id"] == run_id:
+            return run
+    return None
+
+
+def write_node_ranks(run: RunFolder, *, host: str, attempt: int, pulses: tuple[Pulse, ...]) -> None:
+    """Write down what a machine's ranks are doing; a full disk must not end the run."""
+    if not pulses or not run.marker.is_file():
+        return
+    content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=pulses)
+    path = place(run, socket.gethostname(), min(pulse.rank for pulse in pulses))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
+
+
+def place(run: RunFolder, machine: str, first_rank: int) -> Path:
+    """Return where a machine writes what ranks are doing, from this one on."""
+    return run.metrics / "ranks" / quote(machine, safe="") / f"from-{first_rank}.json"
+
+
+def read_node_ranks(
+    run: RunFolder, now_unix_s: float, *, written_on: str | None = None
+) -> list[NodeRanks]:
+    """Return the machines whose ranks were seen lately, of the newest attempt; all, or what one machine wrote."""
+    found = [one for one in map(_read_ranks, _files(run, written_on)) if one is not None]
+    lately = [one for one in found if now_unix_s - one.at_unix_s < _GONE_AFTER_S]
+    newest = max((one.attempt for one in lately), default=0)
+    return _each_rank_once([one for one in lately if one.attempt == newest])
+
+
+def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
+    """Leave out what is told anew elsewhere: a machine that hears of a lower rank later writes to another file."""
+    newest: dict[int, float] = {}
+    for node in nodes:
+        for pulse in node.ranks:
+            newest[pulse.rank] = max(newest.get(pulse.rank, 0.0), node.at_unix_s)
+    kept = [
+        msgspec.structs.replace(
+            node, ranks=tuple(one for one in node.ranks if newest[one.rank] == node.at_unix_s)
+        )
+        for node in nodes
+    ]
+    return [node for node in kept if node.ranks]
+
+
+def _files(run: RunFolder, written_on: str | None) -> Iterable[Path]:
+    if written_on is not None:
+        return sorted(place(run, written_on, 0).parent.glob("from-*.json"))
+    return sorted(run.metrics.glob("ranks/*/from-*.json"))
+
+
+def _read_ranks(path: Path) -> NodeRanks | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeRanks)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
