@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.devices.snapshot import take_snapshot
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import exposition
-from torchmuster.runfolder import create, write_atomically
+from torchmuster.runfolder import create_run_folder, write_atomically
 
 _SCRAPES = 21
 
@@ -31,12 +31,12 @@ _SCRAPES = 21
 def measure(ranks: int) -> dict[str, float]:
     """Serve one run of so many ranks several times; return the median time, series, bytes, memory."""
     with tempfile.TemporaryDirectory() as folder:
-        run = create(Path(folder) / "runs", "simulated")
+        run = create_run_folder(Path(folder) / "runs", "simulated")
         now = time.time()
         state = {"phase": "running", "since_unix_s": now, "started_unix_s": now}
         write_atomically(run.state, json.dumps(state))
         pulses = tuple(
-            Pulse(
+            Heartbeat(
                 rank=rank,
                 pid=rank,
                 beat=1,
@@ -54,7 +54,7 @@ def measure(ranks: int) -> dict[str, float]:
         taken_s, size, series = [], 0, 0
         for _ in range(_SCRAPES):
             content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=now + 100, ranks=pulses)
-            path = node_records.place(run, socket.gethostname(), 0)
+            path = node_records.node_record_path(run, socket.gethostname(), 0)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.encode(content))
             began = time.perf_counter()

@@ -38,10 +38,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from overhead import Ready
 from workload import WORKLOADS, Workload, build_model, build_optimizer, loss_of, ready_batches
 
-from torchmuster.launch.rank.heartbeat import PulseWriter
+from torchmuster.launch.rank.heartbeat import HeartbeatWriter
 from torchmuster.monitor.sinks.sidecar import send_in_background
 from torchmuster.monitor.sinks.sink import Wanted
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 from torchmuster.train import trainer as trainer_module
 from torchmuster.train.data.step import Step
 from torchmuster.train.metrics.reports import Reports
@@ -160,7 +160,7 @@ def measure(
     workload: Workload = WORKLOADS[size]
     per_block = -(-_BLOCKS[size] // log_every) * log_every  # as many lines in each
     blocks = Blocks(Ready(ready_batches(workload), world), per_block, pairs)
-    run = create(folder, "measured")
+    run = create_run_folder(folder, "measured")
     trainer = Trainer(
         world,
         model=build_model(workload),
@@ -211,7 +211,7 @@ def _figures(blocks: Blocks) -> dict[str, float]:
 
 def pulse_us(folder: Path) -> float:
     """Return how long one look of the thread takes that tells what a rank is doing."""
-    writer = PulseWriter(0, folder)
+    writer = HeartbeatWriter(0, folder)
     taken = []
     for _ in range(_PULSES):
         begun = time.perf_counter()

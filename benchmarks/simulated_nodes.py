@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting import collector
@@ -18,7 +18,7 @@ from torchmuster.monitor.collecting.collector import HostMetrics
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.monitor.metric import Sample, exposition
 from torchmuster.monitor.serving import Access, Served, serving
-from torchmuster.runfolder import RunFolder, create, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 
 PER_NODE = 8
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -94,9 +94,9 @@ class SimulatedNode:
         cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="cpu")
         return Node(hostname=self._name, taken_unix_s=time.time(), accelerators=gpus, cpu=cpu)
 
-    def _pulse(self, rank: int, step: int) -> Pulse:
+    def _pulse(self, rank: int, step: int) -> Heartbeat:
         draw = self._random
-        return Pulse(
+        return Heartbeat(
             rank=rank,
             pid=rank,
             beat=step,
@@ -138,7 +138,7 @@ def _add_line(run: RunFolder, step: int, draw: random.Random) -> None:
 def simulated_run() -> Iterator[RunFolder]:
     """Give the folder of a run that seems to be under way."""
     with tempfile.TemporaryDirectory(prefix="prometheus-size-") as folder:
-        run = create(Path(folder) / "runs", "simulated")
+        run = create_run_folder(Path(folder) / "runs", "simulated")
         now = time.time()
         state = {"phase": "running", "since_unix_s": now, "started_unix_s": now}
         write_atomically(run.state, json.dumps(state))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.node.attempt import Running
-from torchmuster.launch.node.engines import Share, engine_for, environment
+from torchmuster.launch.node.attempt import RunningAttempt
+from torchmuster.launch.node.engines import NodeShare, agent_environment, engine_for
 
 
 class Attempt:
@@ -45,17 +45,17 @@ class Attempt:
             timeout_s=60.0,
             max_restarts=0,
         )
-        self.share = Share(
+        self.share = NodeShare(
             prepare=prepare,
             start=start,
             ranks=2,
             logs=folder / "logs",
             records=folder / "records",
         )
-        self.said: list[protocol.FromKeeper] = []
+        self.said: list[protocol.FromAgent] = []
         self.changed = asyncio.Event()
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         self.said.append(message)
         self.changed.set()
 
@@ -71,7 +71,7 @@ class Attempt:
             self.changed.clear()
             await asyncio.wait_for(self.changed.wait(), GIVE_UP_S)
 
-    def running(self, system: str, **variables: str) -> Running:
+    def running(self, system: str, **variables: str) -> RunningAttempt:
         """Return the ranks to be started as on this system, with these variables."""
-        env = environment(self.share, {**os.environ, **variables}, {}, threads=1)
-        return Running(self.share, engine_for(self.share, env, system), self.send)
+        env = agent_environment(self.share, {**os.environ, **variables}, {}, threads=1)
+        return RunningAttempt(self.share, engine_for(self.share, env, system), self.send)

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
-from torchmuster.runfolder import RunFolder, create, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 
 NOW = 2_000_000_000.0
 LINE: dict[str, Any] = {
@@ -35,7 +35,7 @@ LINE: dict[str, Any] = {
 
 def a_run(folder: Path, name: str = "llm", phase: str = "running", headline: str = "") -> RunFolder:
     """Make a run that was started 100 s ago and is in a phase since 10 s."""
-    run = create(folder / "runs", name)
+    run = create_run_folder(folder / "runs", name)
     set_state(run, phase, headline)
     return run
 
@@ -83,7 +83,7 @@ def add_ranks(
     """Write what ranks are doing: each waits for others 40 % of its time, but the slow one."""
     drawn = random.Random(0)
     pulses = tuple(
-        Pulse(
+        Heartbeat(
             rank=rank,
             pid=rank,
             beat=1,
@@ -96,7 +96,7 @@ def add_ranks(
         for rank in range(count)
     )
     content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=pulses)
-    path = node_records.place(run, host, 0)
+    path = node_records.node_record_path(run, host, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.encode(content))
 

@@ -24,12 +24,12 @@ from nvml_stub import scenarios  # noqa: E402
 from nvml_stub.scenarios import FIRST_PID, GIB, Scenario  # noqa: E402
 from torchmuster.devices.model import Device, DeviceKind, Node  # noqa: E402
 from torchmuster.devices.readers import nvml  # noqa: E402
-from torchmuster.launch.hangs.heartbeat import Pulse  # noqa: E402
+from torchmuster.launch.hangs.heartbeat import Heartbeat  # noqa: E402
 from torchmuster.launch.history import node_records  # noqa: E402
 from torchmuster.monitor import catalogue  # noqa: E402
 from torchmuster.monitor.views.top_app import TopApp  # noqa: E402
 from torchmuster.monitor.views.top_picture import HostFigures, TopPicture, TopWatch  # noqa: E402
-from torchmuster.runfolder import create, write_atomically  # noqa: E402
+from torchmuster.runfolder import create_run_folder, write_atomically  # noqa: E402
 
 # Noon wherever it is drawn, so that it is the same everywhere.
 NOW = time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
@@ -63,7 +63,7 @@ def picture(ranks: int) -> TopPicture:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         node = _node(folder, machine(ranks))
-        run = create(folder / "runs", "pretrain")
+        run = create_run_folder(folder / "runs", "pretrain")
         state = {"phase": "running", "since_unix_s": NOW - 5000, "started_unix_s": NOW - 5400}
         write_atomically(run.state, json.dumps(state))
         steps = run.metrics / "steps.jsonl"
@@ -72,7 +72,7 @@ def picture(ranks: int) -> TopPicture:
         told = node_records.NodeRanks(
             host=HOST, attempt=0, at_unix_s=NOW, ranks=tuple(map(_pulse, range(ranks)))
         )
-        place = node_records.place(run, HOST, 0)
+        place = node_records.node_record_path(run, HOST, 0)
         place.parent.mkdir(parents=True)
         place.write_bytes(msgspec.json.encode(told))
         # As if it had been looked at for a while.
@@ -106,9 +106,9 @@ def _figures() -> HostFigures:
     return HostFigures(name=HOST, values=values, received_bytes_s=1.4 * GIB, sent_bytes_s=1.3 * GIB)
 
 
-def _pulse(rank: int) -> Pulse:
+def _pulse(rank: int) -> Heartbeat:
     phases = ("forward", "backward", "backward", "backward")
-    return Pulse(
+    return Heartbeat(
         rank=rank,
         pid=FIRST_PID + rank,
         beat=1,

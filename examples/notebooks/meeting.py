@@ -19,7 +19,7 @@ _WAIT = timedelta(seconds=120)
 
 def own_address() -> str:
     """Return the address by which other machines reach this one; 127.0.0.1 if it has none."""
-    found = interfaces.candidates()
+    found = interfaces.interface_candidates()
     return found[0].address if found else "127.0.0.1"
 
 

@@ -187,14 +187,14 @@ def setup_distributed(
     """
     from torchmuster.launch.probes import process_group
 
-    return process_group.setup(rank, world_size, backend, timeout_s).device
+    return process_group.setup_process_group(rank, world_size, backend, timeout_s).device
 
 
 def cleanup_distributed() -> None:
     """End the process group; does nothing without one, so it may be called twice and in finally."""
     from torchmuster.launch.probes import process_group
 
-    process_group.cleanup()
+    process_group.cleanup_process_group()
 
 
 def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 60.0) -> bool:
@@ -243,7 +243,7 @@ def get_group_info() -> dict[str, Any]:
     """Return the group as ``setup_distributed`` made it, with ``reasons`` for all it chose; or {}."""
     from torchmuster.launch.probes import process_group
 
-    group = process_group.current()
+    group = process_group.current_group()
     if group is None:
         return {}
     return {

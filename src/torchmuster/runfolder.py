@@ -101,7 +101,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
 
-def create(root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
+def create_run_folder(root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
     """Make a new run folder below ``root``; its id starts with the time, so ids sort by age."""
     now = now or datetime.now(UTC)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "run"
@@ -144,7 +144,7 @@ def _age(run: RunFolder) -> tuple[str, float]:
     return run.id[: len("20260131-235959")], run.marker.stat().st_mtime
 
 
-def name_of(run: RunFolder) -> str:
+def run_name(run: RunFolder) -> str:
     """Return what a run is called: the name that it was made with."""
     try:
         return str(json.loads(run.marker.read_text(encoding="utf-8"))["name"])
@@ -152,7 +152,7 @@ def name_of(run: RunFolder) -> str:
         return run.id
 
 
-def find(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
+def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
     """Find a run by folder, id, unique part of an id, or the word ``last``."""
     given = RunFolder(Path(run).resolve())  # so that "." has a name as well
     if given.marker.is_file():

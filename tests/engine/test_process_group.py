@@ -25,8 +25,8 @@ from torchmuster import distributed
 from torchmuster.diagnose.probes import communication, exact_values
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership, process_group
-from torchmuster.launch.probes.membership import Choice, Surroundings
-from torchmuster.launch.probes.process_group import Offer
+from torchmuster.launch.probes.membership import BackendChoice, BackendFacts
+from torchmuster.launch.probes.process_group import BackendOffer
 
 pytestmark = pytest.mark.engine
 
@@ -207,7 +207,7 @@ def test_local_rank_is_torchruns_or_zero(
 
 
 def test_ranks_without_a_launcher_meet_here_at_the_usual_port(snapshot: SnapshotAssertion) -> None:
-    member = membership.read(1, 2, {})
+    member = membership.read_membership(1, 2, {})
     assert (member.address, member.port) == ("127.0.0.1", 29500)
     assert (member.local_rank, member.local_world_size) == (1, 2)
     assert [one.split()[0] for one in member.reasons] == ["MASTER_ADDR", "MASTER_PORT"]
@@ -220,7 +220,7 @@ def test_ranks_without_a_launcher_meet_here_at_the_usual_port(snapshot: Snapshot
 def test_the_place_on_a_machine_is_not_guessed_where_there_may_be_several(
     address: str, local_rank: int | None
 ) -> None:
-    member = membership.read(5, 8, {"MASTER_ADDR": address, "MASTER_PORT": "1234"})
+    member = membership.read_membership(5, 8, {"MASTER_ADDR": address, "MASTER_PORT": "1234"})
     assert member.local_rank == local_rank
     assert member.reasons == ()
 
@@ -291,8 +291,8 @@ def at(
     count: int = 8,
     libraries: frozenset[str] = frozenset({"nccl"}),
     system: str = "linux",
-) -> Surroundings:
-    return Surroundings(
+) -> BackendFacts:
+    return BackendFacts(
         system=system,
         torch_version="2.13.0",
         accelerator=accelerator,
@@ -301,14 +301,18 @@ def at(
     )
 
 
-def chosen(here: Surroundings, rank: int = 0, world_size: int = 1, **environment: str) -> Any:
-    return membership.choose("nccl", membership.read(rank, world_size, environment), here)
+def chosen(here: BackendFacts, rank: int = 0, world_size: int = 1, **environment: str) -> Any:
+    return membership.choose_backend(
+        "nccl", membership.read_membership(rank, world_size, environment), here
+    )
 
 
 def test_each_rank_gets_the_gpu_of_its_local_rank() -> None:
     remote = {"MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
-    assert chosen(at(), 11, 16, **remote).value == Choice(backend="nccl", device="cuda", index=3)
-    assert chosen(at(), 2, 4).value == Choice(backend="nccl", device="cuda", index=2)
+    assert chosen(at(), 11, 16, **remote).value == BackendChoice(
+        backend="nccl", device="cuda", index=3
+    )
+    assert chosen(at(), 2, 4).value == BackendChoice(backend="nccl", device="cuda", index=2)
 
 
 def test_without_a_local_rank_gpus_are_taken_in_turn() -> None:
@@ -317,12 +321,12 @@ def test_without_a_local_rank_gpus_are_taken_in_turn() -> None:
 
 
 def test_a_rank_that_sees_only_its_own_gpu_takes_it() -> None:
-    assert chosen(at(count=1), 3, 4).value == Choice(backend="nccl", device="cuda", index=0)
+    assert chosen(at(count=1), 3, 4).value == BackendChoice(backend="nccl", device="cuda", index=0)
 
 
 def test_intels_gpus_have_their_own_library() -> None:
     here = at("xpu", libraries=frozenset({"xccl"}))
-    assert chosen(here, 1, 2).value == Choice(backend="xccl", device="xpu", index=1)
+    assert chosen(here, 1, 2).value == BackendChoice(backend="xccl", device="xpu", index=1)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +341,7 @@ def test_intels_gpus_have_their_own_library() -> None:
     ],
 )
 def test_where_nccl_is_impossible_it_is_gloo_with_the_reason(
-    here: Surroundings, device: str, reason: str
+    here: BackendFacts, device: str, reason: str
 ) -> None:
     decision = chosen(here, 1, 4)
     assert (decision.value.backend, decision.value.device) == ("gloo", device)
@@ -346,7 +350,7 @@ def test_where_nccl_is_impossible_it_is_gloo_with_the_reason(
 
 def test_a_local_rank_without_a_gpu() -> None:
     decision = chosen(at(count=2), 5, 8, MASTER_ADDR="10.0.0.1", LOCAL_RANK="5")
-    assert decision.value == Choice(backend="gloo", device="cpu")
+    assert decision.value == BackendChoice(backend="gloo", device="cpu")
     assert "LOCAL_RANK is 5" in decision.reason
     assert "2 GPUs" in decision.reason
 
@@ -359,7 +363,7 @@ def test_a_library_nobody_knows_is_refused() -> None:
 def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     done: list[object] = []
-    monkeypatch.setattr(process_group, "look_around", at)
+    monkeypatch.setattr(process_group, "backend_facts", at)
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **more: done.append((name, more["device_id"]))
@@ -371,34 +375,38 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
 # ---- what the ranks agree on
 
 
-def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> Offer:
+def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> BackendOffer:
     reason = "gloo instead of nccl, on the CPU: torch sees no GPU here" if name == "gloo" else ""
-    return Offer(backend=name, reason=reason, uuid=uuid, rank=rank, host=f"node-{rank}")
+    return BackendOffer(backend=name, reason=reason, uuid=uuid, rank=rank, host=f"node-{rank}")
 
 
 def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAssertion) -> None:
-    verdict = process_group.compare([offer(0), offer(1), offer(2, "gloo")])
+    verdict = process_group.compare_offers([offer(0), offer(1), offer(2, "gloo")])
     assert verdict.backend == "gloo"
     assert verdict.why.startswith("rank 2 on node-2: ")
     assert verdict.why == snapshot
-    assert process_group.compare([offer(0, "gloo"), offer(1)]).why.startswith("rank 0 on node-0: ")
-
-
-def test_all_alike_stay_as_they_are() -> None:
-    assert process_group.compare([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
-    assert process_group.compare([offer(0, "gloo"), offer(1, "gloo")]) == process_group.Verdict(
-        backend="gloo"
+    assert process_group.compare_offers([offer(0, "gloo"), offer(1)]).why.startswith(
+        "rank 0 on node-0: "
     )
 
 
+def test_all_alike_stay_as_they_are() -> None:
+    assert process_group.compare_offers([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
+    assert process_group.compare_offers(
+        [offer(0, "gloo"), offer(1, "gloo")]
+    ) == process_group.BackendAgreement(backend="gloo")
+
+
 def test_gpus_of_two_makes_use_gloo(snapshot: SnapshotAssertion) -> None:
-    verdict = process_group.compare([offer(0), offer(1, "xccl")])
+    verdict = process_group.compare_offers([offer(0), offer(1, "xccl")])
     assert verdict.backend == "gloo"
     assert verdict.why == snapshot
 
 
 def test_two_ranks_with_one_gpu_are_found_out(snapshot: SnapshotAssertion) -> None:
-    verdict = process_group.compare([offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")])
+    verdict = process_group.compare_offers(
+        [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
+    )
     assert verdict.backend == "gloo"
     assert verdict.shared == ("a",)
     assert verdict.why == snapshot
@@ -406,15 +414,15 @@ def test_two_ranks_with_one_gpu_are_found_out(snapshot: SnapshotAssertion) -> No
 
 def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
     store, limit = HashStore(), timedelta(seconds=GIVE_UP_S)
-    members = [membership.read(rank, 3, {}) for rank in range(3)]
+    members = [membership.read_membership(rank, 3, {}) for rank in range(3)]
     offers = [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
 
-    def agree(rank: int) -> process_group.Verdict:
-        return process_group.agree(store, members[rank], offers[rank], limit)
+    def agree(rank: int) -> process_group.BackendAgreement:
+        return process_group.agree_on_backend(store, members[rank], offers[rank], limit)
 
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
-            assert list(pool.map(agree, range(3))) == [process_group.compare(offers)] * 3
+            assert list(pool.map(agree, range(3))) == [process_group.compare_offers(offers)] * 3
 
 
 # ---- communication
@@ -460,7 +468,7 @@ def test_an_error_is_a_false_with_its_reason(
         raise RuntimeError("CUDA error: illegal access\nCUDA kernel errors might be…")
 
     with monkeypatch.context() as patch:
-        patch.setattr(communication, "numbers", broken)
+        patch.setattr(communication, "exact_numbers", broken)
         assert distributed.verify_gpu_communication(0, 1) is False
     (message,) = caplog.messages
     assert message.endswith(": RuntimeError: CUDA error: illegal access")

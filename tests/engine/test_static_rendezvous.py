@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(autouse=True)
 def registered() -> None:
     if static_rendezvous.RENDEZVOUS not in rendezvous_handler_registry._registry:
-        static_rendezvous.register()
+        static_rendezvous.register_rendezvous()
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_torchrun_gives_back_what_was_typed(typed: str) -> None:
         max_restarts=0,
     )
     folder = Path("/tmp/$odd")
-    share = engines.Share(prepare=prepare, start=start, ranks=1, logs=folder, records=folder)
+    share = engines.NodeShare(prepare=prepare, start=start, ranks=1, logs=folder, records=folder)
     words = engines.agent_command(share)
     worker = words[words.index("--no-python") + 1 :]
     assert macros.substitute(worker, "3") == engines.rank_command(share)

@@ -28,7 +28,7 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
     said = run.transcript.wait_for("starting again").text
     assert "rank 1 on node2 " in said
     assert "(restart 1 of 3)" in said
-    (failed,) = evidence.failures(run_in(tmp_path))
+    (failed,) = evidence.read_failures(run_in(tmp_path))
     assert failed.finding.name == "rank-killed"
     run.wait_for_ranks("round 1 came up")
     assert run.transcript.end() == 0
@@ -50,7 +50,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
     pauses = re.findall(r"no data in attempt (\d); starting again(?: in (\d) s)?", said)
     assert pauses == [("0", ""), ("1", "2")]
     assert "failure  rank 1 on node2 " in said
-    failures = [one.finding for one in evidence.failures(run_in(tmp_path))]
+    failures = [one.finding for one in evidence.read_failures(run_in(tmp_path))]
     assert [one.name for one in failures] == ["rank-failed"] * 3
     assert failures[-1].what.endswith("no data in attempt 2")
     run.seconds_until_clean(time.monotonic())
@@ -89,7 +89,7 @@ def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) 
     assert run.transcript.end() in (1, 3)
     said = run.transcript.text("err")
     assert "node2 was lost" in said
-    assert evidence.failures(run_in(tmp_path))[0].finding.name == "host-lost"
+    assert evidence.read_failures(run_in(tmp_path))[0].finding.name == "host-lost"
     assert re.search(r"failure  .*node2", said)
     run.seconds_until_clean(time.monotonic())
     run.end()

@@ -20,7 +20,7 @@ from patience import BUSY_S
 from ranks.launched import Launched, cpu, launched
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import evidence
-from torchmuster.launch.history.failure_report import account_of
+from torchmuster.launch.history.failure_report import failure_report_of
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import MiB
 
@@ -61,7 +61,7 @@ def copied(command: Launched) -> RunFolder:
 
 def cause(run: RunFolder) -> Finding:
     """Return the worst of what the account of a run says, which is what is shown first."""
-    findings = account_of(run).findings
+    findings = failure_report_of(run).findings
     order = [Status.FAILURE, Status.WARNING, Status.NOTE, Status.OK]
     return min(findings, key=lambda one: order.index(one.status))
 
@@ -84,7 +84,7 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
                 rf"warning  rank 1 on {HOST} keeps the others waiting: {words}{waiting}", told
             ), told
             command.wait_for_more("what the ranks were doing is in")
-            hang = evidence.hangs(command.run)[place]
+            hang = evidence.read_hangs(command.run)[place]
             assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
             assert (hang.folder / "rank-0.flight.json").exists()
@@ -95,12 +95,12 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
         found = re.search(r"kill -CONT (\d+)", command.lines[-1])
         assert found, command
         command.wait_for_more("what the ranks were doing is in")
-        hang = evidence.hangs(command.run)[3]
+        hang = evidence.read_hangs(command.run)[3]
         assert hang.at_unix_s - began(command, "stopped") < NAMED_WITHIN_S
         assert cause(command.run).name == "rank-stopped"
         psutil.Process(int(found[1])).send_signal(signal.SIGCONT)
         assert command.end().code == 0
-        account = account_of(copied(command))
+        account = failure_report_of(copied(command))
     assert [one.name for one in account.findings] == ["run-finished"]
     told_of = [one.what for one in account.story.moments()]
     assert sum("keeps the others waiting" in what for what in told_of) == 3
@@ -123,7 +123,7 @@ def test_ranks_that_called_different_collectives_are_named_with_both_places(
             assert place in told
             told = told.removeprefix("warning  ").partition(": ")[0]
             assert told == snapshot(name="told")
-            (hang,) = evidence.hangs(command.run)
+            (hang,) = evidence.read_hangs(command.run)
             assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert [one.name for one in hang.analysis] == ["collectives-differ"]
             command.send(signal.SIGINT)
@@ -172,7 +172,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
             result = command.end()
             assert result.code == 1, command
             (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
-            (failed,) = evidence.failures(command.run)
+            (failed,) = evidence.read_failures(command.run)
             assert failed.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             finding = cause(copied(command))
             assert f"failure  {finding.what.splitlines()[0]}" == told
@@ -180,7 +180,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
             assert rank is None or finding.what.startswith(f"rank {rank} on {HOST} failed: ")
             assert fix in finding.fix
             assert "log: logs/rank-" in finding.evidence
-        segfault = evidence.failures(
+        segfault = evidence.read_failures(
             RunFolder(next((own_machine / "segfault/elsewhere").iterdir()))
         )
         assert re.search(r" \S+/train.py:\d+ in segfault", segfault[0].finding.why)
@@ -195,5 +195,5 @@ def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int)
         result = command.end()
         assert result.code == 0, command
         assert not re.search("^(?:warning|failure|note) ", result.err, re.MULTILINE), command
-        assert evidence.hangs(command.run) == []
+        assert evidence.read_hangs(command.run) == []
         assert cause(command.run).what.startswith("finished well in ")

@@ -13,7 +13,7 @@ import pytest
 
 from ranks.conftest import Python, Ran
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.kubernetes.manifests import first_address, render
+from torchmuster.launch.schedulers.kubernetes.manifests import first_address, render_manifests
 from torchmuster.launch.schedulers.kubernetes.request import Kind, KubernetesRequest
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +34,7 @@ def expanded(word: str, environment: dict[str, str]) -> str:
 def run_pods(python: Python, spec: JobSpec, kind: Kind) -> list[Ran]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    manifest = render(spec, REQUEST, kind)[-1]["spec"]
+    manifest = render_manifests(spec, REQUEST, kind)[-1]["spec"]
 
     def pod(index: int) -> Ran:
         variables = {"JOB_COMPLETION_INDEX": str(index)}

@@ -126,7 +126,7 @@ def test_one_rank_without_a_gpu_takes_all_to_gloo(
         f"{PREAMBLE}\n"
         "import torch\n"
         "from torchmuster.launch.probes import process_group\n"
-        "from torchmuster.launch.probes.membership import Surroundings\n"
+        "from torchmuster.launch.probes.membership import BackendFacts\n"
         "if rank == 0:\n"
         "    here = Surroundings(system='linux', torch_version='2', accelerator='cuda',\n"
         "                        device_count=2, libraries=frozenset({'nccl'}))\n"

@@ -115,7 +115,9 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         run.wait_for(f"rank 3 on {HOST} is stopped")
         run.wait_for_more("what the ranks were doing is in")
         # Where this took long, it was told before that the others wait.
-        *_, hang = [one for one in evidence.hangs(run.run) if one.finding.name == "rank-stopped"]
+        *_, hang = [
+            one for one in evidence.read_hangs(run.run) if one.finding.name == "rank-stopped"
+        ]
         stacks = {rank: _stacks(hang.folder, rank) for rank in range(4)}
         assert "dist.all_reduce(torch.ones(4, 5))" in stacks[0]
         assert "if place: time.sleep(600)" in stacks[1]
@@ -143,7 +145,7 @@ def test_a_pulse_costs_less_than_a_thousandth(own_machine: Path) -> None:
         "dist.init_process_group('gloo')\n"
         "for _ in range(2100): dist.all_reduce(torch.ones(2))\n"
         "from pathlib import Path\n"
-        "from torchmuster.launch.rank.heartbeat import PulseWriter\n"
+        "from torchmuster.launch.rank.heartbeat import HeartbeatWriter\n"
         "writer = PulseWriter(0, Path('.'))\n"
         "def measure(costs):\n"
         "    for _ in range(101):\n"

@@ -19,10 +19,10 @@ import sys
 from torchmuster.launch.transports import local
 local.KEEPER = ("-c", '''
 import asyncio, os
-from torchmuster.launch.node.connection import PipeEnd
-from torchmuster.launch.node.node_agent import Keeper
+from torchmuster.launch.node.connection import PipeConnection
+from torchmuster.launch.node.node_agent import NodeAgent
 async def keep():
-    os._exit(await Keeper(PipeEnd(), system="win32").run())
+    os._exit(await NodeAgent(PipeConnection(), system="win32").run())
 asyncio.run(keep())
 ''')
 from torchmuster.cli.main import main

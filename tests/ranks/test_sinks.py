@@ -147,7 +147,7 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     line = f"muster runs export {run.run.path} --to mlflow"
     assert "mlflow has not got everything" in result.out
     assert line in result.out
-    (noted,) = [one for one in run_state.events(run.run) if one.name == "sink"]
+    (noted,) = [one for one in run_state.read_events(run.run) if one.name == "sink"]
     assert "mlflow does not get the run's numbers: " in noted.facts["what"]
     assert "mlflow does not get the run's numbers" in muster("explain", "last").out
     exported = muster("exporter", "--once").out

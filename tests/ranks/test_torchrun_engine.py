@@ -14,7 +14,7 @@ from keeper_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import engines, process_cleanup
-from torchmuster.launch.node.attempt import Running
+from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 
 pytestmark = pytest.mark.ranks
@@ -50,7 +50,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[[str], Attempt]]:
 
     yield make
     for one in made:
-        assert process_cleanup.kill(one.token, within_s=GIVE_UP_S) == []
+        assert process_cleanup.kill_processes(one.token, within_s=GIVE_UP_S) == []
 
 
 def failed(ended: protocol.Ended) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ def test_a_stop_during_the_grace_does_not_hide_the_rank_that_failed(
 
 
 def test_ranks_that_end_as_asked_have_not_failed(attempt: Callable[[str], Attempt]) -> None:
-    async def go() -> Running:
+    async def go() -> RunningAttempt:
         one = attempt("import time\nprint('waiting', flush=True)\ntime.sleep(600)\n")
         running = one.running("linux", **{GRACE_VARIABLE: "100"})
         await running.start()
@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_by_exit_code_0_ends_no_other(
         await running.start()
         watching = asyncio.create_task(running.watch())
         until = time.monotonic() + GIVE_UP_S
-        while psutil.pid_exists(engines.pids(one.share.records).get(1, os.getpid())):
+        while psutil.pid_exists(engines.rank_pids(one.share.records).get(1, os.getpid())):
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait({watching}, timeout=1.0)  # it would be ended at once

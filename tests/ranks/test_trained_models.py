@@ -17,7 +17,7 @@ from torchmuster.checkpoints.local import FolderStore
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import settings_yaml
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 pytestmark = pytest.mark.ranks
 
@@ -78,7 +78,7 @@ def trained(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Tr
         resolved = resolve_settings(
             flags=[Flag(flag="--set", path=k, text=v) for k, v in flags.items()]
         )
-        runs[name] = create(folder / "runs", name)
+        runs[name] = create_run_folder(folder / "runs", name)
         runs[name].config.write_text(settings_yaml(resolved))
         wanted[name] = (str(runs[name].path), flags)
     logits, _ = run_ranks(trained_models.make_and_train, 2, str(folder), MODELS, wanted)

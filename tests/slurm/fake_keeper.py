@@ -13,7 +13,7 @@ def say(message: protocol.Message) -> None:
     sys.stdout.buffer.flush()
 
 
-def answer(message: protocol.ToKeeper) -> None:
+def answer(message: protocol.ToAgent) -> None:
     match message:
         case protocol.Prepare():  # how it is here: the GPUs, and the variables that are asked for
             values = tuple(os.environ.get(name, "") for name in message.command)
@@ -59,11 +59,11 @@ def main() -> None:
     )
     print("a line of the task prolog", flush=True)
     say(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
-    assembler = protocol.Assembler()
+    assembler = protocol.FrameAssembler()
     for line in sys.stdin.buffer:
         to, _, rest = line.partition(b" ")
         if to in mine and (whole := assembler.add(rest)) is not None:
-            answer(protocol.decode_to_keeper(whole))
+            answer(protocol.decode_to_agent(whole))
     print(f"place {place} heard the end", file=sys.stderr)
     sys.stderr.flush()
 

@@ -36,6 +36,6 @@ elif task == "variables":
 elif task == "allocation":
     from torchmuster.launch.schedulers.slurm import allocation
 
-    tell(allocation=repr(allocation.here(os.environ)))
+    tell(allocation=repr(allocation.allocation_here(os.environ)))
 elif task == "exit":
     sys.exit(int(values[0]))

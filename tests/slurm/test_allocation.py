@@ -6,7 +6,7 @@ from slurm.slurm_lab import SlurmLab
 from slurm.test_srun import allocate
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.slurm.allocation import check_counts, expand
+from torchmuster.launch.schedulers.slurm.allocation import check_counts, expand_hostlist
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,8 @@ from torchmuster.launch.schedulers.slurm.allocation import check_counts, expand
 )
 def test_node_lists_are_written_out_as_slurm_does(cluster: SlurmLab, node_list: str) -> None:
     assert (
-        list(expand(node_list)) == cluster.run("scontrol", "show", "hostnames", node_list).split()
+        list(expand_hostlist(node_list))
+        == cluster.run("scontrol", "show", "hostnames", node_list).split()
     )
 
 

@@ -17,15 +17,20 @@ from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
-from torchmuster.launch.schedulers.slurm.follow import LogLine, Rhythm, follow
+from torchmuster.launch.schedulers.slurm.follow import LogLine, PollRhythm, follow_job
 from torchmuster.launch.schedulers.slurm.jobs import JobState
-from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, cancel, render, submit
+from torchmuster.launch.schedulers.slurm.submit import (
+    SlurmRequest,
+    cancel_job,
+    render_script,
+    submit_job,
+)
 
 FAKE = (
     *("env", "--block-signal=USR1"),  # until it listens
     *(sys.executable, str(Path(__file__).with_name("fake_muster.py"))),
 )
-FAST = Rhythm(look_s=0.05, poll_s=0.1, say_s=1.0)
+FAST = PollRhythm(look_s=0.05, poll_s=0.1, say_s=1.0)
 
 Submit = Callable[..., str]
 
@@ -40,8 +45,8 @@ def start(tmp_path: Path) -> Submit:
     def start(*words: str, name: str = "job", folder: Path = tmp_path, **request: Any) -> str:
         folder.mkdir(exist_ok=True)
         spec = JobSpec(name=name, command=("train.py",), folder=str(folder), device="auto")
-        script = render(spec, SlurmRequest(**request), [*FAKE, *words], Path("runs"))
-        return submit(script, run_root=folder / "runs")
+        script = render_script(spec, SlurmRequest(**request), [*FAKE, *words], Path("runs"))
+        return submit_job(script, run_root=folder / "runs")
 
     return start
 
@@ -96,7 +101,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     words = ["wait", "300", "it's", 'a "b" \\c', "$HOME `id` ; # x", "line\nbreak", "ü", "*", ""]
     job = start(*words, name='it\'s "mine" \\ # $(id)', nodes=3, gpus_per_node=2, time="10")
     assert 'JobName=it\'s "mine" \\ # $(id)\n' in cluster.run("scontrol", "show", "job", job)
-    following = follow(job, rhythm=FAST)
+    following = follow_job(job, rhythm=FAST)
     events = until(following, is_kind("running"))
     (tmp_path / "enough").touch()
     events += following
@@ -113,14 +118,14 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
 def test_a_folder_with_any_name_serves(cluster: SlurmLab, start: Submit, tmp_path: Path) -> None:
     folder = tmp_path / "a \"b\" 'c' #d $(id) ü"
     job = start("exit", "0", folder=folder)
-    events = list(follow(job, rhythm=FAST))
+    events = list(follow_job(job, rhythm=FAST))
     assert told(events)[0]["folder"] == str(folder)
     assert (folder / "runs" / f"slurm-{job}.log").is_file()
 
 
 def test_a_failure_has_its_exit_code(cluster: SlurmLab, start: Submit) -> None:
     job = start("exit", "7")
-    last = last_state(follow(job, rhythm=FAST))
+    last = last_state(follow_job(job, rhythm=FAST))
     assert (last.kind, last.exit_code, last.reason) == ("failed", 7, "NonZeroExitCode")
     assert last.words == f"job {job} failed on node1: exit code 7"
 
@@ -134,35 +139,35 @@ def test_a_log_that_cannot_be_opened_is_the_stated_cause(
         (tmp_path / "runs").rmdir()
     finally:
         cluster.run("scontrol", "update", "partition=main", "state=up")
-    last = last_state(follow(job, rhythm=FAST))
+    last = last_state(follow_job(job, rhythm=FAST))
     assert last.kind == "failed"
     assert f"could not open its log {tmp_path}/runs/slurm-{job}.log" in last.words
 
 
 def test_cancelling_ends_the_program_politely(cluster: SlurmLab, start: Submit) -> None:
     job = start("wait", "60", nodes=2)
-    events = follow(job, rhythm=FAST)
+    events = follow_job(job, rhythm=FAST)
     until(events, has_told(restart=None))
-    cancel(job)
+    cancel_job(job)
     rest = list(events)
     assert {"signal": "SIGTERM"} in told(rest)
     assert kinds(rest)[-1] == "cancelled"
-    cancel(job)  # once more does no harm
+    cancel_job(job)  # once more does no harm
 
 
 def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
     with pytest.raises(MusterError, match="job 999999 could not be cancelled") as caught:
-        cancel("999999")
+        cancel_job("999999")
     assert "Invalid job id" in caught.value.why
-    assert jobs.poll("999999").kind == "gone"
+    assert jobs.poll_job("999999").kind == "gone"
 
 
 def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submit) -> None:
     first = start("wait", "300", nodes=3, gpus_per_node=4)
-    until(follow(first, rhythm=FAST), has_told(restart=None))
+    until(follow_job(first, rhythm=FAST), has_told(restart=None))
     second = start("exit", "0", nodes=3, gpus_per_node=4)
     heard: list[tuple[float, JobState]] = []
-    for event in follow(second, rhythm=FAST):
+    for event in follow_job(second, rhythm=FAST):
         assert isinstance(event, JobState)
         heard.append((time.monotonic(), event))
         if len(heard) >= 5 and event.reason == "Resources":  # at first Slurm has not looked yet
@@ -171,23 +176,23 @@ def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submi
     assert max(gaps) < 2 * FAST.say_s + BUSY_S
     assert heard[-1][1].words.startswith(f"job {second} ")
     assert "(Resources)" in heard[-1][1].words
-    cancel(first)
-    assert kinds(list(follow(second, rhythm=FAST)))[-1] == "done"
+    cancel_job(first)
+    assert kinds(list(follow_job(second, rhythm=FAST)))[-1] == "done"
 
 
 def test_leaving_early_leaves_the_job_alone(cluster: SlurmLab, start: Submit) -> None:
     job = start("wait", "60")
-    events = follow(job, rhythm=FAST)
+    events = follow_job(job, rhythm=FAST)
     until(events, has_told(restart=None))
     assert isinstance(events, Iterator)
     events.close()  # type: ignore[attr-defined]  # as a loop does that Ctrl-C breaks
-    assert jobs.poll(job).kind == "running"
+    assert jobs.poll_job(job).kind == "running"
 
 
 def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Submit) -> None:
     job = start("exit", "0", nodes=9)
     events = until(
-        follow(job, rhythm=FAST),
+        follow_job(job, rhythm=FAST),
         lambda event: isinstance(event, JobState) and event.reason == "PartitionNodeLimit",
     )
     last = last_state(events)
@@ -223,7 +228,7 @@ def test_what_slurm_refuses_has_its_words_and_a_way_out(
 def test_the_warning_reaches_the_program_itself(cluster: SlurmLab, start: Submit) -> None:
     # Slurm looks every few seconds, and warns that much early: of a minute, 57 s before its end.
     job = start("wait", "300", time="1", warn_s=57)
-    events = until(follow(job, rhythm=FAST), has_told(signal="SIGUSR1"))
+    events = until(follow_job(job, rhythm=FAST), has_told(signal="SIGUSR1"))
     assert {"signal": "SIGTERM"} not in told(events)
 
 
@@ -231,7 +236,7 @@ def test_a_requeued_job_goes_on_in_the_same_log(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
     job = start("wait", "300", nodes=2)
-    events = follow(job, rhythm=FAST)
+    events = follow_job(job, rhythm=FAST)
     first = until(events, has_told(restart=None))
     # Another job takes all memory next, so that this one stays in the queue until that was seen.
     next_folder = tmp_path / "next"
@@ -244,8 +249,8 @@ def test_a_requeued_job_goes_on_in_the_same_log(
     assert told(second)[0] == {"signal": "SIGTERM"}
     assert again.words.startswith(f"job {job} ")
     assert again.restarts == 1
-    await_until(lambda: jobs.poll(job).kind == "running", "Slurm, too, says that it runs")
-    log = jobs.poll(job).log
+    await_until(lambda: jobs.poll_job(job).kind == "running", "Slurm, too, says that it runs")
+    log = jobs.poll_job(job).log
     assert log is not None
     assert log.read_text().startswith(told_text(first))
 
@@ -258,7 +263,7 @@ def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
     job = start("wait", "300", nodes=3, gpus_per_node=4, partition="main", warn_s=30)
-    events = follow(job, rhythm=FAST)
+    events = follow_job(job, rhythm=FAST)
     until(events, has_told(restart=None))
     folder = tmp_path / "higher"
     higher = start("wait", "300", nodes=2, gpus_per_node=4, partition="hi", folder=folder)
@@ -270,7 +275,7 @@ def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     lines = [one.text for one in seen if isinstance(one, LogLine)]
     # Once in a hundred times Slurm calls a preemption a requeue.
     assert any(re.search("DUE TO (PREEMPTION|JOB REQUEUE)", line) for line in lines), lines
-    assert jobs.poll(higher).kind == "done"
+    assert jobs.poll_job(higher).kind == "done"
 
 
 @pytest.mark.parametrize("requeue", [True, False])
@@ -278,7 +283,7 @@ def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) 
     job = start("wait", "100", nodes=3, gpus_per_node=4)
     if not requeue:
         own_cluster.run("scontrol", "update", f"job={job}", "requeue=0")
-    events = follow(job, rhythm=FAST)
+    events = follow_job(job, rhythm=FAST)
     until(events, has_told(restart=None))
     own_cluster.end_machine("node2")
     if requeue:
@@ -299,7 +304,7 @@ def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) 
 
 def test_inside_a_job_its_allocation_is_known(cluster: SlurmLab, start: Submit) -> None:
     job = start("allocation", nodes=2, gpus_per_node=3, cpus_per_node=2)
-    (_, answer) = told(list(follow(job, rhythm=FAST)))
+    (_, answer) = told(list(follow_job(job, rhythm=FAST)))
     known = Allocation(
         job=job,
         nodes=("node1", "node2"),
@@ -318,5 +323,5 @@ def test_a_job_inherits_the_shell_but_not_the_allocation_around_it(
     monkeypatch.setenv("MY_SETTING", "a b")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     job = start("variables", "MY_SETTING", "SLURM_GPUS_PER_TASK")
-    (_, answer) = told(list(follow(job, rhythm=FAST)))
+    (_, answer) = told(list(follow_job(job, rhythm=FAST)))
     assert answer["variables"] == {"MY_SETTING": "a b", "SLURM_GPUS_PER_TASK": None}

@@ -27,7 +27,7 @@ def allocate(cluster: SlurmLab, *options: str) -> Allocation:
     said = cluster.run("salloc", "--no-shell", *options)
     job = said.split("Granted job allocation ")[1].split()[0]
     nodes = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
-    found = allocations.here({"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes})
+    found = allocations.allocation_here({"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes})
     assert found is not None
     return found
 
@@ -69,7 +69,7 @@ async def keepers_on(transport: SrunTransport, count: int) -> AsyncIterator[Keep
         await transport.close()
 
 
-async def hear(channel: Channel) -> protocol.FromKeeper | None:
+async def hear(channel: Channel) -> protocol.FromAgent | None:
     return await asyncio.wait_for(channel.receive(), GIVE_UP_S)
 
 

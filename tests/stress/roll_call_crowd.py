@@ -132,7 +132,7 @@ async def host(nodes: int) -> None:
         on_code=lambda place, code: events.append(f"place {place} was lost"),
     )
     await service.open(roll_call.arrive)
-    lines = [codes.encode(code) + "\n" for code in service.codes().values()]
+    lines = [codes.encode_code(code) + "\n" for code in service.codes().values()]
     crowds = [
         await asyncio.create_subprocess_exec(
             sys.executable,
@@ -177,9 +177,9 @@ async def host(nodes: int) -> None:
     print(json.dumps(told), flush=True)
 
 
-async def machine(code: codes.Code, may_connect: asyncio.Semaphore) -> client.HostChannel:
+async def machine(code: codes.JoinCode, may_connect: asyncio.Semaphore) -> client.HostChannel:
     async with may_connect:
-        channel = await client.connect(
+        channel = await client.connect_to_host(
             code, on_event=lambda _: None, open_firewall=str, discover=False
         )
     await channel.send(HELLO)
@@ -195,7 +195,9 @@ async def crowd() -> None:
     print("ready", flush=True)
     lines = await asyncio.to_thread(sys.stdin.readlines)
     may_connect = asyncio.Semaphore(AT_ONCE)
-    channels = await asyncio.gather(*(machine(codes.decode(line), may_connect) for line in lines))
+    channels = await asyncio.gather(
+        *(machine(codes.decode_code(line), may_connect) for line in lines)
+    )
     print(len(channels), flush=True)
     for channel in channels:
         assert await channel.receive() is None  # until the host closes

@@ -16,7 +16,7 @@ import pytest
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.job_runner import Supervisor
+from torchmuster.launch.launcher.job_runner import JobRunner
 from torchmuster.launch.transports.channel import Arrive
 
 pytestmark = [pytest.mark.stress, pytest.mark.alone]
@@ -27,7 +27,7 @@ class Machine:
 
     def __init__(self, place: int) -> None:
         self._place = place
-        self._said: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self._said: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self.messages = 0
         here = protocol.Address(
             address=f"10.{place >> 16}.{place >> 8 & 255}.{place & 255}", interface="eth0"
@@ -48,11 +48,11 @@ class Machine:
         )
         self._say(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
 
-    def _say(self, message: protocol.FromKeeper | None) -> None:
+    def _say(self, message: protocol.FromAgent | None) -> None:
         self.messages += not isinstance(message, protocol.Alive)
         self._said.put_nowait(message)
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         self.messages += not isinstance(message, protocol.Alive)
         match message:
             case protocol.Prepare():
@@ -77,7 +77,7 @@ class Machine:
             case protocol.Alive():
                 self._say(protocol.Alive())
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         return await self._said.get()
 
     def why_closed(self) -> str:
@@ -151,7 +151,7 @@ def measure(size: int, logs: Path) -> Cost:
     spec = JobSpec(name="big", command=("train.py",), folder="/", device="cpu")
 
     async def run() -> bool:
-        supervisor = Supervisor(spec, fleet, voice, run_id="r", logs=str(logs))
+        supervisor = JobRunner(spec, fleet, voice, run_id="r", logs=str(logs))
         return (await supervisor.run()).good
 
     gc.collect()

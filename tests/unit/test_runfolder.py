@@ -12,7 +12,13 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible, NoSuchRun
-from torchmuster.runfolder import RunFolder, create, find, list_runs, write_atomically
+from torchmuster.runfolder import (
+    RunFolder,
+    create_run_folder,
+    find_run,
+    list_runs,
+    write_atomically,
+)
 
 NOON = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC)
 
@@ -23,12 +29,12 @@ def at(second: int) -> datetime:
 
 def refusal(run: str, root: Path) -> tuple[str, str, str]:
     with pytest.raises(NoSuchRun) as caught:
-        find(run, root)
+        find_run(run, root)
     return caught.value.what, caught.value.why, caught.value.fix
 
 
 def test_a_new_run_has_every_part_and_says_what_it_is(tmp_path: Path) -> None:
-    run = create(tmp_path / "deep" / "runs", "Llama 7B, try #2", now=NOON)
+    run = create_run_folder(tmp_path / "deep" / "runs", "Llama 7B, try #2", now=NOON)
     assert re.fullmatch(r"20260131-120000-llama-7b-try-2-[0-9a-f]{4}", run.id)
     assert {one.name for one in run.path.iterdir()} == {
         "run.json",
@@ -73,7 +79,7 @@ def test_the_paths_of_a_run(tmp_path: Path) -> None:
 def test_any_name_gives_a_folder_directly_below_the_root(
     name: str, slug: str, tmp_path: Path
 ) -> None:
-    run = create(tmp_path, name, now=NOON)
+    run = create_run_folder(tmp_path, name, now=NOON)
     assert run.path.parent == tmp_path
     assert run.id.startswith(f"20260131-120000-{slug}-")
     assert len(run.id) == len(f"20260131-120000-{slug}-0000")
@@ -85,7 +91,7 @@ def test_runs_made_at_the_same_moment_get_folders_of_their_own(tmp_path: Path) -
 
     def make(_: int) -> list[str]:
         start.wait()
-        return [create(tmp_path, "same", now=NOON).id for _ in range(10)]
+        return [create_run_folder(tmp_path, "same", now=NOON).id for _ in range(10)]
 
     with ThreadPoolExecutor(16) as pool:
         made = [one for ids in pool.map(make, range(16)) for one in ids]
@@ -98,7 +104,10 @@ def test_a_suffix_that_is_taken_is_drawn_again(
 ) -> None:
     draws = iter([b"\xaa\xaa", b"temporary 1", b"\xaa\xaa", b"\xbb\xbb", b"temporary 2"])
     monkeypatch.setattr(os, "urandom", lambda _: next(draws))
-    first, second = create(tmp_path, "x", now=NOON), create(tmp_path, "x", now=NOON)
+    first, second = (
+        create_run_folder(tmp_path, "x", now=NOON),
+        create_run_folder(tmp_path, "x", now=NOON),
+    )
     assert (first.id[-4:], second.id[-4:]) == ("aaaa", "bbbb")
 
 
@@ -114,7 +123,7 @@ def test_a_root_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
     }
     for root, reason in reasons.items():
         with pytest.raises(Impossible) as caught:
-            create(root, "x")
+            create_run_folder(root, "x")
         assert caught.value.what.endswith(f" {root}")
         assert caught.value.why == reason
         assert caught.value.fix
@@ -129,7 +138,7 @@ def test_a_folder_whose_creation_was_cut_short_is_no_run(
 
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(Impossible) as caught:
-        create(tmp_path, "x")
+        create_run_folder(tmp_path, "x")
     assert caught.value.why == "No space left on device"
     assert list_runs(tmp_path) == []
 
@@ -137,7 +146,8 @@ def test_a_folder_whose_creation_was_cut_short_is_no_run(
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "not-there") == []
     made = [
-        create(tmp_path, name, now=at(second)) for second, name in [(9, "b"), (1, "c"), (5, "a")]
+        create_run_folder(tmp_path, name, now=at(second))
+        for second, name in [(9, "b"), (1, "c"), (5, "a")]
     ]
     (tmp_path / "some-folder").mkdir()
     (tmp_path / "some-file").write_text("")
@@ -145,42 +155,45 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
 
 
 def test_within_one_second_the_later_run_is_the_newer(tmp_path: Path) -> None:
-    made = [create(tmp_path, name, now=NOON) for name in ("m", "z", "a")]
+    made = [create_run_folder(tmp_path, name, now=NOON) for name in ("m", "z", "a")]
     for age, run in enumerate(made):
         os.utime(run.marker, (1000 + age, 1000 + age))
-    assert find("last", tmp_path).id == made[-1].id
+    assert find_run("last", tmp_path).id == made[-1].id
 
 
 def test_a_run_is_found_by_folder_id_part_and_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "runs"
-    old, new = create(root, "alpha", now=at(1)), create(root, "beta", now=at(2))
-    assert find(old.id, root) == old
-    assert find("alpha", root) == old
-    assert find(new.id[-9:], root) == new
-    assert find("last", root) == new
-    assert find(old.path) == old
+    old, new = (
+        create_run_folder(root, "alpha", now=at(1)),
+        create_run_folder(root, "beta", now=at(2)),
+    )
+    assert find_run(old.id, root) == old
+    assert find_run("alpha", root) == old
+    assert find_run(new.id[-9:], root) == new
+    assert find_run("last", root) == new
+    assert find_run(old.path) == old
     monkeypatch.chdir(tmp_path)
-    assert find("alpha").id == old.id
-    assert find(f"runs/{new.id}/").id == new.id
+    assert find_run("alpha").id == old.id
+    assert find_run(f"runs/{new.id}/").id == new.id
     monkeypatch.chdir(old.path)
-    assert find(".").id == old.id
-    assert find(f"../{new.id}").path == new.path
+    assert find_run(".").id == old.id
+    assert find_run(f"../{new.id}").path == new.path
 
 
 def test_an_exact_id_wins_over_longer_ones(tmp_path: Path) -> None:
-    short = create(tmp_path, "x", now=NOON)
+    short = create_run_folder(tmp_path, "x", now=NOON)
     long = RunFolder(tmp_path / f"{short.id}-copy")
     long.path.mkdir()
     long.marker.write_text("{}")
-    assert find(short.id, tmp_path) == short
+    assert find_run(short.id, tmp_path) == short
 
 
 def test_a_part_that_fits_several_runs_is_refused(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    made = [create(tmp_path, "alpha", now=at(second)) for second in range(7)]
+    made = [create_run_folder(tmp_path, "alpha", now=at(second)) for second in range(7)]
     newest = ", ".join(one.id for one in reversed(made[2:]))
     what, why, fix = refusal("alpha", tmp_path)
     assert newest in why
@@ -192,7 +205,7 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(
 ) -> None:
     what, why, fix = refusal("last", tmp_path)
     assert (what, why.replace(str(tmp_path), "RUNS"), fix) == snapshot
-    run = create(tmp_path, "alpha")
+    run = create_run_folder(tmp_path, "alpha")
     what, why, fix = refusal("beta", tmp_path)
     assert why.endswith(f": {run.id}")
     assert (what, why.replace(str(tmp_path), "RUNS").replace(run.id, "ID"), fix) == snapshot

@@ -20,17 +20,17 @@ from torchmuster.bench.record import Series
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.ssh import SshTransport
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 MARK = "torchmuster-answer "
 TO_OUTPUT = "-"  # in place of a folder for answers
 T = TypeVar("T")
 
 
-class _Listening(TerminalVoice):
+class _Listening(TerminalConsole):
     """A voice that keeps what the ranks write and what is found, and says the launcher's own words."""
 
     def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
@@ -84,9 +84,9 @@ def run_probe_on_machines(
         spec.hosts, python or sys.executable, lost_after_s=spec.limits.lost_after_s
     )
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as place:
-        run = create(Path(place), spec.name)
+        run = create_run_folder(Path(place), spec.name)
         voice = _Listening(run, say)
-        code = launch(spec, transport, run, lambda _: voice)
+        code = launch_job(spec, transport, run, lambda _: voice)
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if code != ExitCode.GOOD:

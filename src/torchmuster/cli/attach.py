@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
-from torchmuster.runfolder import RunFolder, find
+from torchmuster.runfolder import RunFolder, find_run
 
 _LOOK_EVERY_S = 0.1
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    run = find(options.which, options.runs)
+    run = find_run(options.which, options.runs)
     try:
         return follow(run)
     except KeyboardInterrupt:

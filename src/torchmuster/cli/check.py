@@ -15,7 +15,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.add_json_flag(parser)
     parsers.add_runs_flag(parser)
     job_flags.add_machine_flags(parser)
-    many = job_flags.add_meeting_flags(parser)
+    many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     many.add_argument(
         "--join", type=host.machines, metavar="N", help="N machines, this one too, join by a code"
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     return examine(
         spec,
         transport,
-        create(options.runs, spec.name),
+        create_run_folder(options.runs, spec.name),
         quick=options.quick,
         html=options.html,
         as_json=options.json,
@@ -136,7 +136,7 @@ def examine(
     as_json: bool = False,
 ) -> int:
     """Check the machines of a job, show what was found, and return the exit code that says it."""
-    from torchmuster.launch.launcher.launch_job import launch
+    from torchmuster.launch.launcher.launch_job import launch_job
 
     # What looks blocked is tried once more, so that each try can be shorter than a run allows.
     spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
@@ -149,7 +149,7 @@ def examine(
         made.append(GroupCheck(*words, **named, quick=quick))
         return made[0]
 
-    code = launch(spec, transport, run, job_flags.voice_for, make)
+    code = launch_job(spec, transport, run, job_flags.console_for, make)
     result = made[0].result if made else None
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)

@@ -22,7 +22,7 @@ from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError, ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import RunFolder, find
+from torchmuster.runfolder import RunFolder, find_run
 from torchmuster.units import format_bytes, plural
 
 
@@ -83,7 +83,7 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
     folder = Path(place)
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
         return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
-    run = find(place, runs)
+    run = find_run(place, runs)
     settings = _settings_of(run)
     given = settings.checkpoint.folder if settings else None
     return Meant(store=open_store(place_of(run, given)), wanted=wanted, run=run)

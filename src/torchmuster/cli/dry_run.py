@@ -16,7 +16,7 @@ from torchmuster.launch.network import interfaces
 from torchmuster.launch.node import device_lease, engines
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.launch.transports.local import KEEPER
-from torchmuster.launch.transports.ssh import is_here, keeper_command
+from torchmuster.launch.transports.ssh import is_this_host, node_agent_command
 from torchmuster.redaction import redact_command, redact_mapping
 from torchmuster.units import plural
 
@@ -128,7 +128,7 @@ def _stands_in(word: str, text: str) -> bool:
 
 def _alone(spec: JobSpec, runs: Path) -> Machine:
     prepare = _prepare(spec, None)
-    held = device_lease.look(prepare)
+    held = device_lease.look_at_devices(prepare)
     keeper = (sys.executable, *KEEPER)
     return _machine(
         spec,
@@ -148,7 +148,7 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
     sizes = [prepare.ranks for prepare in prepares]
     machines = []
     for place, (host, prepare) in enumerate(zip(spec.hosts, prepares, strict=True)):
-        held = device_lease.Holding(
+        held = device_lease.DeviceLease(
             ranks=prepare.ranks or _RANKS,
             devices=(),
             variables={},
@@ -165,8 +165,10 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             logs=Path("RECORDS", "logs"),
             python=remote_python,
             reached_by=(sys.executable, *KEEPER)
-            if is_here(host.name)
-            else keeper_command(host.name, remote_python, lost_after_s=spec.limits.lost_after_s),
+            if is_this_host(host.name)
+            else node_agent_command(
+                host.name, remote_python, lost_after_s=spec.limits.lost_after_s
+            ),
         )
         machines.append(machine)
     return machines
@@ -194,7 +196,7 @@ def _machine(
     spec: JobSpec,
     name: str,
     prepare: protocol.Prepare,
-    held: device_lease.Holding,
+    held: device_lease.DeviceLease,
     *,
     place: int,
     sizes: Sequence[int | None],
@@ -203,7 +205,7 @@ def _machine(
     reached_by: Sequence[str],
 ) -> Machine:
     share = _share(spec, prepare, held, place, sizes, logs)
-    added = engines.environment(share, {}, held.variables, held.threads)
+    added = engines.agent_environment(share, {}, held.variables, held.threads)
     if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
         del added["OMP_NUM_THREADS"]  # not known before the machine answers
     if len(sizes) > 1:
@@ -232,11 +234,11 @@ def _machine(
 def _share(
     spec: JobSpec,
     prepare: protocol.Prepare,
-    held: device_lease.Holding,
+    held: device_lease.DeviceLease,
     place: int,
     sizes: Sequence[int | None],
     logs: Path,
-) -> engines.Share:
+) -> engines.NodeShare:
     known = [size for size in sizes if size is not None]
     all_known = len(known) == len(sizes)
     address, local = ("127.0.0.1",) * 2 if len(sizes) == 1 else ("ADDRESS", "LOCAL_ADDRESS")
@@ -256,7 +258,7 @@ def _share(
         timeout_s=spec.limits.rendezvous_s,
         max_restarts=spec.max_restarts,
     )
-    return engines.Share(
+    return engines.NodeShare(
         prepare=prepare,
         start=start,
         ranks=held.ranks,

@@ -9,10 +9,10 @@ from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import find
+from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
-    from torchmuster.launch.history.failure_report import Account
+    from torchmuster.launch.history.failure_report import FailureReport
 
 _FILES_SHOWN = 8
 
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.dumps is not None:
         return _compare_dumps(options.dumps, as_json=options.json)
-    from torchmuster.launch.history.failure_report import account_of
+    from torchmuster.launch.history.failure_report import failure_report_of
 
-    account = account_of(find(options.which, options.runs))
+    account = failure_report_of(find_run(options.which, options.runs))
     if options.json:
         _print_json(account)
     else:
@@ -60,12 +60,12 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _show(account: "Account") -> None:
-    from torchmuster.launch.history.failure_report import shown
+def _show(account: "FailureReport") -> None:
+    from torchmuster.launch.history.failure_report import timeline_text
 
     run, moments = account.story.run, account.story.moments()
     print(f"run {run.id}\n")
-    for line in shown(moments):
+    for line in timeline_text(moments):
         print(f"  {harmless(line)}")
     if moments:
         print()
@@ -78,7 +78,7 @@ def _show(account: "Account") -> None:
             print(f"  … and {len(account.files) - _FILES_SHOWN} more")
 
 
-def _print_json(account: "Account") -> None:
+def _print_json(account: "FailureReport") -> None:
     story = account.story
     state, job = story.state, story.job
     output.print_json(
@@ -99,7 +99,7 @@ def _print_json(account: "Account") -> None:
 
 
 def _compare_dumps(folder: Path, *, as_json: bool) -> int:
-    from torchmuster.launch.hangs.flight_recorder import analyse
+    from torchmuster.launch.hangs.flight_recorder import analyse_flight_records
     from torchmuster.launch.history.evidence import dumps_in
 
     dumps = dumps_in(folder)
@@ -109,7 +109,7 @@ def _compare_dumps(folder: Path, *, as_json: bool) -> int:
             why="they are looked for as rank-<n>.json or rank-<n>.flight.json, as JSON",
             fix="in each rank: torch._C._distributed_c10d._dump_fr_trace_json(), written to such a file",
         )
-    findings = analyse(dumps) or [
+    findings = analyse_flight_records(dumps) or [
         Finding(
             name="collectives-alike",
             status=Status.OK,

@@ -11,12 +11,12 @@ from torchmuster.cli.launching import stay
 from torchmuster.cli.reporting import with_report
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import Nodes
+from torchmuster.launch.job import NodeCounts
 from torchmuster.launch.transports.channel import Transport
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 
 if TYPE_CHECKING:
-    from torchmuster.launch.transports.join.code import Code
+    from torchmuster.launch.transports.join.code import JoinCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="machines, this one too; 2:4 goes on with 2 if others are lost",
     )
     job_flags.add_machine_flags(parser)
-    many = job_flags.add_meeting_flags(parser)
+    many = job_flags.add_rendezvous_flags(parser)
     many.add_argument(
         "--join-port", type=job_flags.port, metavar="N", help="at which others join (any free one)"
     )
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         stream=sys.stdout,
     )
     spec = job_flags.with_nodes(spec, options.nnodes)
-    run = create(options.runs, spec.name)
+    run = create_run_folder(options.runs, spec.name)
     return with_report(run, lambda: stay(spec, transport, run))
 
 
@@ -95,7 +95,7 @@ def transport_for_guests(
     from torchmuster.launch.network import interfaces
     from torchmuster.launch.transports.hosting import HostTransport
 
-    addresses = [one.address for one in interfaces.candidates()]
+    addresses = [one.address for one in interfaces.interface_candidates()]
     if not addresses:
         raise Impossible(
             "this machine has no network address",
@@ -114,10 +114,10 @@ def transport_for_guests(
     )
 
 
-def _range(text: str) -> Nodes:
+def _range(text: str) -> NodeCounts:
     """Read a number of machines, this one included, or the fewest and the most: 2:4."""
     if ":" not in text:
-        return Nodes(least=machines(text), most=machines(text))
+        return NodeCounts(least=machines(text), most=machines(text))
     return job_flags.nodes(text)
 
 
@@ -131,8 +131,8 @@ def machines(text: str) -> int:
     return number
 
 
-def _show(place: int, code: "Code", stream: TextIO) -> None:
-    from torchmuster.launch.transports.join.code import encode
+def _show(place: int, code: "JoinCode", stream: TextIO) -> None:
+    from torchmuster.launch.transports.join.code import encode_code
 
     print(f"on machine {place + 1}, in a folder with the same code, paste:", file=stream)
-    print(f"  muster join {encode(code)}", file=stream, flush=True)
+    print(f"  muster join {encode_code(code)}", file=stream, flush=True)

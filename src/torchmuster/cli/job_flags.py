@@ -16,7 +16,7 @@ from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import JobSpec, Limits, Nodes, parse_hosts, parse_nodes
+from torchmuster.launch.job import JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
@@ -70,7 +70,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_meeting_flags(parser: argparse.ArgumentParser) -> Any:
+def add_rendezvous_flags(parser: argparse.ArgumentParser) -> Any:
     """Add how the machines of a run meet."""
     many = parser.add_argument_group("many machines")
     many.add_argument(
@@ -203,7 +203,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
     )
 
 
-def with_nodes(spec: JobSpec, nodes: Nodes) -> JobSpec:
+def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:
     """Return the job for so many machines; one that goes on with fewer is started again for that."""
     if nodes.least == nodes.most:
         return spec
@@ -211,11 +211,11 @@ def with_nodes(spec: JobSpec, nodes: Nodes) -> JobSpec:
     return replace(spec, min_nodes=nodes.least, max_restarts=restarts)
 
 
-def voice_for(run: RunFolder) -> "Any":
+def console_for(run: RunFolder) -> "Any":
     """Return the voice of a command that launches."""
-    from torchmuster.launch.launcher.console import TerminalVoice
+    from torchmuster.launch.launcher.console import TerminalConsole
 
-    return TerminalVoice(
+    return TerminalConsole(
         run,
         colour=output.wants_colour(sys.stdout),
         own_colour=output.wants_colour(sys.stderr),
@@ -301,7 +301,7 @@ def count(text: str) -> int:
     return number
 
 
-def nodes(text: str) -> Nodes:
+def nodes(text: str) -> NodeCounts:
     """Read a number of machines, or the fewest and the most: 2:4."""
     try:
         return parse_nodes(text)

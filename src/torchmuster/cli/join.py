@@ -13,7 +13,7 @@ from torchmuster.cli.job_flags import duration
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
-    from torchmuster.launch.transports.join.code import Code
+    from torchmuster.launch.transports.join.code import JoinCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,18 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchmuster.launch.transports.join.code import decode
+    from torchmuster.launch.transports.join.code import decode_code
 
-    code = decode(" ".join(options.code))
+    code = decode_code(" ".join(options.code))
     return asyncio.run(_join(code, options))
 
 
-async def _join(code: "Code", options: argparse.Namespace) -> int:
+async def _join(code: "JoinCode", options: argparse.Namespace) -> int:
     from torchmuster.launch.network import firewall
-    from torchmuster.launch.node.node_agent import Keeper
-    from torchmuster.launch.transports.join.client import connect
+    from torchmuster.launch.node.node_agent import NodeAgent
+    from torchmuster.launch.transports.join.client import connect_to_host
 
-    channel = await connect(
+    channel = await connect_to_host(
         code,
         on_event=_say,
         open_firewall=firewall.open_command_anywhere,
@@ -76,9 +76,9 @@ async def _join(code: "Code", options: argparse.Namespace) -> int:
     else:
         from torchmuster.launch.node import join_policy
 
-        allowed = functools.partial(join_policy.allowed, folder=folder)
+        allowed = functools.partial(join_policy.check_join_policy, folder=folder)
         _say(f"the host may start only code in {folder}")
-    keeper = Keeper(channel, folder=folder, allowed=allowed, tell=_say)
+    keeper = NodeAgent(channel, folder=folder, allowed=allowed, tell=_say)
     exit_code = await keeper.run()
     _say(keeper.words or "the host has ended the run")
     sys.stdout.flush()

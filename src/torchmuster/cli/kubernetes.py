@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from torchmuster.launch.job import JobSpec
-    from torchmuster.launch.schedulers.kubernetes.manifests import render, to_yaml
+    from torchmuster.launch.schedulers.kubernetes.manifests import render_manifests, to_yaml
     from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
 
     script = _script(options)
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
         secret=options.secret,
         run_as_non_root=options.run_as_non_root,
     )
-    print(to_yaml(render(spec, request, options.kind)), end="")
+    print(to_yaml(render_manifests(spec, request, options.kind)), end="")
     return ExitCode.GOOD
 
 

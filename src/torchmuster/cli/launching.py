@@ -17,7 +17,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 # So long the terminal stays to see whether the run gets going at all.
 _STAY_S = 60.0
@@ -67,7 +67,7 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _see_it_begin(run: RunFolder, child: int) -> run_state.State | None:
+def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
     """Wait until the run is under way or over; None if it ended without a word."""
     began = said = time.monotonic()
     while (now := time.monotonic()) - began < _STAY_S:
@@ -89,7 +89,7 @@ def _lives(child: int) -> bool:
     return False
 
 
-def _tell(run: RunFolder, state: run_state.State | None, *, begun: bool) -> int:
+def _tell(run: RunFolder, state: run_state.RunState | None, *, begun: bool) -> int:
     active = state.active if state is not None else begun
     if not active and (state is None or state.exit_code != ExitCode.GOOD):
         if run.console.exists():
@@ -143,7 +143,11 @@ def start(
             fix=f"muster {options.words[0]} --slurm --dry-run …  # outside of the job shows its script",
         )
     transport = transport or transport_for(spec, python)
-    run = slurm_run.earlier_run(spec, options.runs) or run or create(options.runs, spec.name)
+    run = (
+        slurm_run.earlier_run(spec, options.runs)
+        or run
+        or create_run_folder(options.runs, spec.name)
+    )
     prepare(run)
     spec = in_folder(spec, run.path)
     if options.detach:
@@ -157,9 +161,9 @@ def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int
 
 def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
     """Launch a job and show how it goes until it is over."""
-    from torchmuster.launch.launcher.launch_job import launch
+    from torchmuster.launch.launcher.launch_job import launch_job
 
-    return launch(spec, transport, run, job_flags.voice_for)
+    return launch_job(spec, transport, run, job_flags.console_for)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:

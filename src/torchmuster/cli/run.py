@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     job_flags.add_machine_flags(parser)
-    many = job_flags.add_meeting_flags(parser)
+    many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     many.add_argument(
         "--rdzv-backend",

@@ -13,7 +13,7 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable, redact_text
-from torchmuster.runfolder import RunFolder, find, list_runs
+from torchmuster.runfolder import RunFolder, find_run, list_runs
 from torchmuster.units import format_seconds, plural
 
 
@@ -52,7 +52,7 @@ def _run_export(options: argparse.Namespace) -> int:
     from torchmuster.monitor.sinks.sending import Sending
     from torchmuster.monitor.sinks.sink import open_sink, wanted_by
 
-    run = find(options.which, options.runs)
+    run = find_run(options.which, options.runs)
     if not any((run.metrics / f"{name}.jsonl").is_file() for name in ("steps", "evaluations")):
         raise Impossible(
             f"{run.id} has no metrics",
@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _cells(
-    run: RunFolder, job: run_state.Job | None, state: run_state.State | None
+    run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
 ) -> tuple[str, str, str, str]:
     words = printable(job.shown) if job else ""
     if state is None:
@@ -147,11 +147,11 @@ def _cells(
 
 
 def _restarts(run: RunFolder) -> int:
-    return sum(event.name == run_state.RESTART for event in run_state.events(run))
+    return sum(event.name == run_state.RESTART for event in run_state.read_events(run))
 
 
 def _as_json(
-    run: RunFolder, job: run_state.Job | None, state: run_state.State | None
+    run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
 ) -> dict[str, object]:
     return {
         "id": run.id,

@@ -44,8 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     """Submit the job, show how it goes; Ctrl-C leaves it to itself."""
-    from torchmuster.launch.schedulers.slurm.follow import LogLine, follow, left_running
-    from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render, submit
+    from torchmuster.launch.schedulers.slurm.follow import LogLine, follow_job, left_running
+    from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script, submit_job
 
     request = SlurmRequest(
         nodes=options.nodes.most if options.nodes else 1,
@@ -59,17 +59,17 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
         mem=options.mem,
         warn_s=None if options.warn is None else round(options.warn),
     )
-    script = render(spec, request, _inside(options), options.runs)
+    script = render_script(spec, request, _inside(options), options.runs)
     if options.dry_run:
         print(script, end="")
         return ExitCode.GOOD
-    job = submit(script, run_root=options.runs)
+    job = submit_job(script, run_root=options.runs)
     print(job, flush=True)
     output.say(f"muster: submitted as job {job}; to end it: scancel {job}")
     if options.detach:
         return ExitCode.GOOD
     try:
-        for news in follow(job):
+        for news in follow_job(job):
             if isinstance(news, LogLine):
                 print(news.text, flush=True)
             else:
@@ -85,7 +85,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     """Return the way to the nodes of the Slurm job in which this runs; None outside of one."""
     from torchmuster.launch.schedulers.slurm import allocation
 
-    given = allocation.here(os.environ)
+    given = allocation.allocation_here(os.environ)
     if given is None:
         return None
     allocation.check_counts(given, spec)

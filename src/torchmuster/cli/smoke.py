@@ -6,7 +6,7 @@ import sys
 from torchmuster.cli import job_flags, parsers, slurm_run
 from torchmuster.cli.launching import stay, transport_for
 from torchmuster.cli.scripts import Script
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 
 PROGRAM = "torchmuster.launch.probes.smoke"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     job_flags.add_machine_flags(parser)
-    job_flags.add_host_flags(job_flags.add_meeting_flags(parser))
+    job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
     job_flags.add_run_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -36,4 +36,4 @@ def _run(options: argparse.Namespace) -> int:
     spec = job_flags.job_from(options, resolved, script)
     python = resolved.settings.launch.remote_python or sys.executable
     transport = slurm_run.transport_inside(spec) or transport_for(spec, python)
-    return stay(spec, transport, create(options.runs, spec.name))
+    return stay(spec, transport, create_run_folder(options.runs, spec.name))

@@ -10,7 +10,7 @@ from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
-from torchmuster.runfolder import RunFolder, find
+from torchmuster.runfolder import RunFolder, find_run
 
 _SAY_EVERY_S = 5.0
 # What the launcher may take beyond the ranks' grace to end the other machines and itself.
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    run = find(options.which, options.runs)
+    run = find_run(options.which, options.runs)
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(
@@ -54,9 +54,9 @@ def _run(options: argparse.Namespace) -> int:
     active = state is None or state.active
     process = job.launcher.process()
     if active and job.slurm_job and not job.launcher.is_of_this_machine:
-        from torchmuster.launch.schedulers.slurm.submit import cancel
+        from torchmuster.launch.schedulers.slurm.submit import cancel_job
 
-        cancel(job.slurm_job)
+        cancel_job(job.slurm_job)
         output.say(f"muster: {run.id}: Slurm was told to cancel job {job.slurm_job}")
         return ExitCode.GOOD
     if active and not job.launcher.is_of_this_machine:
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _how_it_ended(state: run_state.State | None) -> str:
+def _how_it_ended(state: run_state.RunState | None) -> str:
     if state is None or state.active:
         return "has ended"
     if state.phase == "died":
@@ -118,10 +118,10 @@ def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None
         time.sleep(0.05)
 
 
-def _sweep(run: RunFolder, job: run_state.Job) -> None:
+def _sweep(run: RunFolder, job: run_state.RunJob) -> None:
     from torchmuster.launch.node import process_cleanup
 
-    left = process_cleanup.kill(job.token, within_s=_KILL_WITHIN_S) if job.token else []
+    left = process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S) if job.token else []
     if left:
         raise MusterError(
             f"processes of {run.id} cannot be ended: {', '.join(str(one.pid) for one in left)}",

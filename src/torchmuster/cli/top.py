@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.runfolder import find
+from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.monitor.views.top_app import TopApp
@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     from torchmuster.monitor.views.top_picture import TopWatch
     from torchmuster.monitor.views.top_screen import TopView, top_screen
 
-    run = find(options.which, options.runs) if options.which else None
+    run = find_run(options.which, options.runs) if options.which else None
     live = not options.once and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     app = _app() if live else None
     view = TopView(order=options.sort)

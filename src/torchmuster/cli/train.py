@@ -41,7 +41,7 @@ from torchmuster.plan.timing import calibration
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.redaction import HIDDEN
-from torchmuster.runfolder import RunFolder, create, find, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, find_run, write_atomically
 from torchmuster.units import format_seconds
 
 
@@ -110,7 +110,7 @@ _LOOK_EVERY_S = 0.25
 
 def take_run(options: argparse.Namespace) -> RunFolder:
     """Find the run that ``--resume`` names, and let its settings and its job be those of the options."""
-    run = find(options.resume, options.runs)
+    run = find_run(options.resume, options.runs)
     if options.config is not None:
         raise Impossible(
             f"--resume {options.resume} and --config {options.config} were both given",
@@ -150,7 +150,7 @@ def _await_processes_left(run: RunFolder) -> None:
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s and process_cleanup.processes_of(job.token):
         time.sleep(_LOOK_EVERY_S)
-    if left := process_cleanup.kill(job.token, within_s=_KILLED_WITHIN_S):
+    if left := process_cleanup.kill_processes(job.token, within_s=_KILLED_WITHIN_S):
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
             why="they do not react to SIGKILL: they wait for a driver or a disk",
@@ -277,7 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on with a run (its id, its folder, or: last) from its newest good checkpoint",
     )
     job_flags.add_machine_flags(parser)
-    job_flags.add_host_flags(job_flags.add_meeting_flags(parser))
+    job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(
         parser,
@@ -390,4 +390,4 @@ def _check(options: argparse.Namespace, spec: JobSpec, python: str) -> int:
     from torchmuster.cli import check
 
     transport = slurm_run.transport_inside(spec) or transport_for(spec, python)
-    return check.examine(spec, transport, create(options.runs, "check"), quick=True)
+    return check.examine(spec, transport, create_run_folder(options.runs, "check"), quick=True)

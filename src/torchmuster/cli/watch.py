@@ -15,7 +15,7 @@ from urllib.parse import quote
 from torchmuster.cli import output, parsers, reporting, serving_flags
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import find
+from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.monitor.views.run_picture import RunPicture
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     from torchmuster.monitor.views.run_screen import run_screen
 
     _refuse_flags_without_browser(options)
-    run = find(options.which, options.runs)
+    run = find_run(options.which, options.runs)
     if options.report is not None:
         reporting.write(run, options.report)
         output.say(f"muster: report in {options.report}")

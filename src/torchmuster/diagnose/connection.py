@@ -6,7 +6,7 @@ import time
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import firewall
-from torchmuster.launch.network.reach import meaning
+from torchmuster.launch.network.reach import meaning_of_errno
 
 # An absent machine is given up by the network after about 3 s; a firewall's answer comes at once.
 _AT_ONCE_S = 1.0
@@ -67,7 +67,7 @@ def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
         "prohibited": "a firewall, there or on the way, answers at once that this is not allowed",
         "absent": "nobody answers at that address: the machine is off, or on another network",
     }
-    return words.get(problem) or meaning(problem, timeout_s)
+    return words.get(problem) or meaning_of_errno(problem, timeout_s)
 
 
 def _fix(problem: str, address: str, port: int) -> str:

@@ -22,10 +22,10 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error, worst_first
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.job_runner import Outcome
-from torchmuster.launch.launcher.node_handle import Node, Stopped
-from torchmuster.launch.launcher.session import Session, Voice
-from torchmuster.launch.network.reach import Place, gloo_calls, several
+from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
+from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
 from torchmuster.launch.transports.channel import Transport
 
 # By name: if one of the causes was found anywhere, the consequence is not told.
@@ -88,23 +88,29 @@ def _folded(same: Mapping[str, Finding], *, named: bool) -> Finding:
     if not named:
         return first
     names = list(same)
-    what = first.what if first.what.startswith(tuple(names)) else f"{several(names)}: {first.what}"
+    what = (
+        first.what
+        if first.what.startswith(tuple(names))
+        else f"{name_several(names)}: {first.what}"
+    )
     seen: dict[str, list[str]] = {}
     for name, one in same.items():
         if one.evidence:
             seen.setdefault(one.evidence, []).append(name)
     evidence = next(iter(seen), "")
     if len(seen) > 1:
-        evidence = "\n".join(f"{several(whose)}: {text}" for text, whose in seen.items())
+        evidence = "\n".join(f"{name_several(whose)}: {text}" for text, whose in seen.items())
     return dataclasses.replace(first, what=what, evidence=evidence)
 
 
-def able_together(nodes: Sequence[Node], apart: Collection[tuple[int, int]]) -> list[list[Node]]:
+def able_together(
+    nodes: Sequence[NodeHandle], apart: Collection[tuple[int, int]]
+) -> list[list[NodeHandle]]:
     """Divide machines into groups in which all can work together.
 
     ``apart`` are the places of two machines of which one does not reach the other.
     """
-    groups: list[list[Node]] = []
+    groups: list[list[NodeHandle]] = []
     for node in nodes:
         for group in groups:
             if all(_fit(node, other, apart) for other in group):
@@ -115,12 +121,12 @@ def able_together(nodes: Sequence[Node], apart: Collection[tuple[int, int]]) -> 
     return groups
 
 
-def _fit(one: Node, other: Node, apart: Collection[tuple[int, int]]) -> bool:
+def _fit(one: NodeHandle, other: NodeHandle, apart: Collection[tuple[int, int]]) -> bool:
     places = one.place, other.place
     return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
 
 
-def _kind(node: Node) -> tuple[str, str]:
+def _kind(node: NodeHandle) -> tuple[str, str]:
     assert node.record is not None
     return node.record.system, (node.record.torch or "").partition("+")[0]
 
@@ -143,7 +149,7 @@ def _gloo_calls(source: End, target: End) -> bool:
     if source.address is None or target.address is None:
         return True
     caller, called = (
-        Place(name=one.name, system=one.system, address=one.address or "")
+        NodeAddress(name=one.name, system=one.system, address=one.address or "")
         for one in (source, target)
     )
     return gloo_calls(caller, called)
@@ -163,7 +169,7 @@ _TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"}
 # With these, ranks would only say once more what was said.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
 
-One = TypeVar("One", Node, HostProbe)
+One = TypeVar("One", NodeHandle, HostProbe)
 Told = TypeVar("Told")
 
 
@@ -174,7 +180,7 @@ class GroupCheck:
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Voice,
+        voice: Console,
         *,
         run_id: str,
         logs: str,
@@ -204,11 +210,11 @@ class GroupCheck:
         self.pass_on = self._session.pass_on
         self.result: GroupResult | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         """Do the whole of it."""
         session = self._session
         began_s = time.monotonic()
-        outcome = Outcome(good=False, stopped=True)
+        outcome = JobOutcome(good=False, stopped=True)
         try:
             self._on_phase("roll-call")
             await self._transport.open(session.roll.arrive)
@@ -225,7 +231,7 @@ class GroupCheck:
             await self._try_ranks(ready)
             self.result = self._result(absent, time.monotonic() - began_s)
             good = exit_code(self.result.findings) == 0
-            outcome = Outcome(good=good, words=headline(self.result))
+            outcome = JobOutcome(good=good, words=headline(self.result))
         except MusterError as error:  # the machines cannot even be called
             self._findings += from_error(error)
             self.result = self._result({}, time.monotonic() - began_s)
@@ -238,7 +244,7 @@ class GroupCheck:
 
     # ---- each machine, and the links between them
 
-    async def _look_at(self, nodes: Sequence[Node]) -> list[Node]:
+    async def _look_at(self, nodes: Sequence[NodeHandle]) -> list[NodeHandle]:
         """Examine machines and links; return the machines that can run ranks."""
         examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
@@ -289,7 +295,7 @@ class GroupCheck:
         except MusterError as error:
             self._findings += from_error(error)
 
-    async def _compare(self, nodes: Sequence[Node]) -> None:
+    async def _compare(self, nodes: Sequence[NodeHandle]) -> None:
         try:
             differences = await self._session.differences(nodes)
         except MusterError as error:
@@ -334,29 +340,29 @@ class GroupCheck:
 
     # ---- real ranks
 
-    async def _try_ranks(self, ready: Sequence[Node]) -> None:
+    async def _try_ranks(self, ready: Sequence[NodeHandle]) -> None:
         if self._quick:
             self._not_tried.append("ranks: left out, as --quick asks")
             return
         able = [node for node in ready if self._has_torch(node)]
         if unable := [node.name for node in ready if node not in able]:
-            self._not_tried.append(f"ranks on {several(unable)}: torch cannot be used there")
+            self._not_tried.append(f"ranks on {name_several(unable)}: torch cannot be used there")
         groups = able_together(able, self._apart)
         if len(groups) > 1:
-            names = "; ".join(several([node.name for node in group]) for group in groups)
+            names = "; ".join(name_several([node.name for node in group]) for group in groups)
             self._not_tried.append(
                 f"ranks on all machines together: what was found keeps them apart ({names})"
             )
         for group in groups:
             await self._probe(group)
 
-    def _has_torch(self, node: Node) -> bool:
+    def _has_torch(self, node: NodeHandle) -> bool:
         return bool(node.record and node.record.torch) and not self._found(node) & _NO_TORCH
 
-    def _found(self, node: Node) -> set[str]:
+    def _found(self, node: NodeHandle) -> set[str]:
         return {one.name for one in self._of_machines.get(node.place, ())}
 
-    async def _probe(self, nodes: Sequence[Node]) -> None:
+    async def _probe(self, nodes: Sequence[NodeHandle]) -> None:
         probed = await self._run_probe(nodes, {})
         second = None
         if variables := wrong_values.second_try(probed.records):
@@ -367,7 +373,7 @@ class GroupCheck:
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
 
     async def _run_probe(
-        self, nodes: Sequence[Node], environment: Mapping[str, str]
+        self, nodes: Sequence[NodeHandle], environment: Mapping[str, str]
     ) -> probing.Probed:
         spec = probing.spec_of(self._spec, environment)
         probed = await probing.run_check_ranks(
@@ -393,7 +399,7 @@ class GroupCheck:
         )
 
 
-def _machine(name: str, place: int, node: Node | None, absent: Finding | None) -> Machine:
+def _machine(name: str, place: int, node: NodeHandle | None, absent: Finding | None) -> Machine:
     record = None if node is None else node.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
     if node is None or record is None:

@@ -16,9 +16,9 @@ from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import Node, Word
-from torchmuster.launch.launcher.session import Session, Voice
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.launcher.node_handle import NodeHandle, Word
+from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.network.reach import name_several
 
 HOST_PROBE = "torchmuster.diagnose.host_probe"
 _START_WITHIN_S = 20.0
@@ -28,7 +28,7 @@ _WORDS_SHOWN = 4
 class HostProbe:
     """The examiner on one machine: asked things by name, many at a time if need be."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeHandle) -> None:
         assert node.record is not None
         self.name = node.name
         self.place = node.place
@@ -39,7 +39,7 @@ class HostProbe:
         self._gone = ""
 
     @classmethod
-    async def engage(cls, node: Node) -> "HostProbe":
+    async def engage(cls, node: NodeHandle) -> "HostProbe":
         """Have the program started on a machine that answered the roll-call."""
         examiner = cls(node)
         await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
@@ -66,7 +66,7 @@ class HostProbe:
             self._asked.pop(number, None)
 
     def _hear(self, word: Word) -> None:
-        if isinstance(word, protocol.Disengaged):
+        if isinstance(word, protocol.SidecarEnded):
             self._gone = _end(word)
             for answer in self._asked.values():
                 if not answer.done():
@@ -98,7 +98,7 @@ class HostProbe:
         return MachineLost(f"{self.name} cannot be examined any more", why=self._gone)
 
 
-def _end(word: protocol.Disengaged) -> str:
+def _end(word: protocol.SidecarEnded) -> str:
     """Say how an examiner ended."""
     words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
     if word.exit_code is None:
@@ -115,7 +115,7 @@ DEADLINE_S = 180.0
 class ProbeOutput:
     """A voice that keeps what the ranks write, and says the rest."""
 
-    def __init__(self, voice: Voice) -> None:
+    def __init__(self, voice: Console) -> None:
         self._voice = voice
         self._size = 0
         self._ended: set[int] = set()
@@ -176,7 +176,7 @@ def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
 
 
 async def run_check_ranks(
-    session: Session, ears: ProbeOutput, nodes: Sequence[Node], spec: JobSpec, *, attempt: int
+    session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], spec: JobSpec, *, attempt: int
 ) -> Probed:
     """Run the probe on these machines; never raises what a machine did wrong."""
     trouble: list[Finding] = []
@@ -197,7 +197,7 @@ async def run_check_ranks(
 
 
 async def _until_told(
-    session: Session, ears: ProbeOutput, nodes: Sequence[Node], attempt: int
+    session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], attempt: int
 ) -> Finding | None:
     """Run the job until its ranks have told everything: how they take leave is not waited for."""
     job = asyncio.ensure_future(session.attempt(nodes, attempt))
@@ -214,7 +214,7 @@ async def _until_told(
     return None
 
 
-def _named(records: Sequence[RankRecord], nodes: Sequence[Node]) -> list[RankRecord]:
+def _named(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
     """Call the machines as people call them, not as they call themselves."""
     return [
         msgspec.structs.replace(one, host=nodes[one.node].name)
@@ -224,14 +224,14 @@ def _named(records: Sequence[RankRecord], nodes: Sequence[Node]) -> list[RankRec
     ]
 
 
-def _hangs(nodes: Sequence[Node], records: Sequence[RankRecord]) -> Finding:
+def _hangs(nodes: Sequence[NodeHandle], records: Sequence[RankRecord]) -> Finding:
     world = sum(node.prepared.ranks for node in nodes if node.prepared)
     ended = {one.rank for one in records if one.ended}
     silent = [f"rank {rank}" for rank in range(world) if rank not in ended]
     return Finding(
         name="probe-hangs",
         status=Status.FAILURE,
-        what=f"the collectives hang: {several(silent)} did not end within {DEADLINE_S:.0f} s",
+        what=f"the collectives hang: {name_several(silent)} did not end within {DEADLINE_S:.0f} s",
         why="a rank that waits in a collective for another one waits for ever",
         evidence="\n".join(f"rank {one.rank} came as far as {one.stage}" for one in records),
     )

@@ -186,7 +186,7 @@ async def ssh_destination(host: str) -> Destination | None:
     name, port = settings.get("hostname", ""), settings.get("port", "")
     if not name or not port.isdecimal() or any(one != "none" for one in through):
         return None
-    addresses = await asyncio.to_thread(network.resolve, name)
+    addresses = await asyncio.to_thread(network.resolve_host, name)
     renamed = name.lower() != host.rpartition("@")[2].lower()
     return Destination(addresses=tuple(addresses), port=int(port), renamed=renamed)
 

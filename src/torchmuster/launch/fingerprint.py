@@ -45,7 +45,7 @@ def this_node(*, interfaces: Sequence[Interface] | None = None) -> protocol.Node
         torchmuster=__version__,
         cores=usable_cores().value,
         clock_unix_s=time.time(),
-        addresses=tuple(network_interfaces.candidates(interfaces)),
+        addresses=tuple(network_interfaces.interface_candidates(interfaces)),
     )
 
 
@@ -95,7 +95,7 @@ class Bounds:
     seconds: float = 2.0
 
 
-def take(
+def take_fingerprint(
     command: Sequence[str], module: bool, folder: str, *, bounds: Bounds | None = None
 ) -> protocol.Fingerprint:
     """Return the fingerprint of what a command would run in a folder, without running any of it."""

@@ -32,7 +32,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
+class NodeCounts:
     """How many machines take part: at most so many, and with ``least`` of them it goes on."""
 
     least: int
@@ -130,7 +130,7 @@ def _host(item: str) -> Host:
     return Host(name=plain, ranks=int(count) if counted else None)
 
 
-def parse_nodes(text: str) -> Nodes:
+def parse_nodes(text: str) -> NodeCounts:
     """Read ``4``, or ``2:4`` for a run that goes on with as few as 2 machines."""
     least, colon, most = text.partition(":")
     most = most if colon else least
@@ -140,7 +140,7 @@ def parse_nodes(text: str) -> Nodes:
             why="it is a number, or the fewest and the most with : between them",
             fix="--nodes 4, or --nodes 2:4",
         )
-    return Nodes(least=int(least), most=int(most))
+    return NodeCounts(least=int(least), most=int(most))
 
 
 def _is_count(text: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchmuster.launch.hangs.heartbeat import Integer, Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat, Integer
 
 PROTOCOL = 1
 LINE_LIMIT = 900
@@ -179,17 +179,17 @@ class Signal(Message, frozen=True, kw_only=True, tag="signal"):
     name: str
 
 
-class Examine(Message, frozen=True, kw_only=True, tag="examine"):
+class DumpStacks(Message, frozen=True, kw_only=True, tag="examine"):
     """Have these ranks show what they are doing: stacks, and what they wrote down of collectives."""
 
     ranks: tuple[Integer, ...]
 
 
-class TellPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
+class ListPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
     """Ask for the list of installed packages, where their fingerprints differ."""
 
 
-class Engage(Message, frozen=True, kw_only=True, tag="engage"):
+class StartSidecar(Message, frozen=True, kw_only=True, tag="engage"):
     """Start a program of ours beside the keeper; it ends with the keeper, or when asked."""
 
     program: str  # a module of torchmuster's, run as python -m
@@ -281,11 +281,11 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
-class Pulses(Message, frozen=True, kw_only=True, tag="pulses"):
+class Heartbeats(Message, frozen=True, kw_only=True, tag="pulses"):
     """What this machine's ranks are doing, every two seconds."""
 
     attempt: Integer
-    pulses: tuple[Pulse, ...]
+    pulses: tuple[Heartbeat, ...]
     kept: bool = False  # the machine has written it into the run's folder itself
 
 
@@ -297,7 +297,7 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     text: str
 
 
-class Examined(Message, frozen=True, kw_only=True, tag="examined"):
+class StackDump(Message, frozen=True, kw_only=True, tag="examined"):
     """All that could be found out about this machine's ranks has been sent."""
 
 
@@ -317,35 +317,35 @@ class Packages(Message, frozen=True, kw_only=True, tag="packages"):
     packages: dict[str, str]
 
 
-class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
+class SidecarStarted(Message, frozen=True, kw_only=True, tag="engaged"):
     """The program was started."""
 
     pid: Integer
 
 
-class Disengaged(Message, frozen=True, kw_only=True, tag="disengaged"):
+class SidecarEnded(Message, frozen=True, kw_only=True, tag="disengaged"):
     """The engaged program has ended."""
 
     exit_code: Integer | None  # negative: the signal that ended it; None: not known
     words: str = ""  # its last words on standard error
 
 
-ToKeeper = Annotated[
+ToAgent = Annotated[
     Prepare
     | Listen
     | Reach
     | Start
     | Stop
     | Signal
-    | Examine
-    | TellPackages
-    | Engage
+    | DumpStacks
+    | ListPackages
+    | StartSidecar
     | Relay
     | Alive
     | Leave,
     "to a keeper",
 ]
-FromKeeper = Annotated[
+FromAgent = Annotated[
     Hello
     | Refused
     | Waiting
@@ -354,24 +354,24 @@ FromKeeper = Annotated[
     | Reached
     | Started
     | Output
-    | Pulses
+    | Heartbeats
     | Evidence
-    | Examined
+    | StackDump
     | Ended
     | Packages
-    | Engaged
+    | SidecarStarted
     | Relay
-    | Disengaged
+    | SidecarEnded
     | Alive,
     "from a keeper",
 ]
 
 _encode = msgspec.json.Encoder().encode
-_decode_to_keeper = msgspec.json.Decoder(ToKeeper).decode
-_decode_from_keeper = msgspec.json.Decoder(FromKeeper).decode
+_decode_to_keeper = msgspec.json.Decoder(ToAgent).decode
+_decode_from_keeper = msgspec.json.Decoder(FromAgent).decode
 
 
-class Garbled(ValueError):
+class UnreadableMessage(ValueError):
     """Something that is not a message of this protocol."""
 
 
@@ -383,7 +383,7 @@ def read_with(decode: Callable[[bytes], Read], data: bytes) -> Read:
     try:
         return decode(data)
     except Exception as error:
-        raise Garbled(str(error)[:_ERROR_LIMIT] or type(error).__name__) from error
+        raise UnreadableMessage(str(error)[:_ERROR_LIMIT] or type(error).__name__) from error
 
 
 def encode(message: Message) -> bytes:
@@ -391,15 +391,15 @@ def encode(message: Message) -> bytes:
     return _encode(message)
 
 
-def decode_to_keeper(data: bytes) -> ToKeeper:
+def decode_to_agent(data: bytes) -> ToAgent:
     """Read a message of the launcher's."""
-    message: ToKeeper = read_with(_decode_to_keeper, data)
+    message: ToAgent = read_with(_decode_to_keeper, data)
     return message
 
 
-def decode_from_keeper(data: bytes) -> FromKeeper:
+def decode_from_agent(data: bytes) -> FromAgent:
     """Read a message of a keeper's."""
-    message: FromKeeper = read_with(_decode_from_keeper, data)
+    message: FromAgent = read_with(_decode_from_keeper, data)
     return message
 
 
@@ -418,7 +418,7 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         yield mark + data[number * LINE_LIMIT : (number + 1) * LINE_LIMIT] + b"\n"
 
 
-class Assembler:
+class FrameAssembler:
     """Puts the lines of a pipe together again."""
 
     def __init__(self) -> None:
@@ -430,7 +430,7 @@ class Assembler:
         mark, piece = line[:1], line[1:].rstrip(b"\r\n")
         self._size += len(piece)
         if mark not in (b"+", b"=") or self._size > MESSAGE_LIMIT:
-            raise Garbled(line[:200].decode(errors="replace").strip())
+            raise UnreadableMessage(line[:200].decode(errors="replace").strip())
         self._pieces.append(piece)
         if mark == b"+":
             return None

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec, Limits, parse_hosts
-from torchmuster.launch.launcher.console import rank_words
+from torchmuster.launch.launcher.console import rank_text
 from torchmuster.notebook.cell import RanksRequest
 
 _GRACE_S = 2.0
@@ -88,4 +88,4 @@ def chosen_ranks(line: str, world_size: int) -> list[int]:
 
 def no_such_rank(rank: int, world_size: int) -> Impossible:
     """Return the refusal of a rank that is not there."""
-    return Impossible(f"there is no rank {rank}", why=f"{rank_words(range(world_size))} run")
+    return Impossible(f"there is no rank {rank}", why=f"{rank_text(range(world_size))} run")

@@ -21,9 +21,9 @@ import msgspec
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.job_runner import Supervisor
-from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.notebook.launcher import (
@@ -45,7 +45,7 @@ _LOOK_EVERY_S = 1.0
 _PIECE_BYTES = 65536
 
 
-class _ToKernel(TerminalVoice):
+class _ToKernel(TerminalConsole):
     """A voice that tells the kernel everything."""
 
     def __init__(self, run: RunFolder, tell: Callable[[FromLauncher], None]) -> None:
@@ -108,7 +108,7 @@ class _Kernel:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def obey(self, course: Supervisor, loop: asyncio.AbstractEventLoop) -> None:
+    def obey(self, course: JobRunner, loop: asyncio.AbstractEventLoop) -> None:
         """Do what the kernel asks, in a thread, until it has gone."""
         with contextlib.suppress(RuntimeError):  # the ranks have ended, and the loop with them
             while line := self.line():
@@ -134,9 +134,9 @@ def _transport(order: LauncherOrder, tell: Callable[[FromLauncher], None]) -> Tr
 def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
     from torchmuster.launch.network import interfaces
     from torchmuster.launch.transports.hosting import HostTransport
-    from torchmuster.launch.transports.join.code import encode
+    from torchmuster.launch.transports.join.code import encode_code
 
-    addresses = [one.address for one in interfaces.candidates()]
+    addresses = [one.address for one in interfaces.interface_candidates()]
     if not addresses:
         raise Impossible(
             "this machine has no network address",
@@ -151,7 +151,7 @@ def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
         announce=True,
         on_event=lambda words: tell(Said(words)),
         on_code=lambda place, code: tell(
-            Code(place + 1, f"muster join --trust-host {encode(code)}")
+            Code(place + 1, f"muster join --trust-host {encode_code(code)}")
         ),
     )
 
@@ -167,13 +167,13 @@ def main() -> int:
     def make(
         spec: JobSpec,
         transport: Transport,
-        voice: TerminalVoice,
+        voice: TerminalConsole,
         *,
         run_id: str,
         logs: str,
         on_phase: Callable[[str], None],
-    ) -> Supervisor:
-        course = Supervisor(spec, transport, voice, run_id=run_id, logs=logs, on_phase=on_phase)
+    ) -> JobRunner:
+        course = JobRunner(spec, transport, voice, run_id=run_id, logs=logs, on_phase=on_phase)
         words = (course, asyncio.get_running_loop())
         threading.Thread(target=kernel.obey, args=words, daemon=True).start()
         return course
@@ -181,7 +181,7 @@ def main() -> int:
     run = RunFolder(Path(order.run))
     try:
         transport = _transport(order, kernel.tell)
-        code = launch(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
+        code = launch_job(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
     except MusterError as error:
         kernel.tell(HostsFound(tuple(from_error(error))))
         code = error.exit_code

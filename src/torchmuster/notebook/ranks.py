@@ -38,7 +38,7 @@ from torchmuster.notebook.messages import (
     Wrote,
     new_secret,
 )
-from torchmuster.runfolder import DEFAULT_ROOT, create
+from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder
 
 
 class Interrupts:
@@ -115,7 +115,7 @@ class Ranks:
 
     def __init__(self, asked: RanksRequest, root: Path = DEFAULT_ROOT) -> None:
         self.asked = asked
-        self.run_folder = create(root, "notebook")
+        self.run_folder = create_run_folder(root, "notebook")
         self.world_size = 0
         self._over = False
         self._requests = itertools.count()
@@ -123,10 +123,10 @@ class Ranks:
         self._here: dict[int, Connection] = {}
         self._found: Finding | None = None
         secret = new_secret()
-        made = certificate.make() if asked.many else None
+        made = certificate.make_certificate() if asked.many else None
         addresses = [LOOPBACK]
         if asked.many:
-            addresses += [one.address for one in interfaces.candidates()]
+            addresses += [one.address for one in interfaces.interface_candidates()]
         self._entrance = RankListener(
             addresses, secret, self._arrived, context=made.context if made else None
         )

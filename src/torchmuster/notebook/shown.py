@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, render
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.messages import KEEPS_WAITING
 from torchmuster.launch.history import node_records
-from torchmuster.launch.launcher.console import Folder, rank_words
+from torchmuster.launch.launcher.console import OutputFolder, rank_text
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
@@ -30,7 +30,7 @@ class Lines:
         write: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = Folder(world_size, logs=str(run.logs))
+        self._folder = OutputFolder(world_size, logs=str(run.logs))
         self._write = write
         self._clock = clock
         self._unfinished: dict[int, str] = {}
@@ -126,7 +126,7 @@ class CellShown:
         )
         if text or not self._told:
             return text
-        return f"{rank_words(self._told)} failed, as shown above"
+        return f"{rank_text(self._told)} failed, as shown above"
 
     def _tell_of_failures(self, now: float) -> None:
         """Show the traceback of a rank before the others are done: they may wait for it in vain."""
@@ -149,7 +149,7 @@ class CellShown:
         return progress_html(self._ranks, running, known, self.lines.unfinished)
 
 
-def heartbeats_html(run: RunFolder) -> dict[int, Pulse]:
+def heartbeats_html(run: RunFolder) -> dict[int, Heartbeat]:
     """Return what the ranks were doing a moment ago."""
     machines = node_records.read_node_ranks(run, time.time())
     return {pulse.rank: pulse for machine in machines for pulse in machine.ranks}
@@ -158,7 +158,7 @@ def heartbeats_html(run: RunFolder) -> dict[int, Pulse]:
 def progress_html(
     everybody: Collection[int],
     running: Collection[int],
-    places: Mapping[int, Pulse],
+    places: Mapping[int, Heartbeat],
     unfinished: Callable[[int], str] = lambda _: "",
 ) -> str:
     """Say where the ranks stand: ``rank 0 waits in all_reduce at cell-3:2; rank 1 has ended the cell``."""
@@ -168,7 +168,7 @@ def progress_html(
             rank
         )
     told = [
-        f"{rank_words(ranks)} {one if len(ranks) == 1 else several}"
+        f"{rank_text(ranks)} {one if len(ranks) == 1 else several}"
         for (one, several), ranks in by_words.items()
     ]
     more = f"; and {len(told) - _GROUPS_SHOWN} more" if len(told) > _GROUPS_SHOWN else ""
@@ -176,7 +176,7 @@ def progress_html(
 
 
 def _words(
-    rank: int, running: Collection[int], pulse: Pulse | None, unfinished: str
+    rank: int, running: Collection[int], pulse: Heartbeat | None, unfinished: str
 ) -> tuple[str, str]:
     """Say it of one rank, and of several."""
     if rank not in running:
@@ -213,5 +213,5 @@ def _folded(texts: Mapping[int, str], world_size: int) -> str:
 def _with_ranks(text: str, ranks: list[int], world_size: int) -> str:
     if world_size == 1:
         return text
-    who = f"all {world_size} ranks" if len(ranks) == world_size else rank_words(ranks)
+    who = f"all {world_size} ranks" if len(ranks) == world_size else rank_text(ranks)
     return f"[{who}]\n{text}" if "\n" in text else f"[{who}] {text}"

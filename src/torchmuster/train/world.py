@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.probes import process_group
-from torchmuster.launch.probes.membership import number
+from torchmuster.launch.probes.membership import number_from
 from torchmuster.launch.probes.process_group import group_store
 
 
@@ -47,17 +47,19 @@ def join_world(
     Who takes part is read from what torchrun and ``muster run`` set. One process without a launcher is
     a group of one.
     """
-    rank = number("RANK", os.environ) or 0
-    size = number("WORLD_SIZE", os.environ, lowest=1) or 1
+    rank = number_from("RANK", os.environ) or 0
+    size = number_from("WORLD_SIZE", os.environ, lowest=1) or 1
     made_elsewhere = dist.is_initialized()
     if made_elsewhere:
         rank, size = dist.get_rank(), dist.get_world_size()
-    group = process_group.setup(rank, size, "gloo" if device == "cpu" else "nccl", timeout_s)
+    group = process_group.setup_process_group(
+        rank, size, "gloo" if device == "cpu" else "nccl", timeout_s
+    )
     try:
         yield World(
             global_rank=rank,
             local_rank=group.member.local_rank or 0,
-            node_rank=number("GROUP_RANK", os.environ) or 0,
+            node_rank=number_from("GROUP_RANK", os.environ) or 0,
             world_size=size,
             local_world_size=group.member.local_world_size or 1,
             device=group.device,
@@ -66,7 +68,7 @@ def join_world(
         )
     finally:
         if not made_elsewhere:
-            process_group.cleanup()
+            process_group.cleanup_process_group()
 
 
 def most_exact_type(device: torch.device) -> torch.dtype:

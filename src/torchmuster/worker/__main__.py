@@ -19,7 +19,7 @@ from torchmuster.config.training import check_trainable, paths_for_ranks, with_a
 from torchmuster.config.written import settings_yaml
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
-from torchmuster.runfolder import DEFAULT_ROOT, create, write_atomically
+from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder, write_atomically
 from torchmuster.train.world import World, all_gather_object, assert_same_on_all_ranks, join_world
 from torchmuster.worker.reporting import rank_zero_log, refuse_missing_sinks
 from torchmuster.worker.training import train_from_settings
@@ -85,7 +85,7 @@ def _new_folder(resolved: Resolved, world: World) -> Path:
     """Make a run's folder with its settings, as nobody has given one; all ranks are told which."""
     path = ""
     if world.is_first:
-        run = create(DEFAULT_ROOT, resolved.settings.experiment_name)
+        run = create_run_folder(DEFAULT_ROOT, resolved.settings.experiment_name)
         write_atomically(run.config, settings_yaml(resolved))
         path = str(run.path)
     return Path(all_gather_object(path, world)[0])

@@ -28,7 +28,7 @@ MiB = 1024**2
 def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    monkeypatch.setattr(workers, "free_bytes", lambda: 64 * MiB)
+    monkeypatch.setattr(workers, "free_shared_memory", lambda: 64 * MiB)
     dataset = TensorDataset(torch.zeros(64, MiB // 4))
     loader = BatchLoader(dataset, made_up_world(0, 2), global_batch_size=64, workers=2)
     with pytest.raises(Impossible) as refused:

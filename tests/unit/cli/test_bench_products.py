@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
             requests.append(request)
             return answer
 
-        monkeypatch.setattr(bench, "measure", measure)
+        monkeypatch.setattr(bench, "measure_" + bench.__name__.rpartition(".")[2], measure)
         return requests
 
     return answering

@@ -12,13 +12,13 @@ from torchmuster.checkpoints.local import FolderStore
 from torchmuster.cli import checkpoint
 from torchmuster.cli.checkpoint import meant_by
 from torchmuster.errors import NoSuchRun
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 
 @pytest.fixture
 def run(own_machine: Path) -> RunFolder:
     """A run with two good checkpoints, a damaged one and one that was not finished."""
-    run = create(own_machine / "runs", "train")
+    run = create_run_folder(own_machine / "runs", "train")
     store = FolderStore(run.checkpoints)
     names = [save(store, step).name for step in (10, 20, 30)]
     (run.checkpoints / names[2] / "state.json").write_text("{}")

@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.cli.launching import detach
 from torchmuster.errors import ExitCode
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 
@@ -41,7 +41,7 @@ def test_who_leaves_at_once_is_told_as_well(
     capsys: pytest.CaptureFixture[str],
     snapshot: SnapshotAssertion,
 ) -> None:
-    run = create(tmp_path, "left")
+    run = create_run_folder(tmp_path, "left")
 
     def work() -> int:
         signal.pause()

@@ -16,9 +16,9 @@ from torchmuster.cli import explain
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
-from torchmuster.launch.history.root_cause import NodeEnd
+from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.job import JobSpec
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 Explain = Callable[..., str]
 HANG = Finding(
@@ -32,7 +32,7 @@ HANG = Finding(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    run = create(tmp_path / "runs", "train")
+    run = create_run_folder(tmp_path / "runs", "train")
     run_state.write_job(
         run, JobSpec(name="train", command=("train.py", "--lr", "1"), folder="/work")
     )
@@ -80,7 +80,7 @@ def failed(run: RunFolder, *, attempt: int = 0, rank: int = 1) -> None:
     )
     ended = protocol.Ended(attempt=attempt, good=False, failures=(failure,))
     evidence.keep_failure(
-        run, attempt, finding, [NodeEnd(host="a", ended=ended, ended_s=time.monotonic())]
+        run, attempt, finding, [NodeExit(host="a", ended=ended, ended_s=time.monotonic())]
     )
 
 
@@ -103,9 +103,9 @@ def killed(run: RunFolder) -> None:
 def test_a_failed_run_has_its_story_cause_fix_and_files(
     run: RunFolder, explained: Explain, snapshot: SnapshotAssertion
 ) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     diary.phase("running")
-    run_state.note(run, "started", attempt=0, ranks=2, hosts=["a 2"])
+    run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 2"])
     failed(run, attempt=0, rank=0)
     failed(run, attempt=1)
     diary.ended("failed", 1, headline())
@@ -125,11 +125,11 @@ def test_a_failed_run_has_its_story_cause_fix_and_files(
 def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
     run: RunFolder, explained: Explain, what: str, launched_again: bool, snapshot: SnapshotAssertion
 ) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     evidence.keep_hang(evidence.new_hang(run), HANG)
     failed(run)
     if launched_again:
-        diary = run_state.Diary(run)
+        diary = run_state.EventLog(run)
     diary.phase("roll-call")
     diary.ended("failed", 1, what)
     findings = found(explained)
@@ -145,11 +145,11 @@ def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
 def test_a_restart_of_which_nothing_else_is_known_is_told(
     run: RunFolder, explained: Explain
 ) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     failed(run)
-    run_state.note(run, run_state.RESTART, headline=headline(), from_step=None)
+    run_state.log_event(run, run_state.RESTART, headline=headline(), from_step=None)
     killed_words = "the launcher was killed (SIGKILL)"
-    run_state.note(run, run_state.RESTART, headline=killed_words, from_step=1200)
+    run_state.log_event(run, run_state.RESTART, headline=killed_words, from_step=1200)
     diary.ended("finished", 0, "finished well")
     said = explained()
     assert f"  {killed_words}; started again from step 1,200\n" in said
@@ -159,7 +159,7 @@ def test_a_restart_of_which_nothing_else_is_known_is_told(
 
 @pytest.mark.parametrize("at", ["NaN", "1e300", "-1", "null", '"x"', "Infinity", "true", "[]"])
 def test_odd_values_are_passed_over(run: RunFolder, explained: Explain, at: str) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     failed(run)
     diary.ended("failed", 1, headline())
     (line,) = (run.path / evidence.FAILURES).read_text().splitlines()
@@ -188,7 +188,7 @@ def test_what_a_newer_version_says_of_a_rank_besides_is_left_out(run: RunFolder)
     content = json.loads(path.read_text())
     content["ranks"][0] |= {"mood": "bad", "peak_rss_bytes": "much"}
     path.write_text(json.dumps(content) + "\n")
-    (kept,) = evidence.failures(run)
+    (kept,) = evidence.read_failures(run)
     assert [(one.rank, one.error, one.peak_rss_bytes) for one in kept.ranks] == [
         (1, "ValueError: no", None)
     ]
@@ -201,14 +201,14 @@ def test_a_run_that_was_refused_is_explained_by_its_words(
         "RuntimeError: CUDA error: no kernel image is available for execution"
     )
     refusal = "b: there is no such script"
-    run_state.Diary(run).ended("failed", 2, refusal)
+    run_state.EventLog(run).ended("failed", 2, refusal)
     said = explained()
     assert f"\nfailure  {refusal}\n" in said
     assert "no kernel image is available" in said
 
 
 def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained: Explain) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     diary.phase("starting")
     diary.phase("running")
     folder = evidence.new_hang(run)
@@ -218,7 +218,7 @@ def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained:
     assert f"\nwarning  {HANG.what}\n" in said
     assert "\nok       running; launched " in said
     assert "  hang/1/rank-3.stacks.txt\n" in said
-    run_state.note(run, "hang-over", what="rank 3 goes on after 99 s of standing still")
+    run_state.log_event(run, "hang-over", what="rank 3 goes on after 99 s of standing still")
     said = explained()
     assert "warning" not in said
     assert "rank 3 goes on after 99 s" in said
@@ -229,13 +229,13 @@ def test_a_hang_of_an_earlier_attempt_is_not_told_as_one_of_now(
     run: RunFolder, explained: Explain, phase: str
 ) -> None:
     evidence.keep_hang(evidence.new_hang(run), HANG)
-    run_state.Diary(run).phase(phase)
+    run_state.EventLog(run).phase(phase)
     assert "warning" not in explained()
 
 
 def test_the_hang_before_a_stop_is_told(run: RunFolder, explained: Explain) -> None:
     evidence.keep_hang(evidence.new_hang(run), HANG)
-    run_state.Diary(run).ended("stopped", 130, "stopped on request")
+    run_state.EventLog(run).ended("stopped", 130, "stopped on request")
     said = explained()
     assert f"\nwarning  {HANG.what}\n" in said
     assert "\nnote     stopped on request\n" in said
@@ -256,7 +256,7 @@ def test_runs_that_ended_well(
     run: RunFolder, explained: Explain, phase: str, headline: str, what: str
 ) -> None:
     failed(run)
-    run_state.Diary(run).ended(phase, 0, headline)
+    run_state.EventLog(run).ended(phase, 0, headline)
     said = explained()
     assert f"\n{what}" in said
     if phase == "finished":
@@ -266,7 +266,7 @@ def test_runs_that_ended_well(
 def test_a_launcher_that_was_killed_is_told_with_what_was_known(
     run: RunFolder, explained: Explain, snapshot: SnapshotAssertion
 ) -> None:
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     killed(run)
     run.rank_log(0).write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -283,7 +283,7 @@ def test_a_killed_training_is_told_how_to_go_on(run: RunFolder, explained: Expla
         name="x", command=("torchmuster.worker",), folder="/work", module=True, typed=("train",)
     )
     run_state.write_job(run, spec)
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     killed(run)
     assert f"muster train --resume {run.path}" in explained()
 
@@ -291,7 +291,7 @@ def test_a_killed_training_is_told_how_to_go_on(run: RunFolder, explained: Expla
 def test_of_a_folder_from_elsewhere_it_is_said_what_cannot_be_seen(
     run: RunFolder, explained: Explain, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     of_another_machine(run)
     copy = tmp_path / "copy" / run.id
     shutil.copytree(run.path, copy)
@@ -311,7 +311,7 @@ def test_of_a_folder_from_elsewhere_it_is_said_what_cannot_be_seen(
 def test_torn_folders_are_explained_as_far_as_they_go(
     run: RunFolder, explained: Explain, left: tuple[str, ...], snapshot: SnapshotAssertion
 ) -> None:
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     for name in ("state.json", "job.json", "events.jsonl", "failures.jsonl"):
         (run.path / name).write_text('{"half')
     for name in left:
@@ -323,7 +323,7 @@ def test_torn_folders_are_explained_as_far_as_they_go(
 
 
 def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     for attempt in range(30):
         failed(run, attempt=attempt)
     diary.ended("failed", 1, headline())
@@ -335,7 +335,7 @@ def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -
 
 def test_json_has_it_all(run: RunFolder, explained: Explain) -> None:
     failed(run)
-    run_state.Diary(run).ended("failed", 1, headline())
+    run_state.EventLog(run).ended("failed", 1, headline())
     told = json.loads(explained("--json"))
     assert (told["id"], told["phase"], told["exit_code"]) == (run.id, "failed", 1)
     assert told["findings"][0]["what"] == headline()

@@ -25,7 +25,7 @@ from torchmuster.config.written import settings_yaml
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.node import process_cleanup
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 Resume = Callable[..., Result]
 GIVEN = {
@@ -39,7 +39,7 @@ GIVEN = {
 def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunFolder:
     """Make a run of muster train, as it was left."""
     (root / "mine.py").write_text("")
-    run = create(root / "runs", "train")
+    run = create_run_folder(root / "runs", "train")
     given = {**GIVEN, **{name.replace("__", "."): text for name, text in settings.items()}}
     flags = [Flag(flag="--set", path=path, text=text) for path, text in given.items()]
     run.config.write_text(settings_yaml(resolve_settings(flags=flags)))
@@ -146,7 +146,7 @@ def test_a_run_that_cannot_go_on_says_why(
     assert done.code == 2
     assert f"muster train --config {without.config.relative_to(own_machine)}\n" in done.err
     assert done.err == snapshot(name="saves no checkpoints")
-    script = create(own_machine / "runs", "script")
+    script = create_run_folder(own_machine / "runs", "script")
     done = resume(script.id)
     assert done.code == 2
     assert script.id in done.err

@@ -18,7 +18,7 @@ from patience import GIVE_UP_S
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 
 def made(
@@ -33,7 +33,7 @@ def made(
     pid: int = 2**22 + 1,
 ) -> RunFolder:
     """Make a run as a launcher left it; without a phase, it wrote nothing."""
-    run = create(root / "runs", name)
+    run = create_run_folder(root / "runs", name)
     if phase is None:
         return run
     spec = JobSpec(

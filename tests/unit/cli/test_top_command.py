@@ -16,24 +16,26 @@ from muster_command import Muster, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, Scenario
 from patience import GIVE_UP_S
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 Machine = Callable[[Scenario], Path]
 
 
 def _run_with_ranks(folder: Path, count: int) -> RunFolder:
-    run = create(folder / "runs", "llm")
+    run = create_run_folder(folder / "runs", "llm")
     pulses = tuple(
-        Pulse(rank=rank, pid=FIRST_PID + rank, beat=1, moves=1, step=1200, data_share=0.1 * rank)
+        Heartbeat(
+            rank=rank, pid=FIRST_PID + rank, beat=1, moves=1, step=1200, data_share=0.1 * rank
+        )
         for rank in range(count)
     )
     # Just told, however late they are looked at.
     told = node_records.NodeRanks(
         host=socket.gethostname(), attempt=0, at_unix_s=time.time() + GIVE_UP_S, ranks=pulses
     )
-    path = node_records.place(run, told.host, 0)
+    path = node_records.node_record_path(run, told.host, 0)
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.json.encode(told))
     return run

@@ -12,7 +12,7 @@ from patience import GIVE_UP_S
 from torchmuster.diagnose.probing import HOST_PROBE, HostProbe
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import NodeHandle
 
 RECORD = protocol.NodeRecord(
     host="n1",
@@ -33,18 +33,18 @@ class Machine:
     """A channel to a keeper that starts what it is told to; its examiner is played by the test."""
 
     def __init__(self) -> None:
-        self.says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self.says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self.asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.engaged: list[protocol.Engage] = []
+        self.engaged: list[protocol.StartSidecar] = []
 
-    async def send(self, message: protocol.ToKeeper) -> None:
-        if isinstance(message, protocol.Engage):
+    async def send(self, message: protocol.ToAgent) -> None:
+        if isinstance(message, protocol.StartSidecar):
             self.engaged.append(message)
-            self.says.put_nowait(protocol.Engaged(pid=1))
+            self.says.put_nowait(protocol.SidecarStarted(pid=1))
         if isinstance(message, protocol.Relay):
             self.asked.put_nowait(json.loads(message.text))
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         return await self.says.get()
 
     def why_closed(self) -> str:
@@ -60,7 +60,7 @@ class Machine:
 def play(scene: Callable[[HostProbe, Machine], Awaitable[None]]) -> Machine:
     async def go() -> Machine:
         machine = Machine()
-        node = Node(0, "node1", machine, "token.0.0")
+        node = NodeHandle(0, "node1", machine, "token.0.0")
         node.record = RECORD
         node.listen(on_output=lambda *_: None, on_change=lambda: None)
         try:
@@ -77,7 +77,7 @@ def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None
     async def scene(examiner: HostProbe, machine: Machine) -> None:
         assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
 
-    assert play(scene).engaged == [protocol.Engage(program=HOST_PROBE, token="token.0.0")]
+    assert play(scene).engaged == [protocol.StartSidecar(program=HOST_PROBE, token="token.0.0")]
 
 
 def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
@@ -141,7 +141,7 @@ def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> 
     async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
         await machine.asked.get()
-        machine.says.put_nowait(protocol.Disengaged(exit_code=-9, words="line\n" * 9 + "Killed"))
+        machine.says.put_nowait(protocol.SidecarEnded(exit_code=-9, words="line\n" * 9 + "Killed"))
         for one in asking:
             with pytest.raises(MachineLost) as caught:
                 await one

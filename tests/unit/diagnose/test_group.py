@@ -10,7 +10,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose import collectives, group, probing
+from torchmuster.diagnose import collectives, group, probing, wrong_values
 from torchmuster.diagnose.group import GroupCheck
 from torchmuster.diagnose.links.model import End, Link
 from torchmuster.diagnose.rank_record import RankRecord, line_of
@@ -19,7 +19,7 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.job_runner import Outcome
+from torchmuster.launch.launcher.job_runner import JobOutcome
 from torchmuster.launch.transports.channel import Arrive
 
 SMALL = Finding(name="shm-small", status=Status.NOTE, what="/dev/shm is small", fix="mount it")
@@ -38,8 +38,8 @@ class Played:
         self.ranks_hang = False
         self.ranks_stay = False  # after they have told everything
         self.failure: protocol.Failure | None = None
-        self.asked: list[protocol.ToKeeper] = []
-        self._says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self.asked: list[protocol.ToAgent] = []
+        self._says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
 
     def hello(self) -> None:
         record = protocol.NodeRecord(
@@ -57,12 +57,12 @@ class Played:
         )
         self._says.put_nowait(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         self.asked.append(message)
         for answer in self._answers(message):
             self._says.put_nowait(answer)
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         return await self._says.get()
 
     def why_closed(self) -> str:
@@ -74,13 +74,13 @@ class Played:
     def of(self, kind: type[protocol.Message]) -> list[Any]:
         return [one for one in self.asked if isinstance(one, kind)]
 
-    def _answers(self, message: protocol.ToKeeper) -> Sequence[protocol.FromKeeper]:
+    def _answers(self, message: protocol.ToAgent) -> Sequence[protocol.FromAgent]:
         here = protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
         match message:
-            case protocol.Engage():
-                return [protocol.Engaged(pid=1)]
+            case protocol.StartSidecar():
+                return [protocol.SidecarStarted(pid=1)]
             case protocol.Relay() if self.examiner_ends:
-                return [protocol.Disengaged(exit_code=1, words="ImportError: psutil")]
+                return [protocol.SidecarEnded(exit_code=1, words="ImportError: psutil")]
             case protocol.Relay():
                 asked = json.loads(message.text)
                 told = [{"check": "c", "seconds": 0, "findings": [f.as_json() for f in self.finds]}]
@@ -109,7 +109,7 @@ class Played:
                 return [protocol.Ended(attempt=attempts[-1], good=True)]
         return []
 
-    def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromKeeper]:
+    def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromAgent]:
         started = protocol.Started(attempt=start.attempt, pid=2)
         record = RankRecord(
             rank=start.first_rank,
@@ -193,7 +193,7 @@ class Scene:
             places = [one.place for one in examiners]
             return [self._link(one, other) for one in places for other in places if one != other]
 
-        monkeypatch.setattr(group, "survey", survey)
+        monkeypatch.setattr(group, "survey_links", survey)
 
     def _link(self, source: int, target: int) -> Link:
         ends = [
@@ -203,7 +203,7 @@ class Scene:
         problem = "timeout" if (source, target) in self.blocked else ""
         return Link(source=ends[0], target=ends[1], problem=problem)
 
-    def play(self, *, quick: bool = False) -> tuple[Outcome, GroupResult]:
+    def play(self, *, quick: bool = False) -> tuple[JobOutcome, GroupResult]:
         spec = JobSpec(
             name="check",
             command=(probing.PROGRAM,),
@@ -213,7 +213,7 @@ class Scene:
         )
         voice = Said()
 
-        async def go() -> tuple[Outcome, GroupResult]:
+        async def go() -> tuple[JobOutcome, GroupResult]:
             check = GroupCheck(
                 spec,
                 PlayedTransport(self.machines, self.absent),
@@ -262,7 +262,7 @@ def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None
     # Ranks are swept away by their token, and the examiner is to stay.
     for one in scene.machines:
         assert {prepare.token for prepare in one.of(protocol.Prepare)} == {
-            f"{one.of(protocol.Engage)[0].token}.ranks"
+            f"{one.of(protocol.StartSidecar)[0].token}.ranks"
         }
 
 
@@ -379,7 +379,7 @@ def test_wrong_values_are_looked_at_again_with_other_variables(
         judged.append((first, second))
         return []
 
-    monkeypatch.setattr(collectives, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
+    monkeypatch.setattr(wrong_values, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
     monkeypatch.setattr(collectives, "judge_collectives", judge)
     scene.play()
     environments = [one.environment for one in scene.machines[0].of(protocol.Prepare)]

@@ -8,7 +8,7 @@ import pytest
 
 from torchmuster.launch import protocol
 from torchmuster.launch.node import engines
-from torchmuster.launch.node.engines import Share
+from torchmuster.launch.node.engines import NodeShare
 from torchmuster.launch.rank import start
 
 
@@ -20,7 +20,7 @@ def share(
     endpoint: str = "10.0.0.1:29400",
     environment: dict[str, str] | None = None,
     module: bool = False,
-) -> Share:
+) -> NodeShare:
     prepare = protocol.Prepare(
         run_id="20260131-train",
         token="0123.0",
@@ -48,10 +48,12 @@ def share(
     )
     folder = Path("/tmp/records")
     logs = Path("/home/ana/runs/x/logs")
-    return Share(prepare=prepare, start=start, ranks=8, logs=logs, records=folder, socket=socket)
+    return NodeShare(
+        prepare=prepare, start=start, ranks=8, logs=logs, records=folder, socket=socket
+    )
 
 
-def flags(one: Share) -> list[str]:
+def flags(one: NodeShare) -> list[str]:
     command = engines.agent_command(one)
     return command[4 : command.index("--no-python") + 1]
 
@@ -146,7 +148,7 @@ def test_the_environment_keeps_what_the_user_set() -> None:
         "PATH": "/bin",
         "HOME": "/home/ana",
     }
-    merged = engines.environment(share(), base, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, 4)
+    merged = engines.agent_environment(share(), base, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, 4)
     for name in ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "PATH", "HOME"):
         assert merged[name] == base[name]
     assert merged["CUDA_VISIBLE_DEVICES"] == "GPU-1"
@@ -155,25 +157,25 @@ def test_the_environment_keeps_what_the_user_set() -> None:
 
 
 def test_threads_are_given_where_the_user_gave_none() -> None:
-    assert engines.environment(share(), {}, {}, 4)["OMP_NUM_THREADS"] == "4"
+    assert engines.agent_environment(share(), {}, {}, 4)["OMP_NUM_THREADS"] == "4"
     given = share(environment={"OMP_NUM_THREADS": "2"})
-    assert engines.environment(given, {}, {}, 4)["OMP_NUM_THREADS"] == "2"
+    assert engines.agent_environment(given, {}, {}, 4)["OMP_NUM_THREADS"] == "2"
 
 
 def test_what_the_run_was_given_wins_over_what_the_machine_has() -> None:
     given = share(environment={"NCCL_DEBUG": "INFO", "DATA": "/scratch"})
-    merged = engines.environment(given, {"NCCL_DEBUG": "WARN", "DATA": "/data"}, {}, 1)
+    merged = engines.agent_environment(given, {"NCCL_DEBUG": "WARN", "DATA": "/data"}, {}, 1)
     assert (merged["NCCL_DEBUG"], merged["DATA"]) == ("INFO", "/scratch")
 
 
 def test_torchrun_s_own_settings_in_the_environment_do_not_change_the_command() -> None:
-    merged = engines.environment(share(), {"PET_NNODES": "7", "PET_RDZV_ID": "x"}, {}, 1)
+    merged = engines.agent_environment(share(), {"PET_NNODES": "7", "PET_RDZV_ID": "x"}, {}, 1)
     assert not [name for name in merged if name.startswith("PET_")]
 
 
 def test_a_variable_can_be_taken_away() -> None:
     base = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    assert "CUDA_DEVICE_ORDER" not in engines.environment(
+    assert "CUDA_DEVICE_ORDER" not in engines.agent_environment(
         share(), base, {"CUDA_DEVICE_ORDER": None}, 1
     )
 

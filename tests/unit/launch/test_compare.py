@@ -10,7 +10,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import compare_nodes
-from torchmuster.launch.launcher.compare_nodes import Described
+from torchmuster.launch.launcher.compare_nodes import NodeDescription
 
 SPEC = JobSpec(name="job", command=("train.py", "--epochs", "3"), folder="/home/ana/project")
 
@@ -28,7 +28,7 @@ def node(
     fingerprint: protocol.Fingerprint | None = None,
     offset_s: float | None = 0.0,
     **fields: Any,
-) -> Described:
+) -> NodeDescription:
     known: dict[str, Any] = {
         "host": name,
         "user": "ana",
@@ -42,7 +42,7 @@ def node(
         "clock_unix_s": 0.0,
         "addresses": (),
     }
-    return Described(
+    return NodeDescription(
         name=name,
         record=protocol.NodeRecord(**{**known, **fields}),
         clock_offset_s=offset_s,
@@ -50,19 +50,20 @@ def node(
     )
 
 
-def only(*nodes: Described, spec: JobSpec = SPEC, **more: Any) -> Finding:
-    (finding,) = compare_nodes.all_nodes(nodes, spec, **more)
+def only(*nodes: NodeDescription, spec: JobSpec = SPEC, **more: Any) -> Finding:
+    (finding,) = compare_nodes.compare_all_nodes(nodes, spec, **more)
     return finding
 
 
 def test_machines_that_are_alike() -> None:
     alike = fingerprint()
     nodes = [node("a", alike), node("b", alike, user="root", host="other", cores=96)]
-    assert compare_nodes.all_nodes(nodes, SPEC) == []
+    assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
     assert (
-        compare_nodes.all_nodes([node("a"), node("b", python="3.11.2", offset_s=4.9)], SPEC) == []
+        compare_nodes.compare_all_nodes([node("a"), node("b", python="3.11.2", offset_s=4.9)], SPEC)
+        == []
     )
-    assert compare_nodes.all_nodes([], SPEC) == []
+    assert compare_nodes.compare_all_nodes([], SPEC) == []
 
 
 def test_different_operating_systems_are_refused_with_the_ways_out(
@@ -120,7 +121,7 @@ def test_another_kind_of_processor_is_a_warning(snapshot: SnapshotAssertion) -> 
     finding = only(node("a"), node("b", machine="aarch64"), node("c", machine="arm64"))
     assert (finding.name, finding.status) == ("machine-kind", Status.WARNING)
     assert finding.as_json() == snapshot
-    assert compare_nodes.all_nodes([node("a"), node("b", machine="AMD64")], SPEC) == []
+    assert compare_nodes.compare_all_nodes([node("a"), node("b", machine="AMD64")], SPEC) == []
 
 
 def test_another_torchmuster_is_a_warning(snapshot: SnapshotAssertion) -> None:
@@ -153,8 +154,8 @@ def test_clocks_are_only_noted(snapshot: SnapshotAssertion) -> None:
 
 def test_a_clock_that_was_not_read_is_not_compared() -> None:
     nodes = [node("a", offset_s=None), node("b", offset_s=100.0)]
-    assert compare_nodes.all_nodes(nodes, SPEC) == []
-    assert compare_nodes.all_nodes(nodes[::-1], SPEC) == []
+    assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
+    assert compare_nodes.compare_all_nodes(nodes[::-1], SPEC) == []
 
 
 def test_a_script_that_is_missing_is_copied(snapshot: SnapshotAssertion) -> None:
@@ -176,7 +177,7 @@ def test_a_script_that_is_nowhere(snapshot: SnapshotAssertion) -> None:
 def test_a_module_that_is_nowhere_is_left_to_python(snapshot: SnapshotAssertion) -> None:
     module = JobSpec(name="job", command=("pkg.train",), module=True, folder="/home/ana/project")
     missing = fingerprint(script="", code="")
-    assert compare_nodes.all_nodes([node("a", missing), node("b", missing)], module) == []
+    assert compare_nodes.compare_all_nodes([node("a", missing), node("b", missing)], module) == []
     finding = only(node("a", fingerprint()), node("b", missing), spec=module)
     assert finding.name == "script-missing"
     assert finding.fix.startswith("rsync -ac /home/ana/project/ b:/home/ana/project/ ")
@@ -202,8 +203,8 @@ def test_other_code_beside_the_script_is_refused(snapshot: SnapshotAssertion) ->
 
 def test_code_that_was_too_much_to_look_at_is_not_compared() -> None:
     nodes = [node("a", fingerprint()), node("b", fingerprint(code=""))]
-    assert compare_nodes.all_nodes(nodes, SPEC) == []
-    assert compare_nodes.all_nodes(nodes[::-1], SPEC) == []
+    assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
+    assert compare_nodes.compare_all_nodes(nodes[::-1], SPEC) == []
 
 
 def test_windows_has_no_rsync(snapshot: SnapshotAssertion) -> None:
@@ -279,7 +280,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
         )
         for n in range(9_999)
     ]
-    findings = compare_nodes.all_nodes(nodes, SPEC)
+    findings = compare_nodes.compare_all_nodes(nodes, SPEC)
     assert len(findings) == 7
     assert max(len(one.what) + len(one.why) + len(one.fix) for one in findings) < 800
     by_name = {one.name: one for one in findings}

@@ -13,14 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.launcher.console import WINDOW_S, Console, Folder, harmless, rank_list
+from torchmuster.launch.launcher.console import (
+    WINDOW_S,
+    OutputBuffer,
+    OutputFolder,
+    printable,
+    rank_list,
+)
 
 LOGS = "runs/x/logs"
 
 
 def shown(world_size: int, *said: tuple[int, str], colour: bool = False) -> list[str]:
     """What is shown when all of this is said within a moment."""
-    folder = Folder(world_size, logs=LOGS, colour=colour)
+    folder = OutputFolder(world_size, logs=LOGS, colour=colour)
     for rank, text in said:
         folder.add(rank, text, 5.0)
     assert folder.due(5.0 + WINDOW_S / 2) == []
@@ -66,7 +72,7 @@ def test_lines_that_return_are_folded_across_ranks_without_changing_anybody_s_or
 
 
 def test_lines_further_apart_than_the_window_are_not_folded() -> None:
-    folder = Folder(2, logs=LOGS)
+    folder = OutputFolder(2, logs=LOGS)
     folder.add(0, "a\n", 1.0)
     assert folder.next_due_s(1.1) == pytest.approx(WINDOW_S - 0.1)
     assert folder.due(1.0 + WINDOW_S) == ["[rank 0] a"]
@@ -99,7 +105,7 @@ def test_a_progress_bar_shows_its_last_state() -> None:
 
 
 def test_our_own_lines_come_after_what_was_said_before_them() -> None:
-    folder = Folder(2, logs=LOGS)
+    folder = OutputFolder(2, logs=LOGS)
     folder.add(0, "a\n", 1.0)
     folder.note("roll-call", 1.1)
     folder.add(0, "b\n", 1.2)
@@ -108,7 +114,7 @@ def test_our_own_lines_come_after_what_was_said_before_them() -> None:
 
 
 def test_a_flood_is_cut_and_counted_every_second(snapshot: SnapshotAssertion) -> None:
-    folder = Folder(4, logs=LOGS, lines_per_s=1000)
+    folder = OutputFolder(4, logs=LOGS, lines_per_s=1000)
     folder.add(3, "".join(f"line {n}\n" for n in range(13_345)), 10.0)
     lines = folder.due(10.0 + WINDOW_S)
     assert lines[0] == "[rank 3] line 0"
@@ -126,7 +132,7 @@ def test_a_flood_is_cut_and_counted_every_second(snapshot: SnapshotAssertion) ->
 
 
 def test_a_flood_of_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> None:
-    folder = Folder(4, logs=LOGS, lines_per_s=100)
+    folder = OutputFolder(4, logs=LOGS, lines_per_s=100)
     for rank in (0, 1):
         folder.add(rank, "".join(f"{rank}: {n}\n" for n in range(1000)), 10.0)
     # Each rank may always show a little.
@@ -137,7 +143,7 @@ def test_a_flood_of_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> N
 
 
 def test_one_rank_s_flood_does_not_hide_another_s_error() -> None:
-    folder = Folder(4, logs=LOGS)
+    folder = OutputFolder(4, logs=LOGS)
     folder.add(3, "".join(f"line {n}\n" for n in range(5000)), 10.0)
     folder.add(1, "Traceback (most recent call last):\nValueError: no\n", 10.1)
     assert "[rank 1] ValueError: no" in folder.flush()
@@ -146,7 +152,7 @@ def test_one_rank_s_flood_does_not_hide_another_s_error() -> None:
 def test_a_line_before_and_after_what_was_left_out_is_no_repeat(
     snapshot: SnapshotAssertion,
 ) -> None:
-    folder = Folder(2, logs=LOGS, lines_per_s=60)
+    folder = OutputFolder(2, logs=LOGS, lines_per_s=60)
     folder.add(0, "".join(f"{n}\n" for n in range(59)) + "last\nmore\nlast\n", 10.0)
     *_, last, left_out = folder.flush()
     assert last == "[rank 0] last"
@@ -162,7 +168,7 @@ def test_a_repeated_line_is_no_flood() -> None:
 
 
 def test_a_terminal_that_takes_nothing_does_not_fill_the_memory() -> None:
-    folder = Folder(2, logs=LOGS)
+    folder = OutputFolder(2, logs=LOGS)
     for second in range(100):
         folder.add(0, "".join(f"{second} {n}\n" for n in range(2000)), float(second))
     lines = folder.flush()
@@ -199,21 +205,21 @@ def test_colours_pass_on_a_terminal_only_and_end_with_their_line() -> None:
     ],
 )
 def test_what_steers_a_terminal_is_made_harmless(raw: str, safe: str) -> None:
-    assert harmless(raw, colour=True) == safe
+    assert printable(raw, colour=True) == safe
 
 
 @pytest.mark.parametrize("begun", ["\x1b]", "\x1b]x", "\x1bP\x1b", "\x1b[0", "\x1b[ ", "\x1b "])
 def test_sequences_that_never_end_take_no_time(begun: str) -> None:
     for line in (begun * 50_000, begun + "0" * 200_000, begun + " " * 200_000):
         began_s = time.process_time()
-        harmless(line, colour=True)
+        printable(line, colour=True)
         assert time.process_time() - began_s < 2.0  # hours, if it grew with the square
 
 
 @given(st.text(alphabet=st.sampled_from("\x1b[]m;0123KJ\x07\\\r\x9b\x00 aé\u202e\ud800P^")))
 def test_nothing_dangerous_gets_through(text: str) -> None:
     for colour in (True, False):
-        line = harmless(text, colour=colour)
+        line = printable(text, colour=colour)
         line.encode()
         if colour:
             line = re.sub(r"\x1b\[[0-9;:]*m", "", line)
@@ -248,7 +254,7 @@ def expanded(lines: list[str], world_size: int) -> dict[int, list[str]]:
     )
 )
 def test_no_line_is_lost_delayed_or_out_of_order(says: list[tuple[int, list[str], float]]) -> None:
-    folder = Folder(3, logs=LOGS)
+    folder = OutputFolder(3, logs=LOGS)
     now_s, lines = 0.0, list[str]()
     expected: dict[int, list[str]] = {0: [], 1: [], 2: []}
     waits_since: dict[int, float] = {}
@@ -279,7 +285,7 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
     now_s = 100.0  # until the test says otherwise: all is said within a moment
     with pipe() as (reader, stream):
-        with Console(Folder(2, logs=LOGS), stream, clock=lambda: now_s) as console:
+        with OutputBuffer(OutputFolder(2, logs=LOGS), stream, clock=lambda: now_s) as console:
             console.output(0, "a\n")
             console.output(1, "a\n")
             now_s += WINDOW_S
@@ -291,7 +297,7 @@ def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
 
 def test_a_paused_terminal_does_not_hold_up_the_launcher() -> None:
     with pipe() as (reader, stream):
-        console = Console(Folder(1, logs=LOGS), stream)
+        console = OutputBuffer(OutputFolder(1, logs=LOGS), stream)
         with console:
             for number in range(1000):
                 console.output(0, f"{number} {'x' * 2000}\n")
@@ -306,7 +312,10 @@ def test_a_paused_terminal_does_not_hold_up_the_launcher() -> None:
 def test_when_nobody_reads_any_more_the_run_goes_on() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as stream, Console(Folder(1, logs=LOGS), stream) as console:
+    with (
+        os.fdopen(writer, "w") as stream,
+        OutputBuffer(OutputFolder(1, logs=LOGS), stream) as console,
+    ):
         console.output(0, "a\n")
         console.close()
         console.output(0, "b\n")

@@ -124,7 +124,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
     try:
         asyncio.run(go())
     finally:
-        process_cleanup.kill(tokens[0], within_s=GIVE_UP_S)
+        process_cleanup.kill_processes(tokens[0], within_s=GIVE_UP_S)
 
 
 def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -> None:

@@ -15,8 +15,8 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
 from torchmuster.launch.node import sidecar as engagement_module
-from torchmuster.launch.node.node_agent import Keeper
-from torchmuster.launch.node.sidecar import Engagement
+from torchmuster.launch.node.node_agent import NodeAgent
+from torchmuster.launch.node.sidecar import Sidecar
 
 EXAMINER = "torchmuster.diagnose.host_probe"
 
@@ -27,13 +27,13 @@ class Launcher:
     """The launcher's side of a keeper, played by the test."""
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[protocol.ToKeeper | None] = asyncio.Queue()
-        self.heard: asyncio.Queue[protocol.FromKeeper] = asyncio.Queue()
+        self.to_keeper: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
+        self.heard: asyncio.Queue[protocol.FromAgent] = asyncio.Queue()
 
-    async def receive(self) -> protocol.ToKeeper | None:
+    async def receive(self) -> protocol.ToAgent | None:
         return await self.to_keeper.get()
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         self.heard.put_nowait(message)
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
 
     async def go() -> None:
         launcher = Launcher()
-        keeping = asyncio.create_task(Keeper(launcher).run())
+        keeping = asyncio.create_task(NodeAgent(launcher).run())
         await launcher.hear(protocol.Hello)
         await scene(launcher, token)
         launcher.to_keeper.put_nowait(None)
@@ -71,9 +71,9 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
     snapshot: SnapshotAssertion,
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
-        engaged = await launcher.hear(protocol.Engaged)
-        assert isinstance(engaged, protocol.Engaged)
+        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        engaged = await launcher.hear(protocol.SidecarStarted)
+        assert isinstance(engaged, protocol.SidecarStarted)
         launcher.to_keeper.put_nowait(question(7, "no-such-verb"))
         relayed = await launcher.hear(protocol.Relay)
         assert isinstance(relayed, protocol.Relay)
@@ -89,9 +89,11 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
 @pytest.mark.usefixtures("own_machine")
 def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.Engage(program="torchmuster.no_such", token=token))
-        ended = await launcher.hear(protocol.Disengaged)
-        assert isinstance(ended, protocol.Disengaged)
+        launcher.to_keeper.put_nowait(
+            protocol.StartSidecar(program="torchmuster.no_such", token=token)
+        )
+        ended = await launcher.hear(protocol.SidecarEnded)
+        assert isinstance(ended, protocol.SidecarEnded)
         assert ended.exit_code == 1
         assert "torchmuster.no_such" in ended.words
 
@@ -101,11 +103,11 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
-        engaged = await launcher.hear(protocol.Engaged)
-        assert isinstance(engaged, protocol.Engaged)
+        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        engaged = await launcher.hear(protocol.SidecarStarted)
+        assert isinstance(engaged, protocol.SidecarStarted)
         os.kill(engaged.pid, signal.SIGKILL)
-        assert await launcher.hear(protocol.Disengaged) == protocol.Disengaged(
+        assert await launcher.hear(protocol.SidecarEnded) == protocol.SidecarEnded(
             exit_code=-9, words=""
         )
 
@@ -115,9 +117,9 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.Engage(program=EXAMINER, token=token))
-        await launcher.hear(protocol.Engaged)
-        process_cleanup.kill(f"{token}.ranks", within_s=1.0)
+        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        await launcher.hear(protocol.SidecarStarted)
+        process_cleanup.kill_processes(f"{token}.ranks", within_s=1.0)
         launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
         await launcher.hear(protocol.Relay)
 
@@ -127,12 +129,12 @@ def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_another_program_takes_the_place_of_the_first() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        message = protocol.Engage(program=EXAMINER, token=token)
+        message = protocol.StartSidecar(program=EXAMINER, token=token)
         pids = []
         for _ in range(2):
             launcher.to_keeper.put_nowait(message)
-            engaged = await launcher.hear(protocol.Engaged)
-            assert isinstance(engaged, protocol.Engaged)
+            engaged = await launcher.hear(protocol.SidecarStarted)
+            assert isinstance(engaged, protocol.SidecarStarted)
             pids.append(engaged.pid)
             launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
             await launcher.hear(protocol.Relay)  # until it runs, nothing may be seen of it
@@ -143,23 +145,23 @@ def test_another_program_takes_the_place_of_the_first() -> None:
 
 @pytest.mark.parametrize("program", ["os", "torchmusterly.x", "torchmuster", "torchmuster.x; ls"])
 def test_programs_that_are_not_ours_are_refused(program: str, snapshot: SnapshotAssertion) -> None:
-    async def send(message: protocol.FromKeeper) -> None:
+    async def send(message: protocol.FromAgent) -> None:
         raise AssertionError(message)
 
     with pytest.raises(Impossible) as caught:
-        asyncio.run(Engagement.begin(protocol.Engage(program=program, token="t"), send))
+        asyncio.run(Sidecar.begin(protocol.StartSidecar(program=program, token="t"), send))
     assert str(caught.value) == snapshot
 
 
 def test_a_program_that_does_not_listen_is_killed() -> None:
     async def play_it() -> None:
-        heard: list[protocol.FromKeeper] = []
+        heard: list[protocol.FromAgent] = []
 
-        async def send(message: protocol.FromKeeper) -> None:
+        async def send(message: protocol.FromAgent) -> None:
             heard.append(message)
 
-        message = protocol.Engage(program=EXAMINER, token=os.urandom(8).hex())
-        engagement = await Engagement.begin(message, send)
+        message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
+        engagement = await Sidecar.begin(message, send)
         os.kill(engagement.pid, signal.SIGSTOP)
         async with asyncio.timeout(GIVE_UP_S):
             await engagement.end()
@@ -175,12 +177,12 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
         await asyncio.Event().wait()
         return 0
 
-    async def send(message: protocol.FromKeeper) -> None:
+    async def send(message: protocol.FromAgent) -> None:
         pass
 
     async def play_it() -> None:
-        message = protocol.Engage(program=EXAMINER, token=os.urandom(8).hex())
-        engagement = await Engagement.begin(message, send)
+        message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
+        engagement = await Sidecar.begin(message, send)
         wait = engagement._process.wait
         monkeypatch.setattr(engagement._process, "wait", for_ever)
         monkeypatch.setattr(engagement_module, "_GONE_WITHIN_S", 0.1)
@@ -212,7 +214,7 @@ def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
             done.append("watchman dismissed")
 
     async def play_it() -> None:
-        keeper = Keeper(Launcher())
+        keeper = NodeAgent(Launcher())
         keeper._running = keeper._engaged = keeper._watchman = Ending()  # type: ignore[assignment]
         await keeper._end_all()
 

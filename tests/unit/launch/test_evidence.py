@@ -10,24 +10,24 @@ from patience import BUSY_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
-from torchmuster.launch.history.root_cause import NodeEnd
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.launch.history.root_cause import NodeExit
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return create(tmp_path / "runs", "train")
+    return create_run_folder(tmp_path / "runs", "train")
 
 
 def told(what: str = "rank 1 on a failed: it is late", **more: str) -> Finding:
     return Finding(name="rank-failed", status=Status.FAILURE, what=what, **more)
 
 
-def ends(*failures: protocol.Failure, host: str = "a") -> list[NodeEnd]:
+def ends(*failures: protocol.Failure, host: str = "a") -> list[NodeExit]:
     ended = protocol.Ended(attempt=0, good=False, failures=failures)
-    return [NodeEnd(host=host, ended=ended, ended_s=time.monotonic())]
+    return [NodeExit(host=host, ended=ended, ended_s=time.monotonic())]
 
 
 def failure(rank: int, **more: object) -> protocol.Failure:
@@ -43,7 +43,7 @@ def test_a_failed_attempt_is_kept_with_how_every_rank_ended_the_first_in_time_fi
         0, error="ValueError: no", traceback="Traceback …", last_lines="said", ago_s=8.0
     )
     evidence.keep_failure(run, 2, told(why="so"), ends(late, first))
-    (kept,) = evidence.failures(run)
+    (kept,) = evidence.read_failures(run)
     assert kept.attempt == 2
     assert kept.finding == told(why="so")
     assert [one.rank for one in kept.ranks] == [0, 1]
@@ -63,7 +63,7 @@ def test_a_failed_attempt_is_kept_with_how_every_rank_ended_the_first_in_time_fi
 def test_of_many_ranks_only_the_first_are_kept_whole(run: RunFolder) -> None:
     many = [failure(rank, error="E" * 9000, traceback="T" * 90_000, ago_s=9000.0 - rank) for rank in range(3000)]  # fmt: skip
     evidence.keep_failure(run, 0, told(), ends(*many))
-    (kept,) = evidence.failures(run)
+    (kept,) = evidence.read_failures(run)
     assert len(kept.ranks) == 2000
     assert len(kept.ranks[0].traceback) == 16_000
     assert kept.ranks[16].traceback == ""
@@ -77,8 +77,8 @@ def test_secrets_do_not_get_into_the_folder(run: RunFolder) -> None:
         run, 0, told(SECRET, why=SECRET, fix=SECRET, evidence=SECRET), ends(spoken)
     )
     evidence.keep_hang(evidence.new_hang(run), told(SECRET))
-    run_state.note(run, "started", words=SECRET, token="x", nested={"password": "y"})
-    run_state.Diary(run).ended("failed", 1, f"the agent failed: {SECRET}")
+    run_state.log_event(run, "started", words=SECRET, token="x", nested={"password": "y"})
+    run_state.EventLog(run).ended("failed", 1, f"the agent failed: {SECRET}")
     for path in run.path.rglob("*.json*"):
         text = path.read_text()
         assert SECRET not in text, path
@@ -93,7 +93,7 @@ def test_a_torn_line_costs_that_line_only(run: RunFolder) -> None:
     evidence.keep_failure(run, 2, told("third"), ends())
     with (run.path / evidence.FAILURES).open("ab") as stream:
         stream.write(b'\xff\xfe\n[]\n{"attempt": "x"}\n{"attempt": 3')
-    assert [one.finding.what for one in evidence.failures(run)] == ["first", "third"]
+    assert [one.finding.what for one in evidence.read_failures(run)] == ["first", "third"]
 
 
 def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> None:
@@ -109,10 +109,10 @@ def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> Non
 def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     nowhere = RunFolder(tmp_path / "nowhere")
     evidence.keep_failure(nowhere, 0, told(), ends())
-    run_state.note(nowhere, "started")
-    assert evidence.failures(nowhere) == []
-    assert run_state.events(nowhere) == []
-    assert evidence.hangs(nowhere) == []
+    run_state.log_event(nowhere, "started")
+    assert evidence.read_failures(nowhere) == []
+    assert run_state.read_events(nowhere) == []
+    assert evidence.read_hangs(nowhere) == []
 
 
 def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> None:
@@ -124,9 +124,9 @@ def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> 
     (folder / "rank-10.flight.json").write_text(json.dumps({"entries": [call]}))
     (folder / "rank-2.stacks.txt").write_text("stacks")
     (folder / "rank-x.flight.json").write_text("{")
-    before = evidence.hangs(run)[-1].at_unix_s
+    before = evidence.read_hangs(run)[-1].at_unix_s
     evidence.keep_hang(folder, told("hang 11, longer"))
-    kept = evidence.hangs(run)
+    kept = evidence.read_hangs(run)
     assert [one.folder.name for one in kept] == [str(number) for number in range(1, 12)]
     assert kept[-1].finding.what == "hang 11, longer"
     assert kept[-1].at_unix_s == before  # when it was told first
@@ -143,17 +143,17 @@ def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> Non
     (evidence.new_hang(run) / evidence.HANG).write_text('{"at_unix_s": 3, "finding"')
     evidence.new_hang(run)
     (run.hang / "notes").mkdir()
-    assert [one.finding.what for one in evidence.hangs(run)] == ["good"]
+    assert [one.finding.what for one in evidence.read_hangs(run)] == ["good"]
 
 
 def test_the_diary_leaves_events(run: RunFolder) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     diary.phase("roll-call")
-    run_state.note(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
+    run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
     diary.ended("failed", 1, "rank 1 failed")
     with (run.path / run_state.EVENTS).open("a") as stream:
         stream.write('{"event": "torn"')
-    events = run_state.events(run)
+    events = run_state.read_events(run)
     assert [one.name for one in events] == ["roll-call", "started", "failed"]
     assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
     assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}

@@ -30,7 +30,9 @@ PATIENT = Bounds(seconds=GIVE_UP_S)
 
 
 def take(folder: Path, script: str = "train.py", bounds: Bounds = PATIENT) -> protocol.Fingerprint:
-    return fingerprint.take([script, "--epochs", "3"], False, str(folder), bounds=bounds)
+    return fingerprint.take_fingerprint(
+        [script, "--epochs", "3"], False, str(folder), bounds=bounds
+    )
 
 
 def test_the_fingerprint_of_a_small_project(project: Path) -> None:
@@ -142,7 +144,7 @@ def test_a_folder_that_links_to_itself_ends(project: Path) -> None:
 
 
 def in_modules(folder: Path, module: str) -> protocol.Fingerprint:
-    return fingerprint.take([module], True, str(folder), bounds=PATIENT)
+    return fingerprint.take_fingerprint([module], True, str(folder), bounds=PATIENT)
 
 
 def test_a_module_is_found_without_being_imported(project: Path) -> None:

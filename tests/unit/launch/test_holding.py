@@ -44,8 +44,8 @@ def prepare(
     )
 
 
-def take(one: protocol.Prepare) -> device_lease.Holding:
-    return device_lease.take(one, lambda _: None)
+def take(one: protocol.Prepare) -> device_lease.DeviceLease:
+    return device_lease.lease_devices(one, lambda _: None)
 
 
 def test_gpus_are_claimed_told_by_uuid_and_given_back(machine: Machine, muster: Muster) -> None:
@@ -107,7 +107,7 @@ def test_gpus_in_use_are_not_now_and_the_reason_is_told_while_waiting(machine: M
         told.append(error)
         first.release()
 
-    second = device_lease.take(prepare(ranks=8, wait_s=GIVE_UP_S), on_wait)
+    second = device_lease.lease_devices(prepare(ranks=8, wait_s=GIVE_UP_S), on_wait)
     assert second.ranks == 8
     assert told
     assert told[0].why

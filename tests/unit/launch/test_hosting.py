@@ -7,7 +7,7 @@ import pytest
 
 from torchmuster.launch.transports.channel import Channel
 from torchmuster.launch.transports.hosting import HostTransport
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.local import LocalTransport
 from unit.launch.join.open_host import LOOPBACK, join
 
@@ -18,7 +18,7 @@ def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LocalTransport, "open", nothing)
     monkeypatch.setattr(platform, "node", lambda: "vm")
-    codes: dict[int, Code] = {}
+    codes: dict[int, JoinCode] = {}
 
     async def names_as_they_come() -> list[list[str]]:
         arrivals: asyncio.Queue[tuple[int, Channel]] = asyncio.Queue()

@@ -22,7 +22,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import error_from
 from torchmuster.launch.node import join_policy
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
-from torchmuster.launch.node.join_policy import allowed
+from torchmuster.launch.node.join_policy import check_join_policy
 
 START = protocol.Start(
     attempt=0,
@@ -110,40 +110,42 @@ BAD_SCRIPTS = (
 @pytest.mark.parametrize("script", GOOD_SCRIPTS)
 def test_scripts_inside_the_folder_run(folder: Path, script: str) -> None:
     message = prepare(script, "--lr", "1e-4", "../anything", "-c")
-    assert allowed(message, folder) == msgspec.structs.replace(message, folder=str(folder))
+    assert check_join_policy(message, folder) == msgspec.structs.replace(
+        message, folder=str(folder)
+    )
 
 
 @pytest.mark.parametrize("script", BAD_SCRIPTS)
 def test_other_scripts_are_refused(folder: Path, script: str) -> None:
     with pytest.raises(NotTrusted):
-        allowed(prepare(script), folder)
+        check_join_policy(prepare(script), folder)
 
 
 def test_absolute_path_into_the_folder_runs(folder: Path) -> None:
-    allowed(prepare(str(folder / "train.py")), folder)
+    check_join_policy(prepare(str(folder / "train.py")), folder)
 
 
 def test_folder_that_is_itself_a_link_is_no_way_out(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(folder)
-    allowed(prepare("train.py"), tmp_path / "here")
+    check_join_policy(prepare("train.py"), tmp_path / "here")
     with pytest.raises(NotTrusted):
-        allowed(prepare("link.py"), tmp_path / "here")
+        check_join_policy(prepare("link.py"), tmp_path / "here")
 
 
 def test_code_of_torchmuster_in_the_folder_is_not_the_folder_s_own() -> None:
     package = Path(torchmuster.__file__).parent
     for folder in (package, package.parent, package.parent.parent):
         with pytest.raises(NotTrusted):
-            allowed(prepare(str(package / "cli" / "main.py")), folder)
+            check_join_policy(prepare(str(package / "cli" / "main.py")), folder)
         with pytest.raises(NotTrusted):
-            allowed(prepare("torchmuster.launch.node", module=True), folder)
+            check_join_policy(prepare("torchmuster.launch.node", module=True), folder)
 
 
 @pytest.mark.parametrize(
     "module", ["single", "train", "pkg.train", "tool", "sub.eval", "spread.part"]
 )
 def test_modules_inside_the_folder_run(folder: Path, module: str) -> None:
-    allowed(prepare(module, "--lr", "1", module=True), folder)
+    check_join_policy(prepare(module, "--lr", "1", module=True), folder)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_modules_inside_the_folder_run(folder: Path, module: str) -> None:
 )
 def test_other_modules_are_refused(folder: Path, module: str) -> None:
     with pytest.raises(NotTrusted):
-        allowed(prepare(module, module=True), folder)
+        check_join_policy(prepare(module, module=True), folder)
 
 
 def test_module_of_an_environment_inside_the_folder_is_refused(
@@ -205,7 +207,7 @@ def test_module_of_an_environment_inside_the_folder_is_refused(
 ) -> None:
     monkeypatch.syspath_prepend(folder / "venv/lib/python3.12/site-packages")
     with pytest.raises(NotTrusted):
-        allowed(prepare("pip", module=True), folder)
+        check_join_policy(prepare("pip", module=True), folder)
 
 
 def test_module_installed_from_the_folder_itself_runs(
@@ -214,39 +216,39 @@ def test_module_installed_from_the_folder_itself_runs(
     (folder / "src" / "own").mkdir(parents=True)
     (folder / "src" / "own" / "train.py").touch()
     with pytest.raises(NotTrusted):
-        allowed(prepare("own.train", module=True), folder)
+        check_join_policy(prepare("own.train", module=True), folder)
     monkeypatch.syspath_prepend(folder / "src")  # as pip install -e does
-    allowed(prepare("own.train", module=True), folder)
+    check_join_policy(prepare("own.train", module=True), folder)
 
 
 def test_folder_without_init_does_not_stand_in_for_an_installed_package(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allowed(prepare("spread.part", module=True), folder)
+    check_join_policy(prepare("spread.part", module=True), folder)
     (tmp_path / "installed" / "spread").mkdir(parents=True)
     (tmp_path / "installed" / "spread" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "installed")
     with pytest.raises(NotTrusted):
-        allowed(prepare("spread.part", module=True), folder)
+        check_join_policy(prepare("spread.part", module=True), folder)
 
 
 def test_nothing_is_imported_to_find_a_module(folder: Path) -> None:
     (folder / "pkg" / "__init__.py").write_text("raise AssertionError\n")
-    allowed(prepare("pkg.train", module=True), folder)
+    check_join_policy(prepare("pkg.train", module=True), folder)
     assert "pkg" not in sys.modules
 
 
 @pytest.mark.parametrize("program", [COLLECTIVES, "torchmuster.launch.probes.smoke"])
 def test_probes_of_torchmuster_run_without_arguments(folder: Path, program: str) -> None:
-    allowed(prepare(program, module=True), folder)
+    check_join_policy(prepare(program, module=True), folder)
     with pytest.raises(NotTrusted):
-        allowed(prepare(program, "--x", module=True), folder)
+        check_join_policy(prepare(program, "--x", module=True), folder)
 
 
 def test_no_command_at_all_is_refused(folder: Path) -> None:
     for module in (False, True):
         with pytest.raises(NotTrusted):
-            allowed(prepare(module=module), folder)
+            check_join_policy(prepare(module=module), folder)
 
 
 # ---- paths and variables
@@ -254,17 +256,17 @@ def test_no_command_at_all_is_refused(folder: Path) -> None:
 
 def test_machine_keeps_its_own_folder_and_log_path(folder: Path) -> None:
     message = prepare("train.py", folder="/etc", logs="/home/bo/.ssh", run="/home/bo/other-run")
-    given = allowed(message, folder)
+    given = check_join_policy(message, folder)
     assert isinstance(given, protocol.Prepare)
     assert (given.folder, given.logs, given.run) == (str(folder), None, None)
 
 
 def test_run_folder_is_used_where_it_is_inside_the_folder(folder: Path) -> None:
     inside = str(folder / "runs" / "20260131-train")
-    given = allowed(prepare("train.py", run=inside), folder)
+    given = check_join_policy(prepare("train.py", run=inside), folder)
     assert isinstance(given, protocol.Prepare)
     assert given.run == inside
-    given = allowed(prepare("train.py", run=str(folder / "linked" / "run")), folder)
+    given = check_join_policy(prepare("train.py", run=str(folder / "linked" / "run")), folder)
     assert isinstance(given, protocol.Prepare)
     assert given.run is None
 
@@ -337,7 +339,7 @@ HARMFUL = (
 def test_variables_that_are_not_on_the_list_are_refused_by_name(folder: Path, name: str) -> None:
     message = prepare("train.py", environment={"OMP_NUM_THREADS": "2", name: "/tmp/x"})
     with pytest.raises(NotTrusted) as caught:
-        allowed(message, folder)
+        check_join_policy(message, folder)
     assert name in caught.value.what
     assert "OMP_NUM_THREADS" not in caught.value.what
     assert "--trust-host" in caught.value.fix
@@ -345,7 +347,7 @@ def test_variables_that_are_not_on_the_list_are_refused_by_name(folder: Path, na
 
 def test_every_listed_variable_is_taken(folder: Path) -> None:
     message = prepare("train.py", environment=dict.fromkeys(join_policy.VARIABLES, "1"))
-    given = allowed(message, folder)
+    given = check_join_policy(message, folder)
     assert isinstance(given, protocol.Prepare)
     assert given.environment == message.environment
 
@@ -388,9 +390,9 @@ def test_what_torchmuster_itself_sends_is_on_the_list() -> None:
 
 @pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "static", "", "muster "])
 def test_rendezvous_that_unpickles_is_refused(folder: Path, backend: str) -> None:
-    assert allowed(START, folder) == START
+    assert check_join_policy(START, folder) == START
     with pytest.raises(NotTrusted):
-        allowed(msgspec.structs.replace(START, backend=backend), folder)
+        check_join_policy(msgspec.structs.replace(START, backend=backend), folder)
 
 
 @pytest.mark.parametrize(
@@ -401,14 +403,14 @@ def test_rendezvous_that_unpickles_is_refused(folder: Path, backend: str) -> Non
     ],
 )
 def test_only_the_examiner_runs_beside_the_node_agent(folder: Path, program: str) -> None:
-    assert allowed(protocol.Engage(program=EXAMINER, token="0"), folder)
+    assert check_join_policy(protocol.StartSidecar(program=EXAMINER, token="0"), folder)
     with pytest.raises(NotTrusted):
-        allowed(protocol.Engage(program=program, token="0"), folder)
+        check_join_policy(protocol.StartSidecar(program=program, token="0"), folder)
 
 
 def test_examiner_looks_at_its_own_folder(folder: Path) -> None:
     question = {"id": 1, "verb": "examine", "argument": {"folder": "/etc", "at_most": "INSTANT"}}
-    given = allowed(protocol.Relay(text=json.dumps(question)), folder)
+    given = check_join_policy(protocol.Relay(text=json.dumps(question)), folder)
     assert isinstance(given, protocol.Relay)
     assert json.loads(given.text) == {**question, "argument": {"at_most": "INSTANT"}}
 
@@ -416,33 +418,33 @@ def test_examiner_looks_at_its_own_folder(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "x", '{"id":', "[" * 100_000, '{"x":' * 100_000])
 def test_what_is_no_question_does_not_reach_the_examiner(folder: Path, text: str) -> None:
     with pytest.raises(NotTrusted):
-        allowed(protocol.Relay(text=text), folder)
+        check_join_policy(protocol.Relay(text=text), folder)
 
 
 def test_every_kind_of_message_was_thought_of(folder: Path) -> None:
     """A new kind is refused until somebody decides about it, and must then be added here."""
-    harmless: list[protocol.ToKeeper] = [
+    harmless: list[protocol.ToAgent] = [
         protocol.Listen(nonce="n", port=None),
         protocol.Reach(nonce="n", targets=(), timeout_s=1.0),
         protocol.Stop(grace_s=5.0, why=""),
         protocol.Signal(name="SIGUSR1"),
-        protocol.Examine(ranks=(0,)),
-        protocol.TellPackages(),
+        protocol.DumpStacks(ranks=(0,)),
+        protocol.ListPackages(),
         protocol.Alive(),
         protocol.Leave(exit_code=0, words=""),
     ]
     for message in harmless:
-        assert allowed(message, folder) == message
+        assert check_join_policy(message, folder) == message
     looked_at = {
         protocol.Prepare,
         protocol.Start,
-        protocol.Engage,
+        protocol.StartSidecar,
         protocol.Relay,
         *map(type, harmless),
     }
-    assert set(typing.get_args(typing.get_args(protocol.ToKeeper)[0])) == looked_at
+    assert set(typing.get_args(typing.get_args(protocol.ToAgent)[0])) == looked_at
     with pytest.raises(NotTrusted):
-        allowed(protocol.Started(attempt=0, pid=1), folder)  # type: ignore[arg-type]
+        check_join_policy(protocol.Started(attempt=0, pid=1), folder)  # type: ignore[arg-type]
 
 
 # ---- the worker of muster train
@@ -467,7 +469,7 @@ def test_every_kind_of_message_was_thought_of(folder: Path) -> None:
 def test_worker_runs_on_code_and_files_of_the_folder(
     folder: Path, arguments: tuple[str, ...]
 ) -> None:
-    allowed(prepare("torchmuster.worker", *arguments, module=True), folder)
+    check_join_policy(prepare("torchmuster.worker", *arguments, module=True), folder)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +511,7 @@ def test_worker_with_code_or_files_from_elsewhere_is_refused(
     folder: Path, arguments: tuple[str, ...]
 ) -> None:
     with pytest.raises(NotTrusted):
-        allowed(prepare("torchmuster.worker", *arguments, module=True), folder)
+        check_join_policy(prepare("torchmuster.worker", *arguments, module=True), folder)
 
 
 def test_every_setting_that_is_a_text_was_thought_of() -> None:
@@ -546,20 +548,20 @@ def takes_text(hint: object) -> bool:
 def test_refusals_name_what_is_refused_why_and_the_way_out(
     folder: Path, snapshot: SnapshotAssertion
 ) -> None:
-    messages: list[protocol.ToKeeper] = [
+    messages: list[protocol.ToAgent] = [
         prepare("timeit", module=True),
         prepare("../outside/x.py"),
         prepare("train.py", environment={"LD_PRELOAD": "x.so", "PYTHONPATH": "y"}),
         prepare("torchmuster.worker", "--set", "model.build=os:abort", module=True),
         prepare("torchmuster.worker", "--help", module=True),
         msgspec.structs.replace(START, backend="c10d"),
-        protocol.Engage(program="torchmuster.launch.node", token="0"),
+        protocol.StartSidecar(program="torchmuster.launch.node", token="0"),
         protocol.Relay(text="["),
     ]
     refusals = []
     for message in messages:
         with pytest.raises(NotTrusted) as caught:
-            allowed(message, folder)
+            check_join_policy(message, folder)
         refusals.append(str(caught.value).replace(str(folder), "FOLDER"))
     assert "\n\n".join(refusals) == snapshot
 

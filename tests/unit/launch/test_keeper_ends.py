@@ -18,7 +18,7 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import join_policy, process_cleanup
 from torchmuster.launch.node import node_agent as keeper_module
-from torchmuster.launch.node.node_agent import Keeper
+from torchmuster.launch.node.node_agent import NodeAgent
 
 _ENDED_WITHIN_S = 15.0 + BUSY_S
 
@@ -33,26 +33,26 @@ class FakeEnd:
     """
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[protocol.ToKeeper | Exception | None] = asyncio.Queue()
-        self.heard: list[protocol.FromKeeper] = []
+        self.to_keeper: asyncio.Queue[protocol.ToAgent | Exception | None] = asyncio.Queue()
+        self.heard: list[protocol.FromAgent] = []
         self.deaf = False
         self.slow_s = 0.0
         self.cannot_send: type[protocol.Message] | None = None
 
-    async def receive(self) -> protocol.ToKeeper | None:
+    async def receive(self) -> protocol.ToAgent | None:
         message = await self.to_keeper.get()
         if isinstance(message, Exception):
             raise message
         return message
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         if self.deaf:
             await asyncio.Event().wait()
         if isinstance(message, protocol.Output):
             await asyncio.sleep(self.slow_s)
         if self.cannot_send is not None and isinstance(message, self.cannot_send):
             self.cannot_send = None
-            raise protocol.Garbled("a message of 5000000 bytes is too long to be sent")
+            raise protocol.UnreadableMessage("a message of 5000000 bytes is too long to be sent")
         self.heard.append(message)
 
     def output(self) -> str:
@@ -62,7 +62,7 @@ class FakeEnd:
     async def close(self) -> None:
         pass
 
-    def say(self, *messages: protocol.ToKeeper | Exception | None) -> None:
+    def say(self, *messages: protocol.ToAgent | Exception | None) -> None:
         for message in messages:
             self.to_keeper.put_nowait(message)
 
@@ -119,13 +119,15 @@ class Scene:
         scene: Callable[["Scene"], Awaitable[None]],
         tell: Callable[[str], None] | None = None,
         folder: Path | None = None,
-    ) -> Keeper:
+    ) -> NodeAgent:
         """Play it; with ``folder``, as a machine that joined from there and does not trust its host."""
 
-        async def go() -> Keeper:
+        async def go() -> NodeAgent:
             self.end = FakeEnd()
-            allowed = functools.partial(join_policy.allowed, folder=folder) if folder else None
-            keeper = Keeper(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
+            allowed = (
+                functools.partial(join_policy.check_join_policy, folder=folder) if folder else None
+            )
+            keeper = NodeAgent(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
             keeping = asyncio.create_task(keeper.run())
             await scene(self)
             self.code = await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
@@ -346,7 +348,7 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
 def test_a_launcher_that_cannot_be_understood_is_given_up(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    garbled = protocol.Garbled("what came was not a message")
+    garbled = protocol.UnreadableMessage("what came was not a message")
 
     async def scene(it: Scene) -> None:
         await it.started()

@@ -16,14 +16,14 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import attempt, heartbeats
-from torchmuster.launch.node.heartbeats import Pulses
+from torchmuster.launch.node.heartbeats import HeartbeatReader
 
 _RANK = """\
 import ctypes, os, sys, time
 from pathlib import Path
 from torchmuster.launch.rank import heartbeat
 heartbeat._EVERY_S = 0.05
-heartbeat.begin(int(sys.argv[2]), Path(sys.argv[1]))
+heartbeat.start_heartbeat(int(sys.argv[2]), Path(sys.argv[1]))
 def in_user_code():
     time.sleep(0.2)
     print("here", flush=True)
@@ -48,7 +48,7 @@ def write(records: Path, rank: int, **facts: object) -> None:
 
 
 def test_a_rank_without_a_pulse_or_with_half_of_one_is_left_out(tmp_path: Path) -> None:
-    pulses = Pulses(tmp_path, range(3))
+    pulses = HeartbeatReader(tmp_path, range(3))
     assert pulses.read() == ()
     write(tmp_path, 1, place="train.py:3")
     (tmp_path / "rank-2.pulse.json").write_text('{"rank": 2, "pi')
@@ -58,7 +58,7 @@ def test_a_rank_without_a_pulse_or_with_half_of_one_is_left_out(tmp_path: Path) 
 
 def test_how_long_python_could_not_run(tmp_path: Path) -> None:
     clock = Clock()
-    pulses = Pulses(tmp_path, [0], clock)
+    pulses = HeartbeatReader(tmp_path, [0], clock)
     for now_s, beat, silent_s in ((100, 1, 0), (107, 1, 7), (108, 2, 0), (109, 2, 1)):
         clock.now_s = now_s
         write(tmp_path, 0, beat=beat)
@@ -72,7 +72,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def state(records: Path, pulses: Pulses, wanted: str) -> str:
+def state(records: Path, pulses: HeartbeatReader, wanted: str) -> str:
     deadline = time.monotonic() + GIVE_UP_S
     while (found := pulses.read()[0].state) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -80,7 +80,7 @@ def state(records: Path, pulses: Pulses, wanted: str) -> str:
 
 
 def test_states_of_processes(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    pulses = Pulses(tmp_path, [0])
+    pulses = HeartbeatReader(tmp_path, [0])
     write(tmp_path, 0, pid=sleeper.pid)
     assert state(tmp_path, pulses, "S") == "S"
     sleeper.send_signal(signal.SIGSTOP)
@@ -95,7 +95,7 @@ def test_states_of_processes(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -
 def test_what_children_compute_counts_once_a_rank_stands_still(tmp_path: Path) -> None:
     burn = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     clock = Clock()
-    pulses = Pulses(tmp_path, [0], clock)
+    pulses = HeartbeatReader(tmp_path, [0], clock)
     with subprocess.Popen(
         [sys.executable, "-c", burn], process_group=0, stdin=subprocess.DEVNULL
     ) as parent:
@@ -134,13 +134,13 @@ def _descendant(pid: int) -> int:
 
 def _await_state(pid: int, wanted: str) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (stat := heartbeats.look_at(pid)) is None or stat.state != wanted:
+    while (stat := heartbeats.look_at_process(pid)) is None or stat.state != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def _cpu_s(pid: int) -> float:
-    stat = heartbeats.look_at(pid)
+    stat = heartbeats.look_at_process(pid)
     assert stat is not None
     return stat.cpu_s
 
@@ -203,7 +203,7 @@ def test_every_rank_shows_what_it_can(
 async def _examine(
     records: Path, pids: dict[int, int], ranks: tuple[int, ...]
 ) -> dict[tuple[int, str], str]:
-    shown: list[protocol.Evidence] = [*await attempt.examine(records, pids, ranks)]
+    shown: list[protocol.Evidence] = [*await attempt.dump_stacks(records, pids, ranks)]
     return {(one.rank, one.name): one.text for one in shown}
 
 
@@ -218,4 +218,4 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(
 
 
 def test_a_process_that_has_gone_is_told_as_such(tmp_path: Path) -> None:
-    assert attempt.of_system(2**22 + 5) == "its process has gone"
+    assert attempt.of_this_system(2**22 + 5) == "its process has gone"

@@ -14,11 +14,11 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.job_runner import Outcome
-from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 
 
 class Unreachable:
@@ -65,35 +65,35 @@ class LongCourse:
     def pass_on(self, name: str) -> None:
         raise NotImplementedError
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         self._on_phase("running")
         os.utime(self._state, (0, 0))
         async with asyncio.timeout(GIVE_UP_S):
             while not self._state.stat().st_mtime:
                 await asyncio.sleep(0.01)
-        return Outcome(good=True, words="seen")
+        return JobOutcome(good=True, words="seen")
 
 
 def test_as_long_as_it_lives_it_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "_EVERY_S", 0.01)
-    run = create(tmp_path, "train")
+    run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 
     def course(*_: object, on_phase: Callable[[str], None], **__: object) -> LongCourse:
         return LongCourse(run.state, on_phase)
 
-    assert launch(spec, Unreachable(), run, TerminalVoice, course) == 0
+    assert launch_job(spec, Unreachable(), run, TerminalConsole, course) == 0
 
 
 def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
-    run = create(tmp_path, "train")
+    run = create_run_folder(tmp_path, "train")
     transport = Unreachable()
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
-    assert launch(spec, transport, run, TerminalVoice) == 2
+    assert launch_job(spec, transport, run, TerminalConsole) == 2
     told = capfd.readouterr().err
     assert run.id in told
     assert told == snapshot
@@ -101,7 +101,7 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     assert state is not None
     assert (state.phase, state.exit_code) == ("failed", 2)
     assert state.headline == "port 29400 cannot be opened"
-    (failed,) = evidence.failures(run)  # for explain
+    (failed,) = evidence.read_failures(run)  # for explain
     assert (failed.attempt, failed.finding.fix) == (0, "--port 29500")
     assert transport.closed == 1
     assert json.loads(run.job.read_text())["command"] == ["train.py"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchmuster.launch.launcher import launch_job
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.job_runner import Outcome
-from torchmuster.runfolder import create
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.runfolder import create_run_folder
 
 
 class Idle:
@@ -23,8 +23,8 @@ class Idle:
         self.told: list[str] = []
         self.stop = self.pass_on = self.told.append
 
-    async def run(self) -> Outcome:
-        return Outcome(good=True)
+    async def run(self) -> JobOutcome:
+        return JobOutcome(good=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
@@ -33,7 +33,7 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
 ) -> None:
     course = Idle()
     warned: list[str] = []
-    voice = TerminalVoice(create(tmp_path, "train"))
+    voice = TerminalConsole(create_run_folder(tmp_path, "train"))
 
     async def work() -> None:
         with launch_job._signals(course, voice, [], warned, can_save=False):

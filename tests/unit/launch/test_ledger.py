@@ -20,7 +20,7 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import Host, JobSpec, Limits
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 SPEC = JobSpec(
     name="train",
@@ -34,7 +34,7 @@ SPEC = JobSpec(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return create(tmp_path / "runs", "train")
+    return create_run_folder(tmp_path / "runs", "train")
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_what_was_launched_is_read_again_without_its_secrets(run: RunFolder) -> 
 
 def test_phases_and_the_end(run: RunFolder) -> None:
     run_state.write_job(run, SPEC)
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     assert phase(run) is None
     for name in ("roll-call", "starting", "running"):
         diary.phase(name)
@@ -103,7 +103,7 @@ def test_a_run_whose_launcher_was_killed_has_died(
 ) -> None:
     run_state.write_job(run, SPEC)
     written_by(run, launcher_of(psutil.Process(other.pid)))
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     assert phase(run) == "running"
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
@@ -123,7 +123,7 @@ def test_a_later_process_with_the_same_number_is_not_the_launcher(
 ) -> None:
     run_state.write_job(run, SPEC)
     launcher = launcher_of(psutil.Process(other.pid))
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     ticks = launcher.start_ticks
     earlier = dataclasses.replace(
         launcher,
@@ -153,7 +153,7 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     run_state.write_job(run, SPEC)
     elsewhere = run_state.Launcher(host="login-1", pid=os.getpid(), created_unix_s=0.0)
     written_by(run, elsewhere)
-    run_state.Diary(run).phase("running")
+    run_state.EventLog(run).phase("running")
     assert elsewhere.process() is None
     an_hour = time.time() + 3600
     monkeypatch.setattr("time.time", lambda: an_hour)  # of this machine; the disk's is another
@@ -178,7 +178,7 @@ def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> 
 
 def test_what_a_newer_version_wrote_beside_is_ignored(run: RunFolder) -> None:
     run_state.write_job(run, SPEC)
-    run_state.Diary(run).ended("finished", 0, "finished well")
+    run_state.EventLog(run).ended("finished", 0, "finished well")
     for path in (run.job, run.state):
         path.write_text(json.dumps({**json.loads(path.read_text()), "mood": "good"}))
     written = json.loads(run.job.read_text())
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_name(
 
 
 def test_a_disk_that_fills_up_during_a_run_does_not_end_it(run: RunFolder) -> None:
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     shutil.rmtree(run.path)
     diary.phase("running")
     diary.ended("finished", 0, "finished well")

@@ -13,7 +13,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT, Peaks, Watch
+from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT, MemoryPeaks, MemoryWatch
 from torchmuster.units import GiB, MiB
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -52,15 +52,15 @@ def set_kills(root: Path, job: int, pod: int | None = None) -> None:
         write(root / "sys/fs/cgroup", {f"{name}/memory.events": events})
 
 
-def begin(root: Path) -> Watch:
-    return Watch.begin(root / "proc", root / "sys", root / "kmsg")
+def begin(root: Path) -> MemoryWatch:
+    return MemoryWatch.begin(root / "proc", root / "sys", root / "kmsg")
 
 
-def peaks(root: Path, **kilobytes: int) -> Peaks:
+def peaks(root: Path, **kilobytes: int) -> MemoryPeaks:
     for pid, size in kilobytes.items():
         status = f"Name:\tpython3\nVmHWM:\t{size:8} kB\nVmRSS:\t{size // 2:8} kB"
         write(root, {f"proc/{pid.removeprefix('p')}/status": status})
-    seen = Peaks(root / "proc")
+    seen = MemoryPeaks(root / "proc")
     seen.sample([int(pid.removeprefix("p")) for pid in kilobytes])
     return seen
 
@@ -107,7 +107,7 @@ def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(
 
 @LINUX
 def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
-    assert Watch.begin(tmp_path, tmp_path, tmp_path / "kmsg").explain(5, -9) == ""
+    assert MemoryWatch.begin(tmp_path, tmp_path, tmp_path / "kmsg").explain(5, -9) == ""
 
 
 @LINUX
@@ -159,7 +159,7 @@ def test_the_peak_of_a_process_outlives_it() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        seen = Peaks()
+        seen = MemoryPeaks()
         assert seen.of(child.pid) is None
         seen.sample([child.pid, os.getpid()])
         child.communicate(b"\n")
@@ -199,8 +199,8 @@ def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
     program = f"""
         import os, pathlib, subprocess, sys, time
         pathlib.Path({str(small_cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
-        from torchmuster.launch.node.memory_evidence import Peaks, Watch
-        watch, peaks = Watch.begin(), Peaks()
+        from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
+        watch, peaks = MemoryWatch.begin(), MemoryPeaks()
         hungry = "print(flush=True)\\ninput()\\ndata = []\\nwhile True: data.append(bytearray(2**20))"
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         child = subprocess.Popen([sys.executable, "-c", hungry], **pipes)

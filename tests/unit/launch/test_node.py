@@ -7,22 +7,22 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import NodeHandle
 
 
 class FakeChannel:
     """A machine that says what the test lets it say."""
 
     def __init__(self) -> None:
-        self.sent: list[protocol.ToKeeper] = []
-        self.says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self.sent: list[protocol.ToAgent] = []
+        self.says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self.drained = asyncio.Event()
         self.closed = False
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         self.sent.append(message)
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         message = await self.says.get()
         if self.says.empty():
             self.drained.set()
@@ -55,12 +55,12 @@ _START = protocol.Start(
 _STARTED = protocol.Started(attempt=1, pid=1)
 
 
-def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:
+def with_node(scene: Callable[[NodeHandle, FakeChannel], Awaitable[None]]) -> None:
     """Play a scene with a machine that is listened to."""
 
     async def play() -> None:
         channel = FakeChannel()
-        node = Node(0, "node1", channel, "token.0.0")
+        node = NodeHandle(0, "node1", channel, "token.0.0")
         node.listen(on_output=lambda *_: None, on_change=lambda: None)
         try:
             await scene(node, channel)
@@ -71,7 +71,7 @@ def with_node(scene: Callable[[Node, FakeChannel], Awaitable[None]]) -> None:
     asyncio.run(play())
 
 
-async def said(channel: FakeChannel, *messages: protocol.FromKeeper) -> None:
+async def said(channel: FakeChannel, *messages: protocol.FromAgent) -> None:
     """Let the machine say something, and wait until it has been taken in."""
     for message in messages:
         channel.says.put_nowait(message)
@@ -81,7 +81,7 @@ async def said(channel: FakeChannel, *messages: protocol.FromKeeper) -> None:
 
 
 def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         node.expect(1)
         starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
         await said(channel, protocol.Ended(attempt=0, good=True), _STARTED)
@@ -95,7 +95,7 @@ def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
 
 
 def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         node.expect(1)
         starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
         await said(channel, _STARTED)
@@ -110,7 +110,7 @@ def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
 
 
 def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         node.expect(1)
         await said(channel, protocol.Ended(attempt=0, good=True))
         assert not node.ended
@@ -122,7 +122,7 @@ def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
 
 
 def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         node.expect(0)
         await said(channel, protocol.Listening(port=1, addresses=(), reason="old"))
         node.expect(1)
@@ -134,7 +134,7 @@ def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
 
 
 def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         with pytest.raises(MachineLost, match="node1 does not answer"):
             await node.hear(protocol.Listening, within_s=0)
         assert node.lost == "no answer within 0 s"
@@ -143,7 +143,7 @@ def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
 
 
 def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
-    async def scene(node: Node, channel: FakeChannel) -> None:
+    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         for _ in range(1000):
             channel.says.put_nowait(protocol.Output(rank=0, text="still here\n"))
 
@@ -158,7 +158,7 @@ def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
 
     async def play() -> None:
         channel = FakeChannel()
-        node = Node(0, "node1", channel, "token.0.0")
+        node = NodeHandle(0, "node1", channel, "token.0.0")
         changed = asyncio.Event()
         node.listen(on_output=broken, on_change=changed.set)
         await said(channel, protocol.Output(rank=0, text="x"))

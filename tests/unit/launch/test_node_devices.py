@@ -13,14 +13,14 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices import snapshot
 from torchmuster.launch.history import node_records
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 Machine = Callable[[Scenario], Path]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return create(tmp_path / "runs", "llm")
+    return create_run_folder(tmp_path / "runs", "llm")
 
 
 def _written(run: RunFolder, first_rank: int) -> Path:
@@ -61,7 +61,7 @@ def test_noting_goes_on_until_it_is_over(
         ]
         return bool(seen) and seen[0].utilisation_percent == percent
 
-    with node_records.Noting(run, 0):
+    with node_records.NodeRecorder(run, 0):
         _await(lambda: busy_is(98))
         machine(scenarios.eight_a100_idle())
         _await(lambda: busy_is(0))
@@ -69,7 +69,7 @@ def test_noting_goes_on_until_it_is_over(
 
 def test_a_machine_without_accelerators_writes_nothing(machine: Machine, run: RunFolder) -> None:
     machine(scenarios.no_gpus())
-    with node_records.Noting(run, 0) as thread:
+    with node_records.NodeRecorder(run, 0) as thread:
         thread.join(GIVE_UP_S)
         assert not thread.is_alive()
     assert not _written(run, 0).exists()

@@ -34,11 +34,11 @@ def python(program: str) -> list[str]:
 )
 @pytest.mark.parametrize("message", [protocol.Alive(), LONG])
 def test_what_a_login_prints_is_not_taken_for_a_message(
-    banner: str, message: protocol.FromKeeper
+    banner: str, message: protocol.FromAgent
 ) -> None:
     said = f"{banner}\n{protocol.to_lines(message).decode()}"
 
-    async def scene() -> tuple[protocol.FromKeeper | None, str]:
+    async def scene() -> tuple[protocol.FromAgent | None, str]:
         channel = await PipeChannel.open(python(f"import sys; sys.stdout.write({said!r})"))
         first = await channel.receive()
         await channel.close()
@@ -53,7 +53,7 @@ def test_after_the_first_message_nothing_else_is_let_through() -> None:
     async def scene() -> None:
         channel = await PipeChannel.open(python(f"print({ALIVE!r} + '= Welcome =')"))
         assert await channel.receive() == protocol.Alive()
-        with pytest.raises(protocol.Garbled, match="malformed"):
+        with pytest.raises(protocol.UnreadableMessage, match="malformed"):
             await channel.receive()
         await channel.close()
 

@@ -46,7 +46,7 @@ def let_go(process: Rank) -> None:
     process.stdin.close()
 
 
-def wait_for_failures(folder: Path) -> dict[int, engines.Exit]:
+def wait_for_failures(folder: Path) -> dict[int, engines.RankExit]:
     """Wait without collecting a process, as torch does between two looks."""
     until = time.monotonic() + GIVE_UP_S
     while not (found := engines.agent_exits(folder)):

@@ -9,7 +9,7 @@ import pytest
 from patience import BUSY_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import engines
-from torchmuster.launch.node.engines import Exit
+from torchmuster.launch.node.engines import RankExit
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_the_processes_of_the_ranks_that_have_begun(folder: Path) -> None:
     rank_failed(folder, 0, "ValueError: no", 1.0)
     (folder / "agent.json").write_text("{}")
     (folder / ".rank-3.json").write_text('{"pid": 5}')  # still being written
-    assert engines.pids(folder) == {0: 100, 11: 111}
+    assert engines.rank_pids(folder) == {0: 100, 11: 111}
 
 
 def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_together(
@@ -45,11 +45,11 @@ def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_tog
 ) -> None:
     rank_failed(folder, 5, "ValueError: no", ago_s=3.0)
     (folder / "logs" / "rank-5.log").write_text("epoch 1\nValueError: no\n")
-    (failure,) = engines.failures(
+    (failure,) = engines.read_failure_files(
         folder,
         folder / "logs",
         range(4, 6),
-        exits={5: Exit(pid=9, code=1, at_unix_s=time.time())},
+        exits={5: RankExit(pid=9, code=1, at_unix_s=time.time())},
         evidence={5: "the kernel …"},
         peaks={5: 2**30},
         began={},
@@ -64,8 +64,8 @@ def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_tog
 
 
 def test_a_rank_without_an_error_of_its_own_is_told_by_its_exit(folder: Path) -> None:
-    exits = {0: Exit(pid=9, code=-9, at_unix_s=time.time() - 2)}
-    (failure,) = engines.failures(folder, folder / "logs", [0, 1], exits, {}, {}, {})
+    exits = {0: RankExit(pid=9, code=-9, at_unix_s=time.time() - 2)}
+    (failure,) = engines.read_failure_files(folder, folder / "logs", [0, 1], exits, {}, {}, {})
     assert (failure.rank, failure.exit_code, failure.error) == (0, -9, "")
     assert (failure.last_lines, failure.peak_rss_bytes) == ("", None)
     assert 1.9 < failure.ago_s < 10 + BUSY_S
@@ -73,14 +73,14 @@ def test_a_rank_without_an_error_of_its_own_is_told_by_its_exit(folder: Path) ->
 
 def test_a_rank_that_raised_but_was_ended_before_it_was_noticed_is_told_too(folder: Path) -> None:
     rank_failed(folder, 1, "RuntimeError: first", 1.0)
-    exits = {0: Exit(pid=9, code=1, at_unix_s=time.time())}
-    told = engines.failures(folder, folder / "logs", [0, 1], exits, {}, {}, {})
+    exits = {0: RankExit(pid=9, code=1, at_unix_s=time.time())}
+    told = engines.read_failure_files(folder, folder / "logs", [0, 1], exits, {}, {}, {})
     assert [(one.rank, one.error) for one in told] == [(0, ""), (1, "RuntimeError: first")]
 
 
 def test_a_clock_that_was_set_back_gives_no_failure_in_the_future(folder: Path) -> None:
     rank_failed(folder, 0, "ValueError: no", ago_s=-3600)
-    (failure,) = engines.failures(folder, folder / "logs", [0], {}, {}, {}, {})
+    (failure,) = engines.read_failure_files(folder, folder / "logs", [0], {}, {}, {}, {})
     assert failure.ago_s == 0.0
 
 
@@ -88,35 +88,35 @@ def test_a_clock_that_was_set_back_gives_no_failure_in_the_future(folder: Path) 
 def test_a_damaged_record_is_no_record(folder: Path, content: str) -> None:
     (folder / "rank-0.error.json").write_text(content)
     (folder / "agent.json").write_text(content)
-    assert engines.failures(folder, folder / "logs", [0], {}, {}, {}, {}) == []
+    assert engines.read_failure_files(folder, folder / "logs", [0], {}, {}, {}, {}) == []
     assert engines.agent_exits(folder) == {}
 
 
 def test_the_agent_s_list_of_failures(folder: Path) -> None:
     failures = [{"rank": 1, "pid": 77, "exit_code": -11, "at_unix_s": 12.5}]
     (folder / "agent.json").write_text(json.dumps({"failures": failures}))
-    assert engines.agent_exits(folder) == {1: Exit(pid=77, code=-11, at_unix_s=12.5)}
+    assert engines.agent_exits(folder) == {1: RankExit(pid=77, code=-11, at_unix_s=12.5)}
 
 
 def test_of_a_long_log_the_end_is_told(folder: Path) -> None:
     log = folder / "rank-0.log"
     log.write_text("".join(f"line {number} é\n" for number in range(100_000)))
-    lines = engines.last_lines(log, 0).splitlines()
+    lines = engines.last_output_lines(log, 0).splitlines()
     assert lines[-1] == "line 99999 é"
     assert 10 < len(lines) < 100
-    assert engines.last_lines(folder / "nowhere.log", 0) == ""
+    assert engines.last_output_lines(folder / "nowhere.log", 0) == ""
 
 
 def test_what_an_earlier_attempt_wrote_is_not_told_of_this_one(folder: Path) -> None:
     log = folder / "logs" / "rank-0.log"
     log.write_text("ValueError: of the first attempt\n")
     began = {0: log.stat().st_size}
-    exits = {0: Exit(pid=9, code=3, at_unix_s=time.time())}
-    (silent,) = engines.failures(folder, folder / "logs", [0], exits, {}, {}, began)
+    exits = {0: RankExit(pid=9, code=3, at_unix_s=time.time())}
+    (silent,) = engines.read_failure_files(folder, folder / "logs", [0], exits, {}, {}, began)
     assert silent.last_lines == ""
     with log.open("a") as stream:
         stream.write("second attempt\n")
-    (spoke,) = engines.failures(folder, folder / "logs", [0], exits, {}, {}, began)
+    (spoke,) = engines.read_failure_files(folder, folder / "logs", [0], exits, {}, {}, began)
     assert spoke.last_lines == "second attempt"
 
 
@@ -127,7 +127,7 @@ def test_of_very_many_failures_the_first_are_told_whole_and_all_by_their_error(
     for rank in ranks:
         rank_failed(folder, rank, f"ValueError: {rank}", ago_s=100.0 - rank)
         (folder / "logs" / f"rank-{rank}.log").write_text("the log\n")
-    told = engines.failures(folder, folder / "logs", ranks, {}, {}, {}, {})
+    told = engines.read_failure_files(folder, folder / "logs", ranks, {}, {}, {}, {})
     assert [one.error for one in told] == [f"ValueError: {rank}" for rank in ranks]
     assert all(one.traceback and one.last_lines for one in told[:16])
     assert not any(one.traceback or one.last_lines for one in told[16:])
@@ -136,16 +136,16 @@ def test_of_very_many_failures_the_first_are_told_whole_and_all_by_their_error(
 def test_the_log_of_a_rank_that_left_no_error_is_told_however_many_fail(folder: Path) -> None:
     # It is all that says what happened: an abort after a timeout is not a cause of its own.
     ranks = range(40)
-    exits = {rank: Exit(pid=9, code=-6, at_unix_s=time.time() - rank) for rank in ranks}
+    exits = {rank: RankExit(pid=9, code=-6, at_unix_s=time.time() - rank) for rank in ranks}
     for rank in ranks:
         (folder / "logs" / f"rank-{rank}.log").write_text("what():  timed out\n")
-    told = engines.failures(folder, folder / "logs", ranks, exits, {}, {}, {})
+    told = engines.read_failure_files(folder, folder / "logs", ranks, exits, {}, {}, {})
     assert {one.last_lines for one in told} == {"what():  timed out"}
 
 
 def test_an_error_with_a_name_that_is_not_utf_8_can_be_told(folder: Path) -> None:
     rank_failed(folder, 0, "ValueError: caf\udce9", ago_s=1.0)
-    (failure,) = engines.failures(folder, folder / "logs", [0], {}, {}, {}, {})
+    (failure,) = engines.read_failure_files(folder, folder / "logs", [0], {}, {}, {}, {})
     assert failure.error == "ValueError: caf\\udce9"
     assert protocol.encode(protocol.Ended(attempt=0, good=False, failures=(failure,)))
 
@@ -163,10 +163,10 @@ def test_an_end_always_fits_into_a_message() -> None:
         )
 
     small = protocol.Ended(attempt=2, good=False, failures=(failure(0), failure(1)))
-    assert engines.fitting(small) is small
+    assert engines.fitting_failures(small) is small
     large = protocol.Ended(attempt=2, good=False, failures=tuple(map(failure, range(128))))
     assert len(protocol.to_lines(large)) > protocol.MESSAGE_LIMIT
-    fitted = engines.fitting(large)
+    fitted = engines.fitting_failures(large)
     assert len(protocol.to_lines(fitted)) < protocol.MESSAGE_LIMIT
     assert (fitted.attempt, fitted.good, len(fitted.failures)) == (2, False, 128)
     assert fitted.failures[127] == large.failures[127]  # the first that failed
@@ -177,16 +177,16 @@ def test_an_end_always_fits_into_a_message() -> None:
     ("seen", "told"),
     [
         (None, 75),  # the agent was ended before it looked
-        (Exit(pid=9, code=-15, at_unix_s=0.0), 75),  # it was sent a signal on its way out
-        (Exit(pid=9, code=75, at_unix_s=0.0), 75),
+        (RankExit(pid=9, code=-15, at_unix_s=0.0), 75),  # it was sent a signal on its way out
+        (RankExit(pid=9, code=75, at_unix_s=0.0), 75),
     ],
 )
 def test_a_rank_that_saved_is_known_by_what_it_wrote(
-    folder: Path, seen: Exit | None, told: int
+    folder: Path, seen: RankExit | None, told: int
 ) -> None:
     record = {"error": "the script ended itself: 75", "what": "saved at step 3", "exit_code": 75}
     (folder / "rank-0.error.json").write_text(json.dumps(record))
-    (failure,) = engines.failures(
+    (failure,) = engines.read_failure_files(
         folder,
         folder / "logs",
         [0],

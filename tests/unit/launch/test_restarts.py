@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import job_runner
-from torchmuster.launch.launcher.job_runner import Attempt, decide
+from torchmuster.launch.launcher.job_runner import PastAttempt, decide_restart
 
 
 def failure(
@@ -25,8 +25,8 @@ def attempt(
     got_on: bool = False,
     saved: int | None = None,
     reached: int | None = None,
-) -> Attempt:
-    return Attempt(
+) -> PastAttempt:
+    return PastAttempt(
         finding=failure(what, name), mistake=mistake, got_on=got_on, saved=saved, reached=reached
     )
 
@@ -89,12 +89,12 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
     ],
 )
 def test_the_decision(
-    history: Sequence[Attempt],
+    history: Sequence[PastAttempt],
     max_restarts: int,
     pause_s: float | None,
     snapshot: SnapshotAssertion,
 ) -> None:
-    chosen = decide(history, max_restarts=max_restarts)
+    chosen = decide_restart(history, max_restarts=max_restarts)
     assert chosen.value == pause_s
     assert chosen.reason == snapshot
 
@@ -119,14 +119,16 @@ def failed(what: str = "", error: str = "", exit_code: int = 1) -> protocol.Fail
     ],
 )
 def test_what_cannot_mend_itself(what: str, ranks: list[protocol.Failure], expected: bool) -> None:
-    assert job_runner.cannot_mend_itself(failure(what), ranks) is expected
+    assert job_runner.needs_user(failure(what), ranks) is expected
 
 
 @pytest.mark.parametrize(("saved", "pause_s"), [(None, 0.0), (1200, 0.0), (None, 2.0)])
 def test_what_is_said_at_a_restart(
     saved: int | None, pause_s: float, snapshot: SnapshotAssertion
 ) -> None:
-    announced = job_runner.announcement(attempt(KILLED, saved=saved), pause_s, "restart 1 of 3")
+    announced = job_runner.restart_announcement(
+        attempt(KILLED, saved=saved), pause_s, "restart 1 of 3"
+    )
     assert announced.startswith(f"{KILLED}; ")
     assert announced == snapshot
 

@@ -10,8 +10,8 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import node_handle, node_registry
-from torchmuster.launch.launcher.node_handle import Stopped, Waiting
-from torchmuster.launch.launcher.node_registry import RollCall
+from torchmuster.launch.launcher.node_handle import Stopped, WaitingMessages
+from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.transports.channel import Arrive
 
 RECORD = protocol.NodeRecord(
@@ -36,14 +36,14 @@ class Machine:
         self, letting_go: Callable[[], Awaitable[object]], *, version: int = protocol.PROTOCOL
     ) -> None:
         self._letting_go = letting_go
-        self._says: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self._says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self._says.put_nowait(protocol.Hello(protocol=version, record=RECORD))
         self.given_up = False
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         pass
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         return await self._says.get()
 
     def why_closed(self) -> str:
@@ -99,16 +99,16 @@ class Called:
         pass
 
 
-Scene = Callable[[RollCall, Called, Waiting], Awaitable[None]]
+Scene = Callable[[NodeRegistry, Called, WaitingMessages], Awaitable[None]]
 
 
 def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[str]) -> None:
     """Play a scene with three machines that are all lost."""
 
     async def story() -> None:
-        patience = Waiting(said.append)
+        patience = WaitingMessages(said.append)
         called = Called(letting_go)
-        roll = RollCall(
+        roll = NodeRegistry(
             called,
             patience,
             token="t",
@@ -132,7 +132,7 @@ def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[s
 def test_the_lost_are_let_go_of_at_the_same_time() -> None:
     together = asyncio.Barrier(3)
 
-    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
         back = await asyncio.wait_for(roll.call_back_the_lost(), GIVE_UP_S)
         assert [node.place for node in back] == sorted(called.again) == [0, 1, 2]
         assert not any(node.lost for node in back)
@@ -148,7 +148,7 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
     monkeypatch.setattr(node_handle, "FIRST_WORD_S", 0.1)
     said: list[str] = []
 
-    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
         began_s = time.monotonic()
         await roll.call_back_the_lost()
         assert time.monotonic() - began_s < 10 + BUSY_S
@@ -169,7 +169,7 @@ def test_nobody_who_wants_the_end_has_to_wait_for_the_lost(
         begun.set()
         await never()
 
-    async def scene(roll: RollCall, called: Called, patience: Waiting) -> None:
+    async def scene(roll: NodeRegistry, called: Called, patience: WaitingMessages) -> None:
         calling = asyncio.create_task(roll.call_back_the_lost())
         await begun.wait()
         patience.stop()
@@ -185,7 +185,7 @@ def test_nobody_who_wants_the_end_has_to_wait_for_the_lost(
 def test_a_machine_that_came_back_by_itself_is_kept() -> None:
     came: list[Machine] = []
 
-    async def scene(roll: RollCall, called: Called, _: Waiting) -> None:
+    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
         async def comes_back() -> None:
             came.append(Machine(at_once))
             roll.arrive(1, came[0])
@@ -202,9 +202,9 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
     async def story() -> None:
         called = Called(at_once)
         called.machines[2] = Machine(at_once, version=protocol.PROTOCOL + 98)
-        roll = RollCall(
+        roll = NodeRegistry(
             called,
-            Waiting(print),
+            WaitingMessages(print),
             token="t",
             join_s=GIVE_UP_S,
             lost_after_s=None,
@@ -229,9 +229,9 @@ def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
 
     async def story() -> None:
         called = Away()
-        roll = RollCall(
+        roll = NodeRegistry(
             called,
-            Waiting(print),
+            WaitingMessages(print),
             token="t",
             join_s=GIVE_UP_S,
             lost_after_s=None,

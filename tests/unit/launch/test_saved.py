@@ -35,11 +35,11 @@ def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: 
     ],
 )
 def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
-    assert node_handle.words(machines) == WORDS
+    assert node_handle.trouble_text(machines) == WORDS
 
 
 def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAssertion) -> None:
-    assert node_handle.words([machine(rank(0, 75))]) == snapshot
+    assert node_handle.trouble_text([machine(rank(0, 75))]) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,17 @@ def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAsser
     ],
 )
 def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
-    assert node_handle.words(machines) == ""
+    assert node_handle.trouble_text(machines) == ""
 
 
 def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
     snapshot: SnapshotAssertion,
 ) -> None:
     starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
-    assert node_handle.words(starting, warned=True) == snapshot
-    assert node_handle.words(starting) == ""  # nobody warned them, or they do not know how to save
+    assert node_handle.trouble_text(starting, warned=True) == snapshot
+    assert (
+        node_handle.trouble_text(starting) == ""
+    )  # nobody warned them, or they do not know how to save
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
-    assert node_handle.words(late, warned=True) == WORDS
-    assert node_handle.words([machine(rank(0, -10), rank(1, 1))], warned=True) == ""
+    assert node_handle.trouble_text(late, warned=True) == WORDS
+    assert node_handle.trouble_text([machine(rank(0, -10), rank(1, 1))], warned=True) == ""

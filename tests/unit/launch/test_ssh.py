@@ -21,7 +21,7 @@ PYTHON = "/opt/my python/bin/python3"
 
 
 def test_the_command_asks_nobody_notices_a_cut_link_and_holds_nothing_the_user_gave() -> None:
-    command = ssh.keeper_command("ana@b", PYTHON)
+    command = ssh.node_agent_command("ana@b", PYTHON)
     assert command[0] == "ssh"
     assert command[-3:] == [
         "--",
@@ -41,7 +41,7 @@ def gives_up_after_s(command: list[str]) -> int:
 
 @pytest.mark.parametrize("lost_after_s", [0.5, 1.0, 10.0, 60.0, 61.5, 3600.0])
 def test_ssh_outlasts_the_patience_of_the_launcher_but_not_by_much(lost_after_s: float) -> None:
-    command = ssh.keeper_command("b", PYTHON, lost_after_s=lost_after_s)
+    command = ssh.node_agent_command("b", PYTHON, lost_after_s=lost_after_s)
     assert lost_after_s < gives_up_after_s(command) <= max(6, lost_after_s + 3)
 
 
@@ -105,7 +105,7 @@ def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
     "python", ["/usr/bin/python3", PYTHON, "/x/$(touch owned)", "/x/';touch owned;'", "~/venv/py"]
 )
 def test_a_path_is_one_word_to_a_remote_shell(python: str) -> None:
-    remote = ssh.keeper_command("b", python)[-1]
+    remote = ssh.node_agent_command("b", python)[-1]
     assert shlex.split(remote) == ["exec", python, "-m", "torchmuster.launch.node"]
     shown = subprocess.run(
         ["sh", "-c", remote.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True
@@ -116,17 +116,17 @@ def test_a_path_is_one_word_to_a_remote_shell(python: str) -> None:
 @pytest.mark.parametrize("user", ["", f"{psutil.Process().username()}@"])
 @pytest.mark.parametrize("name", [socket.gethostname(), "localhost", "127.0.0.1", "::1"])
 def test_this_machine_is_known_without_a_name_service(user: str, name: str) -> None:
-    assert ssh.is_here(f"{user}{name}")
+    assert ssh.is_this_host(f"{user}{name}")
 
 
 @pytest.mark.parametrize("name", ["other", "somebody-else@localhost", "203.0.113.7"])
 def test_other_machines_and_other_users_are_called_over_ssh(name: str) -> None:
-    assert not ssh.is_here(name)
+    assert not ssh.is_this_host(name)
 
 
 def test_an_ipv6_address_reaches_ssh_as_ssh_writes_it() -> None:
     (host,) = parse_hosts(["ana@[fd00::1]:2"])
-    assert ssh.keeper_command(host.name, "python3")[-2] == "ana@fd00::1"
+    assert ssh.node_agent_command(host.name, "python3")[-2] == "ana@fd00::1"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_ipv6_address_reaches_ssh_as_ssh_writes_it() -> None:
 def test_what_ssh_says_is_explained_with_something_to_do(
     words: str, name: str, fix: str, snapshot: SnapshotAssertion
 ) -> None:
-    trouble = ssh.diagnose("b", "python3", 255, words)
+    trouble = ssh.diagnose_ssh("b", "python3", 255, words)
     assert trouble.name == name
     assert (trouble.what, trouble.why) == snapshot
     assert fix in trouble.fix
@@ -189,7 +189,7 @@ def test_what_ssh_says_is_explained_with_something_to_do(
 
 
 def test_a_path_with_spaces_can_be_pasted_from_the_fix() -> None:
-    trouble = ssh.diagnose("b", PYTHON, 1, f"{PYTHON}: No module named torchmuster")
+    trouble = ssh.diagnose_ssh("b", PYTHON, 1, f"{PYTHON}: No module named torchmuster")
     assert f"ssh b '{PYTHON}' -m pip install torchmuster" in trouble.fix
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torchmuster.checkpoints import manifest
 from torchmuster.checkpoints.places import open_store
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.training_progress import Standing, look
+from torchmuster.launch.launcher.training_progress import TrainingProgress, read_training_progress
 
 SCRIPT = JobSpec(name="x", command=("x.py",), folder="/")
 
@@ -37,7 +37,7 @@ def save(folder: Path, step: int) -> str:
 
 def test_a_script_of_ones_own_is_not_looked_into(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    assert look(SCRIPT, tmp_path, since_unix_s=0.0) == Standing()
+    assert read_training_progress(SCRIPT, tmp_path, since_unix_s=0.0) == TrainingProgress()
 
 
 def test_the_newest_checkpoint_and_the_last_whole_line_count(tmp_path: Path) -> None:
@@ -46,27 +46,32 @@ def test_the_newest_checkpoint_and_the_last_whole_line_count(tmp_path: Path) -> 
     (tmp_path / "checkpoints" / manifest.new_name(30)).mkdir()  # not committed
     steps = tmp_path / "steps.jsonl"
     steps.write_text('{"step": 23}\n{"step": 24, "loss": 1.5}\n{"step": 2')
-    found = look(saves(tmp_path), tmp_path, since_unix_s=0.0)
-    assert found == Standing(checkpoint=name, saved=20, global_batch_size=64, reached=24)
+    found = read_training_progress(saves(tmp_path), tmp_path, since_unix_s=0.0)
+    assert found == TrainingProgress(checkpoint=name, saved=20, global_batch_size=64, reached=24)
 
 
 def test_steps_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     steps = tmp_path / "steps.jsonl"
     steps.write_text('{"step": 24}\n')
     os.utime(steps, (1000.0, 1000.0))
-    assert look(saves(tmp_path), tmp_path, since_unix_s=1001.0).reached is None
-    assert look(saves(tmp_path), tmp_path, since_unix_s=999.0).reached == 24
+    assert read_training_progress(saves(tmp_path), tmp_path, since_unix_s=1001.0).reached is None
+    assert read_training_progress(saves(tmp_path), tmp_path, since_unix_s=999.0).reached == 24
 
 
 def test_a_place_that_cannot_be_read_is_not_known(tmp_path: Path) -> None:
     nowhere = replace(SCRIPT, checkpoints="no-such-protocol://bucket/run")
-    assert look(nowhere, tmp_path, since_unix_s=0.0) == Standing()
+    assert read_training_progress(nowhere, tmp_path, since_unix_s=0.0) == TrainingProgress()
 
 
 def test_what_was_known_of_checkpoints_stays_true_while_they_cannot_be_read(tmp_path: Path) -> None:
     """Else the next look would take an old checkpoint for a newer one, and restarts had no end."""
-    known = Standing(checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24)
+    known = TrainingProgress(
+        checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24
+    )
     nowhere = replace(SCRIPT, checkpoints="no-such-protocol://bucket/run")
-    found = look(nowhere, tmp_path, since_unix_s=0.0, known=known)
+    found = read_training_progress(nowhere, tmp_path, since_unix_s=0.0, known=known)
     assert found == replace(known, reached=None)
-    assert look(saves(tmp_path), tmp_path, since_unix_s=0.0, known=known) == Standing()
+    assert (
+        read_training_progress(saves(tmp_path), tmp_path, since_unix_s=0.0, known=known)
+        == TrainingProgress()
+    )

@@ -9,18 +9,18 @@ import pytest
 from patience import GIVE_UP_S
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import job_runner, training_progress
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.job_runner import Supervisor
-from torchmuster.launch.launcher.training_progress import Standing
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.launcher.training_progress import TrainingProgress
 from torchmuster.launch.transports.local import LocalTransport
-from torchmuster.runfolder import create
+from torchmuster.runfolder import create_run_folder
 
 
-def supervise(folder: Path) -> Supervisor:
-    run = create(folder, "x")
+def supervise(folder: Path) -> JobRunner:
+    run = create_run_folder(folder, "x")
     spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints="s3://bucket/run")
-    transport, voice = LocalTransport("here"), TerminalVoice(run)
-    return Supervisor(spec, transport, voice, run_id=run.id, logs=str(run.logs))
+    transport, voice = LocalTransport("here"), TerminalConsole(run)
+    return JobRunner(spec, transport, voice, run_id=run.id, logs=str(run.logs))
 
 
 def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> None:
@@ -35,17 +35,19 @@ def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> Non
 def test_a_look_that_takes_too_long_leaves_what_was_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Standing(checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24)
+    known = TrainingProgress(
+        checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24
+    )
     over = threading.Event()
 
-    def look(*_: object, **__: object) -> Standing:
+    def look(*_: object, **__: object) -> TrainingProgress:
         over.wait(GIVE_UP_S)
-        return Standing()
+        return TrainingProgress()
 
-    monkeypatch.setattr(training_progress, "look", look)
+    monkeypatch.setattr(training_progress, "read_training_progress", look)
     monkeypatch.setattr(job_runner, "_LOOK_WITHIN_S", 0.05)
 
-    async def work() -> Standing:
+    async def work() -> TrainingProgress:
         found = await supervise(tmp_path)._look(0.0, known)
         over.set()
         return found

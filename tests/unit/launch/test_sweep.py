@@ -25,7 +25,7 @@ sys.stdin.read()
 def token() -> Iterator[str]:
     name = os.urandom(8).hex()
     yield name
-    process_cleanup.kill(name, within_s=GIVE_UP_S)
+    process_cleanup.kill_processes(name, within_s=GIVE_UP_S)
 
 
 def started(token: str, program: str = "print(flush=True); input()") -> "subprocess.Popen[bytes]":
@@ -64,7 +64,7 @@ def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> 
     child.kill()
     ended(child)
     assert [one.pid for one in process_cleanup.processes_of(token)] == [grandchild.pid]
-    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill_processes(token, within_s=GIVE_UP_S) == []
     deadline = time.monotonic() + GIVE_UP_S
     while not has_ended(grandchild):  # one that is about to end has no environment any more
         assert time.monotonic() < deadline
@@ -73,18 +73,18 @@ def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> 
 
 def test_one_keeper_s_part_leaves_the_other_s_alone(token: str) -> None:
     first, second, tenth = started(f"{token}.1"), started(f"{token}.2"), started(f"{token}.10")
-    assert process_cleanup.kill(f"{token}.1", within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill_processes(f"{token}.1", within_s=GIVE_UP_S) == []
     assert ended(first) == -9
     assert {one.pid for one in process_cleanup.processes_of(token)} == {second.pid, tenth.pid}
     # The whole run's token finds every part.
-    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill_processes(token, within_s=GIVE_UP_S) == []
     assert (ended(second), ended(tenth)) == (-9, -9)
 
 
 def test_a_longer_token_that_begins_alike_is_another_run(token: str) -> None:
     other = started(f"{token}0")
     assert process_cleanup.processes_of(token) == []
-    assert process_cleanup.kill(f"{token}0", within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill_processes(f"{token}0", within_s=GIVE_UP_S) == []
     assert ended(other) == -9
 
 
@@ -113,12 +113,12 @@ def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them(token: s
     )
     process = started(token, program)
     time.sleep(0.2)
-    assert process_cleanup.kill(token, within_s=GIVE_UP_S) == []
+    assert process_cleanup.kill_processes(token, within_s=GIVE_UP_S) == []
     assert ended(process) == -9
     assert process_cleanup.processes_of(token) == []
 
 
 def test_where_nothing_runs_nothing_is_waited_for(token: str) -> None:
     began = time.monotonic()
-    assert process_cleanup.kill(token, within_s=30.0) == []
+    assert process_cleanup.kill_processes(token, within_s=30.0) == []
     assert time.monotonic() - began < 5 + BUSY_S

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
-from torchmuster.launch.history.root_cause import NodeEnd, from_own_code, of_attempt
+from torchmuster.launch.history.root_cause import NodeExit, from_own_code, root_cause_of
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.units import GiB
 
@@ -51,19 +51,19 @@ def failure(
     )
 
 
-def ended(host: str, *failures: protocol.Failure, at_s: float = 100.0, words: str = "") -> NodeEnd:
+def ended(host: str, *failures: protocol.Failure, at_s: float = 100.0, words: str = "") -> NodeExit:
     message = protocol.Ended(
         attempt=0, good=not (failures or words), failures=failures, words=words
     )
-    return NodeEnd(host=host, ended=message, ended_s=at_s)
+    return NodeExit(host=host, ended=message, ended_s=at_s)
 
 
 def judged(
-    *ends: NodeEnd,
+    *ends: NodeExit,
     noticed_s: float = 100.0,
     world_size: int | None = None,
 ) -> Finding:
-    return of_attempt(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size)
+    return root_cause_of(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size)
 
 
 def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
@@ -312,7 +312,7 @@ def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAsser
     silent = "not heard for 10 s: the link is cut, or the machine is gone"
     finding = judged(
         ended("a", failure(0, LATE), failure(1, LATE), at_s=95.0),
-        NodeEnd(host="b", lost=silent, lost_s=100.0),
+        NodeExit(host="b", lost=silent, lost_s=100.0),
     )
     assert finding.name == "host-lost"
     assert finding.what.startswith("b ")
@@ -324,7 +324,7 @@ def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAsser
 def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
     finding = judged(
         ended("a", failure(0, "ValueError: no"), at_s=95.0),
-        NodeEnd(host="b", lost="gone", lost_s=100.0),
+        NodeExit(host="b", lost="gone", lost_s=100.0),
     )
     assert finding.name == "rank-failed"
     assert finding.what.startswith("rank 0 on a ")
@@ -540,7 +540,7 @@ def test_secrets_and_escapes_of_an_error_are_not_shown() -> None:
 
 
 def test_a_failure_that_nobody_explains_is_still_a_finding() -> None:
-    finding = judged(NodeEnd(host="a"))
+    finding = judged(NodeExit(host="a"))
     assert (finding.name, finding.status) == ("run-failed", Status.FAILURE)
     assert finding.fix.endswith(LOGS)
 
@@ -558,8 +558,8 @@ HANG = Finding(
 )
 
 
-def after_hang(*ends: NodeEnd) -> Finding:
-    return of_attempt(ends, noticed_s=100.0, logs=LOGS, world_size=2, hang=HANG)
+def after_hang(*ends: NodeExit) -> Finding:
+    return root_cause_of(ends, noticed_s=100.0, logs=LOGS, world_size=2, hang=HANG)
 
 
 def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting(
@@ -589,9 +589,9 @@ def test_a_failure_of_a_rank_s_own_stands_before_a_hang() -> None:
     assert finding.what.startswith("rank 1 on b ")
 
 
-def finished(host: str, *ranks: int) -> NodeEnd:
+def finished(host: str, *ranks: int) -> NodeExit:
     message = protocol.Ended(attempt=0, good=False, failures=(failure(0, CLOSED),), finished=ranks)
-    return NodeEnd(host=host, ended=message, ended_s=100.0)
+    return NodeExit(host=host, ended=message, ended_s=100.0)
 
 
 def test_ranks_that_ended_well_while_others_needed_them_are_named(
@@ -608,7 +608,7 @@ def test_a_rank_that_ended_well_is_not_blamed_for_another_s_own_failure() -> Non
     message = protocol.Ended(
         attempt=0, good=False, failures=(failure(0, "ValueError: no"),), finished=(1,)
     )
-    finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
+    finding = judged(NodeExit(host="a", ended=message, ended_s=100.0), world_size=2)
     assert finding.name == "rank-failed"
     assert finding.what.startswith("rank 0 on a ")
 
@@ -620,7 +620,7 @@ def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so(
     aborted = failure(1, exit_code=-6, last_lines=log)
     other = failure(0, exit_code=-15)
     message = protocol.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
-    finding = judged(NodeEnd(host="a", ended=message, ended_s=100.0), world_size=2)
+    finding = judged(NodeExit(host="a", ended=message, ended_s=100.0), world_size=2)
     assert finding.name == "rank-aborted-at-exit"
     assert finding.what.startswith("rank 1 on a ")
     assert "torch.distributed.destroy_process_group()" in finding.fix

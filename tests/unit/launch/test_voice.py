@@ -15,15 +15,15 @@ import pytest
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.launcher import console as voice_module
-from torchmuster.launch.launcher.console import Console, Folder, TerminalVoice
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.launch.launcher.console import OutputBuffer, OutputFolder, TerminalConsole
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 FINDING = Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why="no data")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return create(tmp_path / "runs", "train")
+    return create_run_folder(tmp_path / "runs", "train")
 
 
 class Terminal:
@@ -38,11 +38,11 @@ class Terminal:
 
     def voice(
         self, run: RunFolder, *, colour: bool = False, own_colour: bool = False
-    ) -> TerminalVoice:
+    ) -> TerminalConsole:
         """Return a voice that speaks here."""
         for name, (_, stream) in self.ends.items():
             self._monkeypatch.setattr(sys, name, stream)
-        return TerminalVoice(run, colour=colour, own_colour=own_colour)
+        return TerminalConsole(run, colour=colour, own_colour=own_colour)
 
     def read(self, name: str) -> str:
         """Return all that was shown; nothing can be shown after that."""
@@ -88,7 +88,7 @@ def real_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     one.close()
 
 
-class PatientConsole(Console):
+class PatientConsole(OutputBuffer):
     """A console whose thread is waited for, however late the machine lets it run."""
 
     def close(self, timeout_s: float = GIVE_UP_S) -> None:
@@ -99,8 +99,10 @@ class PatientConsole(Console):
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said is said within a moment, and heard before the next word, on a busy machine too."""
     monkeypatch.setattr(voice_module, "_CATCH_UP_WITHIN_S", GIVE_UP_S)
-    monkeypatch.setattr(voice_module, "Console", PatientConsole)
-    monkeypatch.setattr(voice_module, "Folder", functools.partial(Folder, window_s=GIVE_UP_S))
+    monkeypatch.setattr(voice_module, "OutputBuffer", PatientConsole)
+    monkeypatch.setattr(
+        voice_module, "OutputFolder", functools.partial(OutputFolder, window_s=GIVE_UP_S)
+    )
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_what_a_rank_wrote_before_the_launcher_spoke_comes_before_it(
     with both.open("a") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
-        voice = TerminalVoice(run)
+        voice = TerminalConsole(run)
         with voice.speaking():
             voice.world(2)
             for number in range(20):

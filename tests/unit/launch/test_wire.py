@@ -35,7 +35,7 @@ ENDED = protocol.Ended(
 def through_a_pipe(message: protocol.Message) -> bytes:
     """Return the JSON that arrives; every line on its way is short, ASCII and whole."""
     lines = protocol.to_lines(message).splitlines(keepends=True)
-    assembler = protocol.Assembler()
+    assembler = protocol.FrameAssembler()
     whole = [assembler.add(line) for line in lines]
     assert all(line.isascii() and line.endswith(b"\n") for line in lines)
     assert all(len(line) <= protocol.LINE_LIMIT + 2 for line in lines)
@@ -54,15 +54,15 @@ def through_a_pipe(message: protocol.Message) -> bytes:
         ),
         protocol.Stop(grace_s=5.0, why="Ctrl-C"),
         protocol.Signal(name="SIGUSR1"),
-        protocol.TellPackages(),
+        protocol.ListPackages(),
         protocol.Alive(),
         protocol.Leave(exit_code=1, words="rank 1 on b failed: „nichts“"),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_the_launcher_says_arrives(message: protocol.ToKeeper) -> None:
-    assert protocol.decode_to_keeper(protocol.encode(message)) == message
-    assert protocol.decode_to_keeper(through_a_pipe(message)) == message
+def test_what_the_launcher_says_arrives(message: protocol.ToAgent) -> None:
+    assert protocol.decode_to_agent(protocol.encode(message)) == message
+    assert protocol.decode_to_agent(through_a_pipe(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_what_the_launcher_says_arrives(message: protocol.ToKeeper) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_a_keeper_says_arrives(message: protocol.FromKeeper) -> None:
-    assert protocol.decode_from_keeper(protocol.encode(message)) == message
-    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
+def test_what_a_keeper_says_arrives(message: protocol.FromAgent) -> None:
+    assert protocol.decode_from_agent(protocol.encode(message)) == message
+    assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
 
 @pytest.mark.parametrize("extra", range(-40, 41))
@@ -87,33 +87,33 @@ def test_a_message_is_cut_anywhere_and_put_together_again(extra: int) -> None:
     # Three pieces, their ends at every place around the limit.
     message = protocol.Output(rank=0, text="x" * (2 * protocol.LINE_LIMIT + extra) + "é")
     assert protocol.to_lines(message).count(b"\n") in (2, 3)
-    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
+    assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
 
 @given(st.text(max_size=3000), st.integers(0, 10**6))
 def test_any_text_of_a_rank_arrives(text: str, rank: int) -> None:
     safe = text.encode("utf-8", errors="replace").decode()  # halves of characters never leave a log
     message = protocol.Output(rank=rank, text=safe)
-    assert protocol.decode_from_keeper(through_a_pipe(message)) == message
+    assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
 
 def test_messages_follow_each_other_on_one_pipe() -> None:
-    assembler = protocol.Assembler()
+    assembler = protocol.FrameAssembler()
     lines = (protocol.to_lines(PREPARE) + protocol.to_lines(protocol.Alive())).splitlines(
         keepends=True
     )
     arrived = [data for line in lines if (data := assembler.add(line)) is not None]
-    assert [protocol.decode_to_keeper(data) for data in arrived] == [PREPARE, protocol.Alive()]
+    assert [protocol.decode_to_agent(data) for data in arrived] == [PREPARE, protocol.Alive()]
 
 
 def test_line_ends_of_other_systems_are_no_part_of_a_message() -> None:
     data = protocol.to_lines(protocol.Alive()).replace(b"\n", b"\r\n")
-    assert protocol.Assembler().add(data) == b'{"kind":"alive"}'
+    assert protocol.FrameAssembler().add(data) == b'{"kind":"alive"}'
 
 
 def test_a_field_that_is_not_known_is_ignored() -> None:
     newer = json.loads(protocol.encode(PREPARE)) | {"priority": "high", "more": [1, {"deep": None}]}
-    assert protocol.decode_to_keeper(json.dumps(newer).encode()) == PREPARE
+    assert protocol.decode_to_agent(json.dumps(newer).encode()) == PREPARE
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
     ],
 )
 def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
-    with pytest.raises(protocol.Garbled):
-        protocol.decode_to_keeper(data)
+    with pytest.raises(protocol.UnreadableMessage):
+        protocol.decode_to_agent(data)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
     ids=range(12),
 )
 def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
-    with pytest.raises(protocol.Garbled) as caught:
-        protocol.decode_to_keeper(data)
+    with pytest.raises(protocol.UnreadableMessage) as caught:
+        protocol.decode_to_agent(data)
     assert len(str(caught.value)) <= 200
 
 
@@ -176,35 +176,35 @@ def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
     ids=range(5),
 )
 def test_what_a_hostile_machine_says_is_an_error(data: bytes) -> None:
-    with pytest.raises(protocol.Garbled) as caught:
-        protocol.decode_from_keeper(data)
+    with pytest.raises(protocol.UnreadableMessage) as caught:
+        protocol.decode_from_agent(data)
     assert len(str(caught.value)) <= 200
 
 
 @pytest.mark.parametrize("data", [b'{"kind":"leave","exit_code":0,"words":""}', b"\xc3(", b"7"])
 def test_what_is_not_a_message_of_a_keeper_is_an_error(data: bytes) -> None:
-    with pytest.raises(protocol.Garbled):
-        protocol.decode_from_keeper(data)
+    with pytest.raises(protocol.UnreadableMessage):
+        protocol.decode_from_agent(data)
 
 
 @pytest.mark.parametrize("line", [b"Last login: Mon\n", b"\n", b"", b"\x00=\n", b" =x\n"])
 def test_a_line_that_is_not_of_the_protocol_is_named_in_the_error(line: bytes) -> None:
-    with pytest.raises(protocol.Garbled) as caught:
-        protocol.Assembler().add(line)
+    with pytest.raises(protocol.UnreadableMessage) as caught:
+        protocol.FrameAssembler().add(line)
     assert str(caught.value) == line.decode().strip()
 
 
 def test_whoever_sends_without_an_end_is_refused_before_memory_is_gone() -> None:
-    assembler = protocol.Assembler()
+    assembler = protocol.FrameAssembler()
     piece = b"+" + b"x" * protocol.LINE_LIMIT + b"\n"
     for _ in range(protocol.MESSAGE_LIMIT // protocol.LINE_LIMIT):
         assert assembler.add(piece) is None
-    with pytest.raises(protocol.Garbled):
+    with pytest.raises(protocol.UnreadableMessage):
         assembler.add(piece)
 
 
 def test_a_number_that_json_does_not_know_is_not_sent_as_nothing_unnoticed() -> None:
     # Such a time would arrive as null, and nobody would understand the message.
     endless = protocol.Stop(grace_s=math.inf, why="")
-    with pytest.raises(protocol.Garbled):
-        protocol.decode_to_keeper(protocol.encode(endless))
+    with pytest.raises(protocol.UnreadableMessage):
+        protocol.decode_to_agent(protocol.encode(endless))

@@ -9,10 +9,10 @@ import msgspec
 
 from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
 from torchmuster.monitor.views.top_picture import TopPicture, TopWatch
-from torchmuster.runfolder import RunFolder, create, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 from torchmuster.units import GiB
 
 FIRST_PID = 4_200_000
@@ -56,7 +56,7 @@ def with_gpus(count: int) -> Node:
     return machine(*(gpu(rank, pid=FIRST_PID + rank) for rank in range(count)))
 
 
-def pulse(rank: int, **more: object) -> Pulse:
+def pulse(rank: int, **more: object) -> Heartbeat:
     """Return what a healthy rank says."""
     known: dict[str, object] = {
         "rank": rank,
@@ -70,12 +70,12 @@ def pulse(rank: int, **more: object) -> Pulse:
         "busy": 1.5,
         "memory_bytes": 4 * GiB + rank,
     }
-    return Pulse(**{**known, **more})  # type: ignore[arg-type]
+    return Heartbeat(**{**known, **more})  # type: ignore[arg-type]
 
 
-def running(folder: Path, *pulses: Pulse, host: str = "a", name: str = "llm") -> RunFolder:
+def running(folder: Path, *pulses: Heartbeat, host: str = "a", name: str = "llm") -> RunFolder:
     """Make a run that is going on, with these ranks on one machine."""
-    run = create(folder / "runs", name)
+    run = create_run_folder(folder / "runs", name)
     state = {"phase": "running", "since_unix_s": NOW - 50, "started_unix_s": NOW - 100}
     write_atomically(run.state, json.dumps(state))
     steps = run.metrics / "steps.jsonl"
@@ -85,13 +85,15 @@ def running(folder: Path, *pulses: Pulse, host: str = "a", name: str = "llm") ->
     return run
 
 
-def on_machine(run: RunFolder, *pulses: Pulse, host: str, devices: tuple[Device, ...] = ()) -> None:
+def on_machine(
+    run: RunFolder, *pulses: Heartbeat, host: str, devices: tuple[Device, ...] = ()
+) -> None:
     """Let a machine tell of its ranks, and of its devices."""
     if not pulses:
         return
     first = pulses[0].rank
     ranks = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-    place = node_records.place(run, host, first)
+    place = node_records.node_record_path(run, host, first)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(msgspec.json.encode(ranks))
     if devices:

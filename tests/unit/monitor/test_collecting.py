@@ -11,11 +11,11 @@ import pytest
 
 from made_up_runs import LINE, NOW
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
-from torchmuster.runfolder import RunFolder, create, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 
 
 def _node() -> Node:
@@ -41,7 +41,7 @@ class Watched:
     """A run folder in which lines appear, and what is collected of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.run: RunFolder = create(folder / "runs", "llm")
+        self.run: RunFolder = create_run_folder(folder / "runs", "llm")
         self.now = NOW
         self.collector = Collector(folder / "runs", _node, clock=lambda: self.now)
 
@@ -58,10 +58,10 @@ class Watched:
         job = {"command": ["x"], "folder": "/", "hosts": [], "launcher": launcher, "token": ""}
         write_atomically(self.run.job, json.dumps(job | {"grace_s": 5.0, "slurm_job": None}))
 
-    def ranks_of(self, host: str, pulses: tuple[Pulse, ...]) -> None:
+    def ranks_of(self, host: str, pulses: tuple[Heartbeat, ...]) -> None:
         """Let a machine write what its ranks are doing."""
         content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-        path = node_records.place(self.run, host, pulses[0].rank)
+        path = node_records.node_record_path(self.run, host, pulses[0].rank)
         path.parent.mkdir(parents=True)
         path.write_bytes(msgspec.json.encode(content))
 
@@ -124,7 +124,7 @@ def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
     watched.line(step=20)
     watched.look()
     write_atomically(watched.run.metrics / "steps.jsonl", json.dumps(LINE) + "\n")
-    run_state.note(watched.run, run_state.RESTART)
+    run_state.log_event(watched.run, run_state.RESTART)
     seen = watched.look()
     assert seen["train_steps_total"] == 10
     assert seen["train_skipped_steps_total"] == 1
@@ -188,7 +188,7 @@ def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
 def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> None:
     watched.state("running")
     for _ in range(25):
-        later = create(watched.run.path.parent, "later")
+        later = create_run_folder(watched.run.path.parent, "later")
         state = {"phase": "finished", "since_unix_s": NOW - 5000, "started_unix_s": NOW - 6000}
         write_atomically(later.state, json.dumps(state))
     assert watched.look()["run_phase running"] == 1
@@ -213,12 +213,12 @@ def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
 def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     watched.state("running")
     pulses = tuple(
-        Pulse(rank=rank, pid=1, beat=1, moves=1, step=7, busy=0.5, communication_share=0.25)
+        Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7, busy=0.5, communication_share=0.25)
         for rank in (0, 1)
     )
     for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
         content = node_records.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
-        path = node_records.place(watched.run, "a", first)
+        path = node_records.node_record_path(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
     seen = watched.look()
@@ -232,11 +232,11 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
 def test_a_rank_that_was_heard_of_before_the_first_one_counts_once(watched: Watched) -> None:
     """A machine's file is called by the first rank that it has heard of, so there may be an older one beside it."""
     watched.state("running")
-    pulses = [Pulse(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
+    pulses = [Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
     for first, at_s in ((1, NOW - 2), (0, NOW)):
         ranks = tuple(pulses[first:])
         content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
-        path = node_records.place(watched.run, "a", first)
+        path = node_records.node_record_path(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
     assert watched.look()["run_ranks"] == 2
@@ -246,18 +246,18 @@ def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched)
     watched.state("running")
     assert "run_ranks_started" not in watched.look()
     for ranks in (4, 2):
-        run_state.note(watched.run, "started", attempt=0, ranks=ranks)
+        run_state.log_event(watched.run, "started", attempt=0, ranks=ranks)
     assert watched.look()["run_ranks_started"] == 4, (
         "it goes on with fewer, which it was not launched with"
     )
-    run_state.note(watched.run, "finished", exit_code=0)
-    run_state.note(watched.run, "started", attempt=0, ranks=1)
+    run_state.log_event(watched.run, "finished", exit_code=0)
+    run_state.log_event(watched.run, "started", attempt=0, ranks=1)
     assert watched.look()["run_ranks_started"] == 1, "somebody has launched it anew"
 
 
 def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
     watched.state("running")
-    pulse = Pulse(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
+    pulse = Heartbeat(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
     node_records.write_node_ranks(watched.run, host="b", attempt=0, pulses=(pulse,))
     (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
     assert (found.host, found.ranks) == ("b", (pulse,))
@@ -280,7 +280,7 @@ def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: 
     watched.line()
     watched.launched_on("login")
     for rank, host in enumerate(("a", "b")):
-        pulse = Pulse(rank=rank, pid=1, beat=1, moves=1, step=7)
+        pulse = Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7)
         watched.ranks_of(host, (pulse,))
     seen = watched.look()
     assert seen["run_ranks"] == 2, "all of them"

@@ -143,7 +143,7 @@ def test_who_sends_a_byte_now_and_then_is_sent_away(
 ) -> None:
     """Each byte comes in time; the whole question never does."""
     monkeypatch.setattr(serving, "_AT_MOST_S", 0.5)
-    access = Access(tls=certificate.make().context if with_tls else None)
+    access = Access(tls=certificate.make_certificate().context if with_tls else None)
     with serving.serving(access, SERVED) as port:
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(serving._AT_ONCE)]
         deadline = time.monotonic() + GIVE_UP_S
@@ -215,7 +215,7 @@ def test_nobody_else_is_served_without_protection(access: Access, missing: str) 
 
 
 def test_with_both_others_are_served() -> None:
-    made = certificate.make()
+    made = certificate.make_certificate()
     access = Access(address="0.0.0.0", token=TOKEN, tls=made.context)
     with serving.serving(access, SERVED) as port:
         context = ssl.create_default_context()

@@ -31,7 +31,7 @@ KEY = new_secret()
 class Door:
     def __init__(self, *, tls: bool = False) -> None:
         self.came: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
-        made = certificate.make() if tls else None
+        made = certificate.make_certificate() if tls else None
         self.entrance = RankListener(
             ["127.0.0.1"],
             KEY,

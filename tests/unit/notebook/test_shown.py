@@ -5,7 +5,7 @@ from pathlib import Path
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.heartbeat import Collective, Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.notebook.messages import Done
 from torchmuster.notebook.shown import CellShown, Lines, errors_html, progress_html, values_html
 from torchmuster.runfolder import RunFolder
@@ -18,9 +18,9 @@ class Clock:
         return self.now
 
 
-def pulse(rank: int, place: str, doing: str, *, waits: str = "") -> Pulse:
-    called = (Collective(group="", number=1, operation=waits),) if waits else ()
-    return Pulse(
+def pulse(rank: int, place: str, doing: str, *, waits: str = "") -> Heartbeat:
+    called = (PendingCollective(group="", number=1, operation=waits),) if waits else ()
+    return Heartbeat(
         rank=rank,
         pid=1,
         beat=1,

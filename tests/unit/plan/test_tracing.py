@@ -188,7 +188,7 @@ def test_a_trace_serves_with_its_log_and_without(folder: Path, kept: bool) -> No
 def test_what_was_traced_by_other_code_is_traced_again() -> None:
     from torchmuster.plan.tracing.cache import versions
 
-    for file in ("plan/probes/trace.py", "plan/memory/allocator.py", "train/update.py"):
+    for file in ("plan/probes/trace.py", "plan/memory/allocator.py", "train/step.py"):
         assert f"torchmuster/{file}" in versions().decode()
 
 

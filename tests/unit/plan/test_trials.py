@@ -122,7 +122,7 @@ def test_long_runs_are_heard_of(
         assert heard.wait(GIVE_UP_S)
         return 0
 
-    monkeypatch.setattr(fresh_ranks, "launch", launch)
+    monkeypatch.setattr(fresh_ranks, "launch_job", launch)
     fresh_ranks.run_fresh_ranks(
         "program",
         "{}",

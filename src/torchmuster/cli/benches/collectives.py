@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=count, metavar="N", help=f"samples of each ({_ROUNDS})")
     add_common_flags(parser)
-    job_flags.add_host_flags(job_flags.add_meeting_flags(parser))
+    job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
 
 
 def _operations(text: str) -> tuple[str, ...]:

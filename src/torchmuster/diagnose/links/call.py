@@ -27,7 +27,7 @@ _AT_ONCE_S = 0.7
 async def call(argument: Any) -> Any:
     """Call all targets at once, or measure the links to them one after the other."""
     asked = read_message(Call, argument)
-    known = network_interfaces.read()
+    known = network_interfaces.read_interfaces()
     if asked.measure:
         results = [await _measure(target, asked, known) for target in asked.targets]
     else:
@@ -79,7 +79,7 @@ async def _measure(target: Target, asked: Call, known: Sequence[Interface]) -> R
 async def _connect(
     target: Target, asked: Call, known: Sequence[Interface]
 ) -> tuple[Result, socket.socket | None]:
-    found, connection = await reach.connect(
+    found, connection = await reach.connect_to(
         protocol.Target(address=target.address, port=target.port),
         asked.nonce,
         timeout_s=asked.timeout_s,

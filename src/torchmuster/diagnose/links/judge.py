@@ -9,7 +9,7 @@ from torchmuster.diagnose.links.culprits import LinkGroup, grouped
 from torchmuster.diagnose.links.model import NOT_TRIED, End, Link, by_places
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.network.reach import name_several
 
 _LINES_SHOWN = 4
 
@@ -103,7 +103,7 @@ def _not_tried(links: Sequence[Link]) -> list[Finding]:
         Finding(
             name="links-not-tried",
             status=Status.WARNING,
-            what=f"{several(names)} did not try to reach the others, or did not say how it went",
+            what=f"{name_several(names)} did not try to reach the others, or did not say how it went",
             why="the machine did not answer in time, or its examiner ended",
             fix="muster check  # once more",
         )
@@ -140,8 +140,8 @@ def _status(group: LinkGroup, both_ways: bool) -> Status:
     return Status.FAILURE if needed else Status.WARNING
 
 
-def _place(end: End) -> reach.Place:
-    return reach.Place(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
+def _place(end: End) -> reach.NodeAddress:
+    return reach.NodeAddress(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
 
 
 def _meeting(group: LinkGroup, problem: str) -> Finding:
@@ -244,7 +244,7 @@ def _let_in(target: End, callers: Sequence[End], ports: Sequence[int | tuple[int
         for source in sources
         for port in ports
     ]
-    return f"let {several([one.name for one in callers])} in at {target.name}:\n" + "\n".join(
+    return f"let {name_several([one.name for one in callers])} in at {target.name}:\n" + "\n".join(
         commands
     )
 

@@ -360,7 +360,7 @@ def _opened(system: str, port: int | tuple[int, int]) -> str:
 
 def _own_network() -> str | None:
     """Return the network in which others most likely reach this machine; None if it is alone in it."""
-    best = next((one for one in network.candidates() if ":" not in one.address), None)
+    best = next((one for one in network.interface_candidates() if ":" not in one.address), None)
     if best is None:
         return None
     for item in psutil.net_if_addrs().get(best.interface, ()):

@@ -9,7 +9,7 @@ from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import cgroup_folders
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.node.memory_evidence import Watch
+from torchmuster.launch.node.memory_evidence import MemoryWatch
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 
 # A rank takes about this much before it has a model: Python, torch and its libraries.
@@ -132,7 +132,7 @@ def _pressure(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _kills(surroundings: Surroundings) -> Iterator[Finding]:
-    watch = Watch.begin(
+    watch = MemoryWatch.begin(
         surroundings.path("/proc"), surroundings.path("/sys"), surroundings.path("/dev/kmsg")
     )
     if watch.kills:

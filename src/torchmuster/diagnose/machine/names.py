@@ -79,9 +79,9 @@ class _Answer:
 def own_name(surroundings: Surroundings) -> Iterator[Finding]:
     """Look up this machine's own name as torch does, and ``localhost``."""
     name = (surroundings.text("/proc/sys/kernel/hostname") or "").strip() or socket.gethostname()
-    answer = _asked(lambda: network.resolve(name))
-    own = {address for one in network.read() for address in one.addresses}
-    localhost = _asked(lambda: network.resolve("localhost"))
+    answer = _asked(lambda: network.resolve_host(name))
+    own = {address for one in network.read_interfaces() for address in one.addresses}
+    localhost = _asked(lambda: network.resolve_host("localhost"))
     findings = [*_judge_own(name, answer, own, surroundings), *_localhost(localhost)]
     seen = f"{name} is {', '.join(answer.addresses)}"
     yield from findings or [Finding(name="own-name", status=Status.OK, what=seen)]
@@ -89,7 +89,7 @@ def own_name(surroundings: Surroundings) -> Iterator[Finding]:
 
 def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
     """Ask for the names of this machine's address and of its router's, as each TCPStore client does."""
-    addresses = [one.address for one in network.candidates()[:1]]
+    addresses = [one.address for one in network.interface_candidates()[:1]]
     # The own address is often in /etc/hosts, where those of the others are not.
     addresses += _routers(surroundings)[:1]
     seen = []
@@ -174,7 +174,7 @@ def _judge_own(
 
 
 def _hosts_line(name: str) -> str:
-    best = next(iter(network.candidates()), None)
+    best = next(iter(network.interface_candidates()), None)
     address = best.address if best else "ADDRESS"
     return f"echo '{address} {name}' | sudo tee -a /etc/hosts"
 

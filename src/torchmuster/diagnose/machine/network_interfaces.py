@@ -85,8 +85,8 @@ class _Card:
 
 def interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at each interface that has an address for others."""
-    known = network.read()
-    usable = network.candidates(known)
+    known = network.read_interfaces()
+    usable = network.interface_candidates(known)
     # One of a bridge or a tunnel says nothing of a cable.
     cards = [_card(one.interface, one.address, surroundings) for one in usable]
     wired = list({one.name: one for one in cards if _is_wired(one.name, surroundings)}.values())

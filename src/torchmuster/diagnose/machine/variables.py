@@ -252,7 +252,7 @@ def _devices(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     """Yield what cannot work at all as a failure, what works on this machine alone as a warning."""
-    environment, known = surroundings.environment, interfaces.read()
+    environment, known = surroundings.environment, interfaces.read_interfaces()
     gpus = surroundings.look().main_kind is DeviceKind.CUDA
     failing = interfaces.socket_findings(environment, known, alone=True, gpus=gpus)
     among_others = interfaces.socket_findings(environment, known, alone=False, gpus=gpus)

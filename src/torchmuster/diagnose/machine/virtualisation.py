@@ -78,7 +78,7 @@ def _virtual_machine(surroundings: Surroundings) -> str:
 
 
 def _own_network(container: str) -> Iterator[Finding]:
-    addresses = [ipaddress.ip_address(one.address) for one in network.candidates()]
+    addresses = [ipaddress.ip_address(one.address) for one in network.interface_candidates()]
     if not container.startswith("a Docker") or not addresses:
         return
     if all(one in _DOCKERS_NETWORK for one in addresses if one.version == 4):

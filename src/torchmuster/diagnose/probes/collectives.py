@@ -89,16 +89,18 @@ Changes = dict[str, Any]  # fields of the record that a stage fills
 def main() -> int:
     """Run all stages; 0 unless no group could be formed."""
     record = RankRecord(
-        rank=membership.number("RANK", os.environ) or 0,
-        world_size=membership.number("WORLD_SIZE", os.environ) or 1,
+        rank=membership.number_from("RANK", os.environ) or 0,
+        world_size=membership.number_from("WORLD_SIZE", os.environ) or 1,
         host=socket.gethostname(),
-        node=membership.number("GROUP_RANK", os.environ),
-        local_rank=membership.number("LOCAL_RANK", os.environ),
+        node=membership.number_from("GROUP_RANK", os.environ),
+        local_rank=membership.number_from("LOCAL_RANK", os.environ),
         stage="group",
     )
     _say(record)
     try:
-        group = process_group.setup(record.rank, record.world_size, _wanted_backend(), _FORM_S)
+        group = process_group.setup_process_group(
+            record.rank, record.world_size, _wanted_backend(), _FORM_S
+        )
     except MusterError as error:
         _say(_changed(record, trouble=Trouble(stage="group", problem="error", text=error.what)))
         print(f"[rank {record.rank}] {error}", file=sys.stderr, flush=True)
@@ -110,7 +112,7 @@ def main() -> int:
         device_uuid=_device_uuid(group.device),
         backend=group.choice.backend,
         backend_reason=group.reasons[-1],
-        accelerator=process_group.look_around().accelerator,
+        accelerator=process_group.backend_facts().accelerator,
     )
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
     record = _Course(record, together, group.device).run()
@@ -260,7 +262,7 @@ def _end(record: RankRecord, together: RankBarrier) -> None:
         # A thread may hang in a collective for good; an orderly end would wait for it.
         sys.stderr.flush()
         os._exit(0)
-    process_group.cleanup()
+    process_group.cleanup_process_group()
 
 
 def _device_name(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.flight_recorder import EVERYBODY, SAME_SHAPES
-from torchmuster.launch.hangs.heartbeat import Collective, Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 
 # Less than this is what a process uses that waits.
 BUSY_PROCESSORS = 0.1
@@ -24,7 +24,7 @@ READY_MOSTLY = 0.8
 SILENT_S = 6.0
 
 
-class Kind(enum.Enum):
+class HangKind(enum.Enum):
     """What keeps a rank from coming, the most certain first."""
 
     DIFFERENT = "different"  # the ranks called different things: they can never meet
@@ -39,7 +39,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class RankSample:
     """How busy a process was at a moment."""
 
     at_s: float
@@ -48,17 +48,17 @@ class Sample:
 
 
 @dataclass(kw_only=True)
-class Seen:
+class StuckRank:
     """A rank as it was heard; times are of the watch's clock."""
 
     host: str
-    pulse: Pulse
+    pulse: Heartbeat
     since_s: float  # it has been doing just this since then
     still_s: float  # it has come to nothing new since then
     state_since_s: float
     places: set[tuple[str, str]] = field(default_factory=set)  # it was at since it moved
     groups: set[str] = field(default_factory=set)  # it is in; none: not known
-    samples: deque[Sample] = field(default_factory=deque)  # of the last seconds
+    samples: deque[RankSample] = field(default_factory=deque)  # of the last seconds
 
     @property
     def rank(self) -> int:
@@ -120,21 +120,21 @@ class Seen:
 class Hang:
     """Who keeps whom waiting. ``waited_s`` is how long the first of the waiting ones has waited."""
 
-    kind: Kind
-    culprits: tuple[Seen, ...]
-    waiting: tuple[Seen, ...]
+    kind: HangKind
+    culprits: tuple[StuckRank, ...]
+    waiting: tuple[StuckRank, ...]
     waited_s: float
     now_s: float
 
     @property
-    def key(self) -> tuple[Kind, tuple[int, ...]]:
+    def key(self) -> tuple[HangKind, tuple[int, ...]]:
         """What makes it the same hang at another time."""
         return self.kind, tuple(one.rank for one in self.culprits)
 
     @property
     def hopeless(self) -> bool:
         """Whether it cannot end well by itself, however long one waits."""
-        return self.kind is Kind.DIFFERENT
+        return self.kind is HangKind.DIFFERENT
 
 
 _STOPPED_AFTER_S = 3.0
@@ -155,16 +155,16 @@ _MOVES_SEEN = 3
 _LONG_PHASES = ("saving", "evaluating", "compiling", "planning")
 
 
-_PATIENCE_S: Mapping[Kind, float] = {
-    Kind.DIFFERENT: _DIFFERENT_AFTER_S,
-    Kind.STOPPED: _STOPPED_AFTER_S,
-    Kind.ENDED: _ENDED_AFTER_S,
-    Kind.NATIVE: _ASLEEP_AFTER_S,
-    Kind.DISK: _ASLEEP_AFTER_S,
-    Kind.ASLEEP: _ASLEEP_AFTER_S,
-    Kind.UNEQUAL: _ASLEEP_AFTER_S,
-    Kind.AT_WORK: _AT_WORK_AFTER_S,
-    Kind.TOGETHER: _AT_WORK_AFTER_S,
+_PATIENCE_S: Mapping[HangKind, float] = {
+    HangKind.DIFFERENT: _DIFFERENT_AFTER_S,
+    HangKind.STOPPED: _STOPPED_AFTER_S,
+    HangKind.ENDED: _ENDED_AFTER_S,
+    HangKind.NATIVE: _ASLEEP_AFTER_S,
+    HangKind.DISK: _ASLEEP_AFTER_S,
+    HangKind.ASLEEP: _ASLEEP_AFTER_S,
+    HangKind.UNEQUAL: _ASLEEP_AFTER_S,
+    HangKind.AT_WORK: _AT_WORK_AFTER_S,
+    HangKind.TOGETHER: _AT_WORK_AFTER_S,
 }
 
 
@@ -180,7 +180,7 @@ class HangWatch:
         """Judge by ``clock``; ``devices`` says which device each rank has, for people."""
         self._clock = clock
         self._devices = devices or {}
-        self._ranks: dict[int, Seen] = {}
+        self._ranks: dict[int, StuckRank] = {}
         self._hosts: dict[str, float] = {}
         self._told: Hang | None = None
         self._tell_after_s = 0.0
@@ -190,14 +190,16 @@ class HangWatch:
         """The hang that was told last and is not over."""
         return self._told
 
-    def heard(self, host: str, pulses: Iterable[Pulse]) -> None:
+    def heard(self, host: str, pulses: Iterable[Heartbeat]) -> None:
         """Take in what a machine says of its ranks; also that it has nothing new to say."""
         now = self._clock()
         self._hosts[host] = now
         for pulse in pulses:
             known = self._ranks.get(pulse.rank)
             if known is None or known.pulse.pid != pulse.pid:
-                known = Seen(host=host, pulse=pulse, since_s=now, still_s=now, state_since_s=now)
+                known = StuckRank(
+                    host=host, pulse=pulse, since_s=now, still_s=now, state_since_s=now
+                )
                 self._ranks[pulse.rank] = known
             _go_on(known, pulse, now)
 
@@ -213,12 +215,12 @@ class HangWatch:
                 return None
             self._told = hang
             self._tell_after_s = max(2 * hang.waited_s, _NOT_AGAIN_BEFORE_S)
-            return messages.of_hang(hang, self._devices)
+            return messages.hang_finding(hang, self._devices)
         if before is None or not self._is_over(before):
             return None
         self._told = None
         ended = [one.rank for one in self._ranks.values() if one.ended]
-        return messages.of_end(before, now, ended=ended)
+        return messages.hang_over_finding(before, now, ended=ended)
 
     def _is_over(self, hang: Hang) -> bool:
         """Say whether a hang that was told is over; not while too little is heard to know."""
@@ -226,11 +228,11 @@ class HangWatch:
         return any(
             one.rank in heard and _progress(heard[one.rank].pulse) != _progress(one.pulse)
             for one in hang.waiting
-        ) or (hang.kind is Kind.STOPPED and not any(one.stopped for one in heard.values()))
+        ) or (hang.kind is HangKind.STOPPED and not any(one.stopped for one in heard.values()))
 
     # ---- judging
 
-    def _heard_of(self, now: float) -> list[Seen]:
+    def _heard_of(self, now: float) -> list[StuckRank]:
         return [one for one in self._ranks.values() if now - self._hosts[one.host] < _UNHEARD_S]
 
     def _judge(self, now: float) -> Hang | None:
@@ -240,11 +242,11 @@ class HangWatch:
         least_begun = _least_begun(ranks)
         waiting = [one for one in ranks if one.waits or one.is_ahead(least_begun)]
         if different := _different([one for one in ranks if one.may_wait]):
-            return self._hang(Kind.DIFFERENT, different, different, now)
+            return self._hang(HangKind.DIFFERENT, different, different, now)
         if stopped := [one for one in ranks if one.stopped]:
             stopped_s = min(now - one.state_since_s for one in stopped)
             if stopped_s >= _STOPPED_AFTER_S:
-                return self._hang(Kind.STOPPED, stopped, waiting, now, waited_s=stopped_s)
+                return self._hang(HangKind.STOPPED, stopped, waiting, now, waited_s=stopped_s)
         here = {one.rank for one in waiting}
         absent = [one for one in ranks if one.rank not in here and not one.stopped]
         if not waiting:
@@ -254,27 +256,27 @@ class HangWatch:
             return self._all_wait(ranks, now) if everybody else None
         members = _members(absent, waiting)
         at_least_s = 0.0 if members else _AT_WORK_AFTER_S
-        by_kind: dict[Kind, list[Seen]] = {}
+        by_kind: dict[HangKind, list[StuckRank]] = {}
         for one in members or absent:
             by_kind.setdefault(_what_keeps(one, now), []).append(one)
-        for kind in Kind:  # the most certain first: the others may only be slow
+        for kind in HangKind:  # the most certain first: the others may only be slow
             some = by_kind.get(kind)
             if some and (hang := self._hang(kind, some, waiting, now, at_least_s=at_least_s)):
                 return hang
         return None
 
-    def _all_wait(self, ranks: Sequence[Seen], now: float) -> Hang | None:
+    def _all_wait(self, ranks: Sequence[StuckRank], now: float) -> Hang | None:
         numbers = [{(one.group, one.number) for one in rank.pulse.waits} for rank in ranks]
         if not all(numbers):  # a look now and then may find healthy ranks in collectives each time
             return None
         together = bool(set.intersection(*numbers))
-        return self._hang(Kind.TOGETHER if together else Kind.UNEQUAL, ranks, ranks, now)
+        return self._hang(HangKind.TOGETHER if together else HangKind.UNEQUAL, ranks, ranks, now)
 
     def _hang(
         self,
-        kind: Kind,
-        culprits: Sequence[Seen],
-        waiting: Sequence[Seen],
+        kind: HangKind,
+        culprits: Sequence[StuckRank],
+        waiting: Sequence[StuckRank],
         now: float,
         *,
         waited_s: float | None = None,
@@ -284,12 +286,12 @@ class HangWatch:
         if waited_s is None:
             # The longest wait counts; where all of them must stand still, the shortest.
             waits = [now - one.since_s for one in waiting]
-            everybody = kind in (Kind.DIFFERENT, Kind.UNEQUAL, Kind.TOGETHER)
+            everybody = kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER)
             waited_s = min(waits) if everybody else max(waits)
         patience_s = max(at_least_s, _PATIENCE_S[kind])
-        if kind is Kind.AT_WORK and not any(one.waits for one in waiting):
+        if kind is HangKind.AT_WORK and not any(one.waits for one in waiting):
             patience_s = _AT_WORK_BOTH_AFTER_S
-        if kind in (Kind.ASLEEP, Kind.DISK, Kind.NATIVE):
+        if kind in (HangKind.ASLEEP, HangKind.DISK, HangKind.NATIVE):
             if self._at_first():
                 patience_s = max(patience_s, _ASLEEP_AT_FIRST_AFTER_S)
             # Who has only just come to where it is may be on the way; but not for ever.
@@ -313,7 +315,7 @@ class HangWatch:
         return max(numbers or [pulse.moves for pulse in pulses]) <= _AT_FIRST
 
 
-def _go_on(known: Seen, pulse: Pulse, now: float) -> None:
+def _go_on(known: StuckRank, pulse: Heartbeat, now: float) -> None:
     """Take in a pulse of the same process."""
     before = known.pulse
     known.pulse = pulse
@@ -333,17 +335,17 @@ def _go_on(known: Seen, pulse: Pulse, now: float) -> None:
         known.still_s = now
     known.places.add(place)
     if pulse.busy is not None:
-        known.samples.append(Sample(at_s=now, load=pulse.busy, ready=pulse.state == "R"))
+        known.samples.append(RankSample(at_s=now, load=pulse.busy, ready=pulse.state == "R"))
         while known.samples[0].at_s < now - _SAMPLES_FOR_S:
             known.samples.popleft()
 
 
-def _progress(pulse: Pulse) -> tuple[object, ...]:
+def _progress(pulse: Heartbeat) -> tuple[object, ...]:
     """Return what changes when a rank gets anywhere."""
     return pulse.pid, pulse.moves, pulse.step, pulse.phase, pulse.place, pulse.doing
 
 
-def _least_begun(ranks: Sequence[Seen]) -> dict[str, int]:
+def _least_begun(ranks: Sequence[StuckRank]) -> dict[str, int]:
     """Return how far the last rank of each group has come, of those that stand still."""
     least: dict[str, int] = {}
     for one in ranks:
@@ -352,7 +354,7 @@ def _least_begun(ranks: Sequence[Seen]) -> dict[str, int]:
     return least
 
 
-def _members(absent: Sequence[Seen], waiting: Sequence[Seen]) -> list[Seen]:
+def _members(absent: Sequence[StuckRank], waiting: Sequence[StuckRank]) -> list[StuckRank]:
     """Return those who can be meant: who are in a group that is waited in, or of whom that is not known."""
     groups = {called.group for one in waiting for called in one.pulse.waits}
     if EVERYBODY in groups or not all(one.pulse.waits for one in waiting):
@@ -360,9 +362,9 @@ def _members(absent: Sequence[Seen], waiting: Sequence[Seen]) -> list[Seen]:
     return [one for one in absent if not one.groups or one.groups & groups]
 
 
-def _different(waiting: Sequence[Seen]) -> list[Seen]:
+def _different(waiting: Sequence[StuckRank]) -> list[StuckRank]:
     """Return the ranks that wait in one group's collective of the same number, but called different things."""
-    by_number: dict[tuple[str, int], list[tuple[Seen, Collective]]] = {}
+    by_number: dict[tuple[str, int], list[tuple[StuckRank, PendingCollective]]] = {}
     for one in waiting:
         for called in one.pulse.waits:
             by_number.setdefault((called.group, called.number), []).append((one, called))
@@ -375,12 +377,12 @@ def _different(waiting: Sequence[Seen]) -> list[Seen]:
     return []
 
 
-def _what_keeps(one: Seen, now: float) -> Kind:
+def _what_keeps(one: StuckRank, now: float) -> HangKind:
     """Say what keeps a rank from coming to the others."""
     if one.ended:
-        return Kind.ENDED
+        return HangKind.ENDED
     if one.pulse.state == "D" and now - one.state_since_s >= SILENT_S:
-        return Kind.DISK
+        return HangKind.DISK
     if one.busy or one.pulse.phase in _LONG_PHASES:
-        return Kind.AT_WORK
-    return Kind.NATIVE if one.silent else Kind.ASLEEP
+        return HangKind.AT_WORK
+    return HangKind.NATIVE if one.silent else HangKind.ASLEEP

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
-from torchmuster.launch.launcher.console import rank_words
+from torchmuster.launch.launcher.console import rank_text
 
 # In these every rank must bring tensors of the same shape; in others they may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(
@@ -26,7 +26,7 @@ EVERYBODY = "0"  # the name of the group that init_process_group makes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RecordedCall:
     """One collective as one rank called it."""
 
     seq: int
@@ -38,9 +38,9 @@ class Call:
     @property
     def words(self) -> str:
         """What was called, for people: ``all_reduce of Float [1024]``."""
-        return call_words(self.op, self.shapes, self.dtypes)
+        return call_text(self.op, self.shapes, self.dtypes)
 
-    def fits(self, other: "Call") -> bool:
+    def fits(self, other: "RecordedCall") -> bool:
         """Say whether two ranks' calls can be one collective."""
         if self.op != other.op:
             return False
@@ -52,7 +52,7 @@ class Call:
         return same_shapes and same_types
 
 
-def call_words(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
+def call_text(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
     """Say what was called, for people: ``all_reduce of Float [1024]``."""
     if not shapes:
         return op
@@ -63,28 +63,28 @@ def call_words(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RecordedGroup:
     """What one rank's recorder says of one group."""
 
     name: str
     called: str  # by its description, for people
     members: tuple[int, ...]  # () where the recorder does not know them
-    calls: Mapping[int, Call]  # by number; the oldest may have been dropped
+    calls: Mapping[int, RecordedCall]  # by number; the oldest may have been dropped
 
     @property
-    def waits_in(self) -> Call | None:
+    def waits_in(self) -> RecordedCall | None:
         """The earliest collective that is not done."""
         return next(
             (self.calls[seq] for seq in sorted(self.calls) if not self.calls[seq].done), None
         )
 
     @property
-    def last(self) -> Call | None:
+    def last(self) -> RecordedCall | None:
         """The collective that was called last."""
         return self.calls[max(self.calls)] if self.calls else None
 
 
-def read(text: str | bytes) -> dict[str, Any]:
+def read_flight_record(text: str | bytes) -> dict[str, Any]:
     """Read a dump as a recorder wrote it; what is not one is an empty one."""
     try:
         content = json.loads(text)
@@ -93,9 +93,9 @@ def read(text: str | bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def groups_of(dump: Mapping[str, Any]) -> dict[str, Group]:
+def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
     """Return what a dump says, by group; entries that are not understood are passed over."""
-    calls: dict[str, dict[int, Call]] = {}
+    calls: dict[str, dict[int, RecordedCall]] = {}
     called: dict[str, str] = {}
     for entry in _entries(dump):
         name, description = _group_of(entry)
@@ -104,12 +104,14 @@ def groups_of(dump: Mapping[str, Any]) -> dict[str, Group]:
             calls.setdefault(name, {})[call.seq] = call
             called[name] = description
     return {
-        name: Group(name=name, called=called[name], members=_members(dump, name), calls=some)
+        name: RecordedGroup(
+            name=name, called=called[name], members=_members(dump, name), calls=some
+        )
         for name, some in calls.items()
     }
 
 
-def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Return what the dumps of several ranks, by rank, say together; nothing if all is in order."""
     by_rank = {rank: groups_of(dump) for rank, dump in sorted(dumps.items())}
     names = dict.fromkeys(name for groups in by_rank.values() for name in groups)
@@ -124,7 +126,9 @@ def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
 
 
 def _expected(
-    name: str, known: Mapping[int, Group], by_rank: Mapping[int, Mapping[str, Group]]
+    name: str,
+    known: Mapping[int, RecordedGroup],
+    by_rank: Mapping[int, Mapping[str, RecordedGroup]],
 ) -> Iterable[int]:
     """Return the ranks that take part in a group, of those whose dump is there."""
     members = {rank for group in known.values() for rank in group.members}
@@ -133,7 +137,7 @@ def _expected(
     return [rank for rank in by_rank if rank in members]
 
 
-def _not_alike(known: Mapping[int, Group]) -> Finding | None:
+def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
     """Find the first collective that the ranks did not call alike."""
     for seq in sorted({seq for group in known.values() for seq in group.calls}):
         calls = {rank: group.calls[seq] for rank, group in known.items() if seq in group.calls}
@@ -144,7 +148,7 @@ def _not_alike(known: Mapping[int, Group]) -> Finding | None:
         for rank, call in calls.items():
             ways.setdefault(call.words, []).append(rank)
         shown = "; ".join(
-            f"{rank_words(ranks)} called {words}"
+            f"{rank_text(ranks)} called {words}"
             for words, ranks in list(ways.items())[:_KINDS_SHOWN]
         )
         ops = {call.op for call in calls.values()}
@@ -164,7 +168,7 @@ def _not_alike(known: Mapping[int, Group]) -> Finding | None:
     return None
 
 
-def _behind(known: Mapping[int, Group], missing: Sequence[int]) -> Finding | None:
+def _behind(known: Mapping[int, RecordedGroup], missing: Sequence[int]) -> Finding | None:
     """Find who has not come to the collective that others wait in."""
     waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
     if not waiting:
@@ -176,29 +180,29 @@ def _behind(known: Mapping[int, Group], missing: Sequence[int]) -> Finding | Non
         return None
     there = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
     words = [
-        f"{rank_words([rank])} called {call.words} last, number {call.seq}"
+        f"{rank_text([rank])} called {call.words} last, number {call.seq}"
         for rank, call in list(late.items())[:_KINDS_SHOWN]
     ]
-    words += [f"{rank_words(missing)} called none{_in(known)}"] if missing else []
+    words += [f"{rank_text(missing)} called none{_in(known)}"] if missing else []
     absent = sorted([*late, *missing])
     return Finding(
         name="rank-behind",
         status=Status.FAILURE,
-        what=f"{rank_words(absent)} {_has(absent)} not come to {earliest.words}, number "
-        f"{earliest.seq}{_in(known)}, in which {rank_words(there)} {_wait(there)}",
+        what=f"{rank_text(absent)} {_has(absent)} not come to {earliest.words}, number "
+        f"{earliest.seq}{_in(known)}, in which {rank_text(there)} {_wait(there)}",
         why="; ".join(words),
         fix="the stacks show what they do instead",
     )
 
 
-def _all_in_it(known: Mapping[int, Group]) -> Finding | None:
+def _all_in_it(known: Mapping[int, RecordedGroup]) -> Finding | None:
     """Find a collective that all have called, and that does not end on some."""
     waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
     if not waiting:
         return None
     earliest = min(waiting.values(), key=lambda call: call.seq)
     stuck = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
-    everybody = "all ranks" if len(stuck) == len(known) else rank_words(stuck)
+    everybody = "all ranks" if len(stuck) == len(known) else rank_text(stuck)
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
@@ -236,12 +240,12 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
     return name, described
 
 
-def _call(entry: Mapping[str, Any]) -> Call | None:
+def _call(entry: Mapping[str, Any]) -> RecordedCall | None:
     """Return the collective of an entry; None for messages between two ranks, which have no common number."""
     seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
     if entry.get("is_p2p") or not isinstance(seq, int) or not isinstance(name, str):
         return None
-    return Call(
+    return RecordedCall(
         seq=seq,
         op=name.partition(":")[2] or name,
         shapes=_shapes(entry.get("input_sizes")),
@@ -275,7 +279,7 @@ def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
 
 
-def _in(known: Mapping[int, Group]) -> str:
+def _in(known: Mapping[int, RecordedGroup]) -> str:
     """Say which group, where it is not everybody's."""
     group = next(iter(known.values()))
     if group.name == EVERYBODY:

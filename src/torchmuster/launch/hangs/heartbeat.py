@@ -13,7 +13,7 @@ import msgspec
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class Collective(msgspec.Struct, frozen=True, kw_only=True):
+class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that a rank has begun: the ``number``-th of its group, as on every rank of the group."""
 
     group: str
@@ -23,7 +23,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""  # Float, BFloat16
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is doing.
 
     What is said of collectives costs more to find out than the rest: it is there only while the rank has
@@ -41,7 +41,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool = False  # what it is doing ends only when other ranks come to it
     groups: tuple[str, ...] = ()  # of ranks, in which it is; (): not known
     begun: dict[str, Integer] = {}  # the number of the last collective of each group; 0: none yet
-    waits: tuple[Collective, ...] = ()  # the oldest of each group that is not done
+    waits: tuple[PendingCollective, ...] = ()  # the oldest of each group that is not done
     # Shares of the rank's time between the last two lines about steps, as the trainer knows them.
     data_share: float | None = None
     communication_share: float | None = None

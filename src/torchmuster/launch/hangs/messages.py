@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.detector import Hang, Kind, Seen
+from torchmuster.launch.hangs.detector import Hang, HangKind, StuckRank
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
-from torchmuster.launch.launcher.console import rank_words
+from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
 _RANKS_SHOWN = 8
@@ -15,11 +15,11 @@ _LOADER = "DataLoader"
 
 # The names of findings, by what the rank does that keeps the others waiting.
 KEEPS_WAITING = {
-    Kind.ENDED: "rank-exited",
-    Kind.NATIVE: "rank-blocked-in-native-code",
-    Kind.DISK: "rank-blocked-on-io",
-    Kind.ASLEEP: "rank-idle",
-    Kind.AT_WORK: "rank-busy",
+    HangKind.ENDED: "rank-exited",
+    HangKind.NATIVE: "rank-blocked-in-native-code",
+    HangKind.DISK: "rank-blocked-on-io",
+    HangKind.ASLEEP: "rank-idle",
+    HangKind.AT_WORK: "rank-busy",
 }
 NAMES = frozenset(
     {"rank-stopped", "collectives-differ", "collective-shapes-differ", "collectives-out-of-step"}
@@ -27,41 +27,41 @@ NAMES = frozenset(
 )
 
 _WHY = {
-    Kind.STOPPED: "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is "
+    HangKind.STOPPED: "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is "
     "continued",
-    Kind.ENDED: "its process has ended while the others still need it: it did fewer steps than they, or left early",
-    Kind.NATIVE: "it is in native code that does not give Python's lock back, and uses no processor: it waits for "
+    HangKind.ENDED: "its process has ended while the others still need it: it did fewer steps than they, or left early",
+    HangKind.NATIVE: "it is in native code that does not give Python's lock back, and uses no processor: it waits for "
     "something there",
-    Kind.DISK: "its process waits in the kernel (state D): for a disk, a network file system or a driver",
-    Kind.ASLEEP: "its process uses no processor: it sleeps, or waits for something that is not a collective",
-    Kind.AT_WORK: "it works, but the others have nothing to do until it comes; it may be slow, or in a loop that does not "
+    HangKind.DISK: "its process waits in the kernel (state D): for a disk, a network file system or a driver",
+    HangKind.ASLEEP: "its process uses no processor: it sleeps, or waits for something that is not a collective",
+    HangKind.AT_WORK: "it works, but the others have nothing to do until it comes; it may be slow, or in a loop that does not "
     "end",
 }
 _FIX = {
-    Kind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and end with a barrier",
-    Kind.NATIVE: "its stacks name the call; look for locks held by threads at a fork, and for files or sockets that do not "
+    HangKind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and end with a barrier",
+    HangKind.NATIVE: "its stacks name the call; look for locks held by threads at a fork, and for files or sockets that do not "
     "answer",
-    Kind.DISK: "see on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not answer",
-    Kind.AT_WORK: "if only one rank has this work to do, let the others wait with torchmuster.train.world.rank_zero_first(), or do it "
+    HangKind.DISK: "see on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not answer",
+    HangKind.AT_WORK: "if only one rank has this work to do, let the others wait with torchmuster.train.world.rank_zero_first(), or do it "
     "before the start",
 }
 
 
-def of_hang(hang: Hang, devices: Mapping[int, str]) -> Finding:
+def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
     """Return the finding that tells of a hang."""
     kind = hang.kind
-    if kind is Kind.DIFFERENT:
+    if kind is HangKind.DIFFERENT:
         return _of_different(hang, devices)
-    if kind in (Kind.UNEQUAL, Kind.TOGETHER):
+    if kind in (HangKind.UNEQUAL, HangKind.TOGETHER):
         return _of_all_waiting(hang, devices)
     first = hang.culprits[0]
     told = [_doing(one, hang, devices) for one in hang.culprits[:_CULPRITS_SHOWN]]
     if len(hang.culprits) > _CULPRITS_SHOWN:
         rest = hang.culprits[_CULPRITS_SHOWN:]
-        told.append(f"{rank_words(one.rank for one in rest)} too")
+        told.append(f"{rank_text(one.rank for one in rest)} too")
     waiting = f"; {_waiting_words(hang.waiting)}" if hang.waiting else ""
     return Finding(
-        name="rank-stopped" if kind is Kind.STOPPED else KEEPS_WAITING[kind],
+        name="rank-stopped" if kind is HangKind.STOPPED else KEEPS_WAITING[kind],
         status=Status.WARNING,
         what="; ".join(told) + waiting,
         why=_WHY[kind],
@@ -70,51 +70,51 @@ def of_hang(hang: Hang, devices: Mapping[int, str]) -> Finding:
     )
 
 
-def again(told: Finding) -> Finding:
+def hang_continues_finding(told: Finding) -> Finding:
     """Return what to say of a hang that was told before and goes on: who and for how long."""
     return dataclasses.replace(told, why="", fix="", evidence="")
 
 
-def of_end(hang: Hang, now_s: float, *, ended: Collection[int] = ()) -> Finding:
+def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) -> Finding:
     """Return the finding that says that a hang is over; ``ended`` are ranks that do nothing any more."""
     took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
-    who = rank_words(one.rank for one in hang.culprits)
-    if hang.kind in (Kind.DIFFERENT, Kind.UNEQUAL, Kind.TOGETHER):
+    who = rank_text(one.rank for one in hang.culprits)
+    if hang.kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER):
         who = "the ranks"
     elif any(one.rank in ended for one in hang.culprits):
         left = [one.rank for one in hang.waiting if one.rank not in ended]
-        who = rank_words(left) if left else "the ranks"
+        who = rank_text(left) if left else "the ranks"
     verb = "goes" if who.startswith("rank ") else "go"
     return Finding(
         name="hang-over", status=Status.NOTE, what=f"{who} {verb} on after {took} of standing still"
     )
 
 
-def _doing(one: Seen, hang: Hang, devices: Mapping[int, str]) -> str:
+def _doing(one: StuckRank, hang: Hang, devices: Mapping[int, str]) -> str:
     who = _who(one, devices)
     match hang.kind:
-        case Kind.STOPPED:
+        case HangKind.STOPPED:
             where = _at(one)
             return f"{who} is stopped for {format_seconds(hang.waited_s)}" + (
                 f", last seen{where}" if where else ""
             )
-        case Kind.ENDED:
+        case HangKind.ENDED:
             return f"{who} has ended, and keeps the others waiting"
     doing = one.pulse.doing or "its own code"
     stood = format_seconds(max(0.0, hang.now_s - one.still_s))
-    if hang.kind is Kind.AT_WORK:
+    if hang.kind is HangKind.AT_WORK:
         stood = format_seconds(hang.waited_s)
     # What it said last, shortly before Python could no longer run in it.
-    seen = ", last seen" if hang.kind is Kind.NATIVE and _at(one) else ""
+    seen = ", last seen" if hang.kind is HangKind.NATIVE and _at(one) else ""
     return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
 
 
-def _who(one: Seen, devices: Mapping[int, str]) -> str:
+def _who(one: StuckRank, devices: Mapping[int, str]) -> str:
     device = devices.get(one.rank, "")
     return f"rank {one.rank} on {one.host}" + (f" ({device})" if device else "")
 
 
-def _at(one: Seen) -> str:
+def _at(one: StuckRank) -> str:
     """Say where in the user's code a rank is, and in which part of which step."""
     pulse = one.pulse
     step = f"step {pulse.step}" if pulse.step is not None else ""
@@ -123,29 +123,29 @@ def _at(one: Seen) -> str:
     return place + (f" ({part})" if part else "")
 
 
-def _waiting_words(waiting: Sequence[Seen]) -> str:
+def _waiting_words(waiting: Sequence[StuckRank]) -> str:
     """Say who waits in what: ``ranks 0-2 wait in all_reduce``."""
     by_what: dict[str, list[int]] = {}
     for one in waiting:
         by_what.setdefault(_what(one), []).append(one.rank)
     return ", ".join(
-        f"{rank_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {what}"
+        f"{rank_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {what}"
         for what, ranks in list(by_what.items())[:_CULPRITS_SHOWN]
     )
 
 
-def _what(one: Seen) -> str:
+def _what(one: StuckRank) -> str:
     """Say what a rank waits in: the collective's own name, where there is one."""
     if one.pulse.waits:
         return one.pulse.waits[0].operation
     return one.pulse.doing or "a collective"
 
 
-def _fix(kind: Kind, one: Seen) -> str:
+def _fix(kind: HangKind, one: StuckRank) -> str:
     pulse = one.pulse
-    if kind is Kind.STOPPED:
+    if kind is HangKind.STOPPED:
         return f"on {one.host}: kill -CONT {pulse.pid}   # after finding out who stopped it"
-    if kind is Kind.ASLEEP:
+    if kind is HangKind.ASLEEP:
         if pulse.doing.startswith(_LOADER) or pulse.phase == "loading data":
             return (
                 f"see what the loader reads on {one.host}: a disk, a download or a worker that does not answer; "
@@ -162,7 +162,7 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
     for one in hang.culprits:
         ways.setdefault(_call(one) + _at(one), []).append(one.rank)
     told = [
-        f"{rank_words(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
+        f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
         for way, ranks in list(ways.items())[:_CULPRITS_SHOWN]
     ]
     calls = [one.pulse.waits[0] for one in hang.culprits]
@@ -185,7 +185,7 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
 
 def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
     waited = format_seconds(hang.waited_s)
-    if hang.kind is Kind.UNEQUAL:
+    if hang.kind is HangKind.UNEQUAL:
         return Finding(
             name="collectives-out-of-step",
             status=Status.WARNING,
@@ -209,7 +209,7 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
     )
 
 
-def _call(one: Seen) -> str:
+def _call(one: StuckRank) -> str:
     """Say what a rank called: ``all_reduce of Float [1024]``."""
     if not one.pulse.waits:
         return _what(one)
@@ -218,7 +218,7 @@ def _call(one: Seen) -> str:
     return called.operation + (f" of {kind}{called.shapes}" if called.shapes else "")
 
 
-def _number(one: Seen) -> str:
+def _number(one: StuckRank) -> str:
     return f", number {one.pulse.waits[0].number}" if one.pulse.waits else ""
 
 

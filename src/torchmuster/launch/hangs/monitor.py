@@ -12,7 +12,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import Hang, HangWatch
 from torchmuster.launch.history import evidence, node_records, run_state
-from torchmuster.launch.launcher.node_handle import Node, Sign
+from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
 
@@ -27,7 +27,7 @@ _HOPELESS_AFTER_S = 60.0
 
 
 @dataclass(kw_only=True)
-class _Examination:
+class _StackDump:
     """A hang whose ranks are being asked what they do: where it is kept, and who has not answered yet."""
 
     finding: Finding
@@ -36,12 +36,12 @@ class _Examination:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Lookout:
+class HangMonitor:
     """Watches the ranks of one attempt."""
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[NodeHandle],
         run: RunFolder,
         *,
         say: Callable[[str], None],
@@ -63,7 +63,7 @@ class Lookout:
         self._finding: Finding | None = None
         self._examined: set[object] = set()
         self._kept = len(evidence.hang_folders(run))  # also of earlier attempts
-        self._examination: _Examination | None = None
+        self._examination: _StackDump | None = None
         self._failed = False
         for node in nodes:
             node.watch(functools.partial(self._hear, node))
@@ -92,31 +92,31 @@ class Lookout:
             hang = self._watch.told
             self._finding = None if hang is None else told
             if hang is not None and hang.key in self._examined:
-                self._show([messages.again(told)])
+                self._show([messages.hang_continues_finding(told)])
                 return
             self._show([told])
-            run_state.note(self._run, "hang-over" if hang is None else "hang", what=told.what)
+            run_state.log_event(self._run, "hang-over" if hang is None else "hang", what=told.what)
             if hang is None:  # should it come again, it is another one
                 self._examined.clear()
             else:
                 self._examined.add(hang.key)
                 self._later(self._examine(hang, told))
 
-    def _hear(self, node: Node, sign: Sign) -> None:
+    def _hear(self, node: NodeHandle, sign: Sign) -> None:
         with self._whatever_happens():
             match sign:
-                case protocol.Pulses():
+                case protocol.Heartbeats():
                     self._watch.heard(node.name, sign.pulses)
                     if sign.pulses and not sign.kept:
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
                     self._keep(self._examination, sign)
-                case protocol.Examined() if self._examination is not None:
+                case protocol.StackDump() if self._examination is not None:
                     self._examination.missing.discard(node.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
 
-    async def _write_down(self, node: Node, sign: protocol.Pulses) -> None:
+    async def _write_down(self, node: NodeHandle, sign: protocol.Heartbeats) -> None:
         """Write for a machine that does not see the run's folder what its ranks are doing."""
         await asyncio.to_thread(
             node_records.write_node_ranks,
@@ -153,10 +153,10 @@ class Lookout:
             self._say(f"what the ranks show cannot be kept: {error}")
             return
         here = {node.place for node in self._nodes if not node.lost and not node.ended}
-        self._examination = _Examination(finding=finding, folder=folder, missing=here)
+        self._examination = _StackDump(finding=finding, folder=folder, missing=here)
         for node in self._nodes:
             if node.place in here:
-                self._later(node.channel.send(protocol.Examine(ranks=chosen)))
+                self._later(node.channel.send(protocol.DumpStacks(ranks=chosen)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
         kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
@@ -167,7 +167,7 @@ class Lookout:
         if finding.name == "collective-does-not-end":  # else it says again what was told
             self._show([one for one in kept.analysis if one.name != finding.name])
 
-    def _keep(self, examination: _Examination, sign: protocol.Evidence) -> None:
+    def _keep(self, examination: _StackDump, sign: protocol.Evidence) -> None:
         # The name comes from another machine: only those that we know become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
         if ending := endings.get(sign.name):
@@ -177,7 +177,7 @@ class Lookout:
                 path.write_text(text, encoding="utf-8")
 
 
-def devices_of(nodes: Sequence[Node]) -> Mapping[int, str]:
+def devices_of(nodes: Sequence[NodeHandle]) -> Mapping[int, str]:
     """Return the device of each rank, where it has one of its own."""
     found, first = {}, 0
     for node in nodes:

@@ -21,7 +21,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.history import root_cause
-from torchmuster.launch.history.root_cause import NodeEnd
+from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.history.run_state import append_line, read_lines, unix_s
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
@@ -63,7 +63,7 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang:
+class HangRecord:
     """A hang that was told, and what the dumps say of it; ``folder`` has the files."""
 
     at_unix_s: float
@@ -83,18 +83,21 @@ class Hang:
 
 
 def keep_failure(
-    run: RunFolder, attempt: int, finding: Finding, ends: Sequence[NodeEnd] = ()
+    run: RunFolder, attempt: int, finding: Finding, ends: Sequence[NodeExit] = ()
 ) -> FailedAttempt:
     """Write down why an attempt failed and how each of its ranks ended; none has where it never began."""
     failed = FailedAttempt(
-        attempt=attempt, at_unix_s=time.time(), finding=redacted(finding), ranks=_ranks(ends)
+        attempt=attempt,
+        at_unix_s=time.time(),
+        finding=redacted_evidence(finding),
+        ranks=_ranks(ends),
     )
     content = asdict(failed) | {"finding": failed.finding.as_json()}
     append_line(run.path / FAILURES, content)
     return failed
 
 
-def failures(run: RunFolder) -> list[FailedAttempt]:
+def read_failures(run: RunFolder) -> list[FailedAttempt]:
     """Return the failed attempts, the first first; a line that is not understood is passed over."""
     found = []
     for line in read_lines(run.path / FAILURES):
@@ -126,7 +129,7 @@ def _rank_ends(content: object) -> Iterator[RankEnd]:
             )
 
 
-def _ranks(ends: Sequence[NodeEnd]) -> tuple[RankEnd, ...]:
+def _ranks(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
     now_s, now_unix_s = time.monotonic(), time.time()
     found = []
     for end in ends:
@@ -143,7 +146,7 @@ def _ranks(ends: Sequence[NodeEnd]) -> tuple[RankEnd, ...]:
 
 def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, whole: bool) -> RankEnd:
     error = failure.what or failure.error
-    lines = root_cause.tail(failure.last_lines, _LINES_OF_LOG) if whole else ""
+    lines = root_cause.last_output(failure.last_lines, _LINES_OF_LOG) if whole else ""
     return RankEnd(
         rank=failure.rank,
         host=host,
@@ -174,17 +177,17 @@ def new_hang(run: RunFolder) -> Path:
         return folder
 
 
-def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None) -> Hang:
+def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None) -> HangRecord:
     """Write down a hang as it was told, with what the dumps that are in the folder say together.
 
     Called again when more dumps have come, or when there is more to tell of the same hang.
     """
     known = read_hang(folder)
     began = known.at_unix_s if known else time.time()
-    hang = Hang(
+    hang = HangRecord(
         at_unix_s=at_unix_s if at_unix_s is not None else began,
-        finding=redacted(finding),
-        analysis=tuple(flight_recorder.analyse(dumps_in(folder))),
+        finding=redacted_evidence(finding),
+        analysis=tuple(flight_recorder.analyse_flight_records(dumps_in(folder))),
         folder=folder,
     )
     content = {
@@ -198,11 +201,11 @@ def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None)
     return hang
 
 
-def read_hang(folder: Path) -> Hang | None:
+def read_hang(folder: Path) -> HangRecord | None:
     """Return the hang of a folder; None if it was not written down."""
     try:
         content = json.loads((folder / HANG).read_text(encoding="utf-8"))
-        return Hang(
+        return HangRecord(
             at_unix_s=unix_s(content["at_unix_s"]),
             finding=finding_from(content["finding"]),
             analysis=tuple(finding_from(one) for one in content["analysis"]),
@@ -212,7 +215,7 @@ def read_hang(folder: Path) -> Hang | None:
         return None
 
 
-def hangs(run: RunFolder) -> list[Hang]:
+def read_hangs(run: RunFolder) -> list[HangRecord]:
     """Return the hangs that were told, the first first."""
     found = (read_hang(folder) for folder in hang_folders(run))
     return [hang for hang in found if hang is not None]
@@ -233,7 +236,7 @@ def dumps_in(folder: Path) -> dict[int, dict[str, Any]]:
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(OSError):
             rank = _rank_of(path)
-            if rank is not None and (dump := flight_recorder.read(path.read_bytes())):
+            if rank is not None and (dump := flight_recorder.read_flight_record(path.read_bytes())):
                 found[rank] = dump
     return found
 
@@ -246,7 +249,7 @@ def _rank_of(path: Path) -> int | None:
 # ---- findings on disk
 
 
-def redacted(finding: Finding) -> Finding:
+def redacted_evidence(finding: Finding) -> Finding:
     """Return a finding without secrets; parts of it are programs' own words."""
     texts = {key: redact_text(text) for key, text in finding.as_json().items() if key != "status"}
     return Finding(**texts, status=finding.status)

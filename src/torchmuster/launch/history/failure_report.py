@@ -28,7 +28,7 @@ _LONGEST_LINE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class TimelineEvent:
     """A line of the story."""
 
     at_unix_s: float
@@ -36,30 +36,30 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class Timeline:
     """Everything that was written down of a run; what is missing or torn is left out."""
 
     run: RunFolder
-    job: run_state.Job | None
-    state: run_state.State | None
-    events: tuple[run_state.Event, ...]
+    job: run_state.RunJob | None
+    state: run_state.RunState | None
+    events: tuple[run_state.RunEvent, ...]
     failures: tuple[evidence.FailedAttempt, ...]
-    hangs: tuple[evidence.Hang, ...]
+    hangs: tuple[evidence.HangRecord, ...]
 
     @classmethod
-    def of(cls, run: RunFolder) -> "Story":
+    def of(cls, run: RunFolder) -> "Timeline":
         """Read a run's folder."""
         return cls(
             run=run,
             job=run_state.read_job(run),
             state=run_state.read_state(run),
-            events=tuple(run_state.events(run)),
-            failures=tuple(evidence.failures(run)),
-            hangs=tuple(evidence.hangs(run)),
+            events=tuple(run_state.read_events(run)),
+            failures=tuple(evidence.read_failures(run)),
+            hangs=tuple(evidence.read_hangs(run)),
         )
 
     @property
-    def hang_now(self) -> evidence.Hang | None:
+    def hang_now(self) -> evidence.HangRecord | None:
         """The hang that was told last, if neither its end was told nor another attempt begun since."""
         ends = [one for one in self.events if one.name in _NO_HANG_SINCE]
         after = max((one.at_unix_s for one in ends), default=0.0)
@@ -78,7 +78,7 @@ class Story:
         return last if what in state.headline or not state.headline else None
 
     @property
-    def untold_restarts(self) -> list[run_state.Event]:
+    def untold_restarts(self) -> list[run_state.RunEvent]:
         """Restarts after a failure that nothing else was written down of: such as of the launcher itself."""
         found, since = [], 0.0
         for event in self.events:
@@ -90,30 +90,30 @@ class Story:
             since = event.at_unix_s
         return found
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[TimelineEvent]:
         """Return what happened, in the order of time."""
         return sorted(self._moments(), key=lambda one: one.at_unix_s)
 
-    def _moments(self) -> Iterator[Moment]:
+    def _moments(self) -> Iterator[TimelineEvent]:
         state = self.state
         if state is not None:
             words = printable(self.job.shown) if self.job else "not known what"
-            yield Moment(at_unix_s=state.started_unix_s, what=f"launched: {words}")
+            yield TimelineEvent(at_unix_s=state.started_unix_s, what=f"launched: {words}")
         for event in self.events:
             if words := _event_words(event):
-                yield Moment(at_unix_s=event.at_unix_s, what=words)
+                yield TimelineEvent(at_unix_s=event.at_unix_s, what=words)
         for event in self.untold_restarts:
-            yield Moment(at_unix_s=event.at_unix_s, what=_restart_words(event))
+            yield TimelineEvent(at_unix_s=event.at_unix_s, what=_restart_words(event))
         for failed in self.failures:
             words = f"attempt {failed.attempt + 1} failed: {_line(failed.finding.what)}"
-            yield Moment(at_unix_s=failed.at_unix_s, what=words)
+            yield TimelineEvent(at_unix_s=failed.at_unix_s, what=words)
         yield from self._saves()
         told = bool(self.events) and state is not None and self.events[-1].name == state.phase
         if state is not None and not state.active and not told:
             words = f"{state.phase}: {_line(state.headline)}"
-            yield Moment(at_unix_s=state.since_unix_s, what=words)
+            yield TimelineEvent(at_unix_s=state.since_unix_s, what=words)
 
-    def _saves(self) -> Iterator[Moment]:
+    def _saves(self) -> Iterator[TimelineEvent]:
         with contextlib.suppress(Exception):  # damaged ones are another command's subject
             from torchmuster.checkpoints.local import FolderStore
             from torchmuster.checkpoints.manifest import is_committed
@@ -122,10 +122,10 @@ class Story:
             for newest in kept[:1]:
                 older = f"; {len(kept) - 1} older are kept" if len(kept) > 1 else ""
                 words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"
-                yield Moment(at_unix_s=newest.made_unix_s, what=words)
+                yield TimelineEvent(at_unix_s=newest.made_unix_s, what=words)
 
 
-def shown(moments: Sequence[Moment]) -> list[str]:
+def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
     """Return the story as a few lines, each with its time; of a long one the middle is left out."""
     if not moments:
         return []
@@ -142,12 +142,12 @@ def shown(moments: Sequence[Moment]) -> list[str]:
     return lines
 
 
-def words_of(event: run_state.Event) -> str:
+def failure_text(event: run_state.RunEvent) -> str:
     """Say what happened, a restart too; "" for what only leads to something else."""
     return _restart_words(event) if event.name == run_state.RESTART else _event_words(event)
 
 
-def _event_words(event: run_state.Event) -> str:
+def _event_words(event: run_state.RunEvent) -> str:
     """Say what happened; "" for what only leads to something else."""
     facts = event.facts
     match event.name:
@@ -164,7 +164,7 @@ def _event_words(event: run_state.Event) -> str:
     return _line(str(facts.get("what", "")))
 
 
-def _restart_words(event: run_state.Event) -> str:
+def _restart_words(event: run_state.RunEvent) -> str:
     headline, step = _line(str(event.facts.get("headline", ""))), event.facts.get("from_step")
     where = f" from step {step:,}" if isinstance(step, int) else ""
     return f"{headline or 'it failed'}; started again{where}"
@@ -183,25 +183,25 @@ _PATH_INSIDE = re.compile(r"(?<![\w/])/\S*/((?:logs/rank-|hang/\d+|checkpoints/)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class FailureReport:
     """What is to be said of a run, the first cause first; ``files`` are names within its folder."""
 
-    story: Story
+    story: Timeline
     findings: tuple[Finding, ...]
     files: tuple[str, ...]
 
 
-def account_of(run: RunFolder) -> Account:
+def failure_report_of(run: RunFolder) -> FailureReport:
     """Read a run's folder and say what it means."""
-    story = Story.of(run)
-    return Account(
+    story = Timeline.of(run)
+    return FailureReport(
         story=story,
         findings=tuple(_with_names_inside(one) for one in _findings(story)),
         files=tuple(_files(story)),
     )
 
 
-def _findings(story: Story) -> Iterator[Finding]:
+def _findings(story: Timeline) -> Iterator[Finding]:
     state = story.state
     if state is None:
         yield _unknown()
@@ -227,7 +227,7 @@ def _findings(story: Story) -> Iterator[Finding]:
                 yield _of_hang(story.hang_now)
 
 
-def _finished(story: Story, state: run_state.State) -> Finding:
+def _finished(story: Timeline, state: run_state.RunState) -> Finding:
     took = format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))
     return Finding(
         name="run-finished",
@@ -236,7 +236,7 @@ def _finished(story: Story, state: run_state.State) -> Finding:
     )
 
 
-def _failed(story: Story, state: run_state.State) -> Finding:
+def _failed(story: Timeline, state: run_state.RunState) -> Finding:
     """Return the last attempt's verdict, with what else the folder knows of it."""
     if story.verdict is None:
         finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
@@ -259,7 +259,7 @@ def _failed(story: Story, state: run_state.State) -> Finding:
     )
 
 
-def _died(story: Story, state: run_state.State) -> Finding:
+def _died(story: Timeline, state: run_state.RunState) -> Finding:
     job = story.job
     phases = [event.name for event in story.events if event.name in run_state.ACTIVE]
     was = f"the run was {phases[-1]}; " if phases else ""
@@ -276,7 +276,7 @@ def _died(story: Story, state: run_state.State) -> Finding:
     )
 
 
-def _not_heard_of(story: Story, state: run_state.State, host: str, was: str) -> Finding:
+def _not_heard_of(story: Timeline, state: run_state.RunState, host: str, was: str) -> Finding:
     there = f"on {host}, should it be there: muster stop {story.run.path}"
     return Finding(
         name="launcher-gone",
@@ -287,7 +287,7 @@ def _not_heard_of(story: Story, state: run_state.State, host: str, was: str) -> 
     )
 
 
-def _active(story: Story, state: run_state.State) -> Finding:
+def _active(story: Timeline, state: run_state.RunState) -> Finding:
     job = story.job
     if job is not None and job.launcher.is_of_this_machine:
         since = format_seconds(max(0.0, time.time() - state.started_unix_s))
@@ -314,7 +314,7 @@ def _unknown() -> Finding:
     )
 
 
-def _last_troubles(story: Story) -> Iterator[Finding]:
+def _last_troubles(story: Timeline) -> Iterator[Finding]:
     """Return what was wrong when the run ended without a verdict."""
     hang = story.hang_now
     if hang is not None:
@@ -327,19 +327,19 @@ def _last_troubles(story: Story) -> Iterator[Finding]:
         yield from _known_in(_logs(story.run))[:2]
 
 
-def _of_hang(hang: evidence.Hang) -> Finding:
+def _of_hang(hang: evidence.HangRecord) -> Finding:
     """Return a hang as it was told, with what the flight recorders say of it."""
     said = [one.what for one in hang.analysis]
     return dataclasses.replace(hang.finding, evidence=_joined([hang.finding.evidence, *said]))
 
 
-def _how_to_go_on(story: Story) -> str:
+def _how_to_go_on(story: Timeline) -> str:
     ours = story.job is not None and story.job.typed[:1] == ["train"]
     resume = f"muster train --resume {story.run.path}   # goes on from its newest good checkpoint"
     return resume if ours else ""
 
 
-def _after_failures(story: Story) -> str:
+def _after_failures(story: Timeline) -> str:
     failed = len(story.failures) + len(story.untold_restarts)
     return f", after {plural(failed, 'failed attempt')}" if failed else ""
 
@@ -347,7 +347,7 @@ def _after_failures(story: Story) -> str:
 # ---- logs
 
 
-def _files(story: Story) -> Iterator[str]:
+def _files(story: Timeline) -> Iterator[str]:
     """Return the names of what there is to read, the most telling first."""
     run = story.run
     guilty = [one.rank for failed in story.failures[-1:] for one in failed.ranks]

@@ -21,7 +21,7 @@ import msgspec
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.readers import nvml
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.runfolder import RunFolder, write_atomically
 
 _EVERY_S = 10.0
@@ -37,7 +37,7 @@ class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
 
 
-class Noting:
+class NodeRecorder:
     """Writes them down in a thread of its own, since a driver may take long to answer, or never answer.
 
     On a machine without accelerators it looks once; on one that does not see the run's folder, never.
@@ -109,7 +109,7 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     attempt: int
     at_unix_s: float
-    ranks: tuple[Pulse, ...]
+    ranks: tuple[Heartbeat, ...]
 
 
 def seen_here(path: str | None, run_id: str) -> RunFolder | None:
@@ -123,18 +123,20 @@ def seen_here(path: str | None, run_id: str) -> RunFolder | None:
     return None
 
 
-def write_node_ranks(run: RunFolder, *, host: str, attempt: int, pulses: tuple[Pulse, ...]) -> None:
+def write_node_ranks(
+    run: RunFolder, *, host: str, attempt: int, pulses: tuple[Heartbeat, ...]
+) -> None:
     """Write down what a machine's ranks are doing; a full disk must not end the run."""
     if not pulses or not run.marker.is_file():
         return
     content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=pulses)
-    path = place(run, socket.gethostname(), min(pulse.rank for pulse in pulses))
+    path = node_record_path(run, socket.gethostname(), min(pulse.rank for pulse in pulses))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
 
 
-def place(run: RunFolder, machine: str, first_rank: int) -> Path:
+def node_record_path(run: RunFolder, machine: str, first_rank: int) -> Path:
     """Return where a machine writes what ranks are doing, from this one on."""
     return run.metrics / "ranks" / quote(machine, safe="") / f"from-{first_rank}.json"
 
@@ -166,7 +168,7 @@ def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
 
 def _files(run: RunFolder, written_on: str | None) -> Iterable[Path]:
     if written_on is not None:
-        return sorted(place(run, written_on, 0).parent.glob("from-*.json"))
+        return sorted(node_record_path(run, written_on, 0).parent.glob("from-*.json"))
     return sorted(run.metrics.glob("ranks/*/from-*.json"))
 
 

@@ -16,7 +16,7 @@ from torchmuster.known_errors.explain import Explanation, explain_text
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
-from torchmuster.launch.launcher.console import harmless, rank_words
+from torchmuster.launch.launcher.console import printable, rank_text
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.redaction import redact_text
 from torchmuster.units import format_bytes
@@ -109,7 +109,7 @@ def _own(file: str) -> bool:
     return not _LIBRARY.search(file) and not _OURS.search(file)
 
 
-def tail(text: str, lines: int = 25) -> str:
+def last_output(text: str, lines: int = 25) -> str:
     """Return the last lines of a text."""
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
@@ -138,7 +138,7 @@ _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", r
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeEnd:
+class NodeExit:
     """How one machine's part ended; times are of the launcher's monotonic clock.
 
     ``ended`` is what its keeper reported, at ``ended_s``; ``lost`` is why it is not heard any more.
@@ -171,8 +171,8 @@ class _Report:
     lost: bool = False
 
 
-def of_attempt(
-    ends: Sequence[NodeEnd],
+def root_cause_of(
+    ends: Sequence[NodeExit],
     *,
     noticed_s: float,
     logs: str,
@@ -203,7 +203,7 @@ def of_attempt(
         who = f"all {world_size} ranks"
         alike_words = []
     else:
-        alike_words = [f"{rank_words(_ranks(alike))} failed in the same way"] if alike else []
+        alike_words = [f"{rank_text(_ranks(alike))} failed in the same way"] if alike else []
     rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
     aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
     early = [rank for end in ends if end.ended for rank in end.ended.finished]
@@ -236,9 +236,7 @@ def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
     if gave_up:
         first = min(gave_up, key=lambda report: report.at_s)
         lines = (
-            [f"{rank_words(_ranks(gave_up))} then gave up: {_cause(first)}"]
-            if first.failure
-            else []
+            [f"{rank_text(_ranks(gave_up))} then gave up: {_cause(first)}"] if first.failure else []
         )
     return dataclasses.replace(
         hang,
@@ -252,7 +250,7 @@ def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
 def _of_early_end(
     first: _Report, early: Sequence[int], aftermath: Sequence[str], logs: str
 ) -> Finding:
-    who = rank_words(early)
+    who = rank_text(early)
     left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
     lines = [f"{left} then failed: {_cause(first)}", *aftermath]
     finding = _finding(first, left, (), logs)
@@ -266,7 +264,7 @@ def _of_early_end(
     )
 
 
-def _reports(ends: Sequence[NodeEnd]) -> list[_Report]:
+def _reports(ends: Sequence[NodeExit]) -> list[_Report]:
     reports = []
     for end in ends:
         if end.ended is None:
@@ -368,7 +366,7 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
         name, verb = ("host-lost", "was lost") if first.lost else ("agent-failed", "failed")
         what = f"{who} {verb}: {_headline(first.text)}"
         shown, log = first.log, ""
-    evidence = [tail(shown, _LINES_SHOWN), log]
+    evidence = [last_output(shown, _LINES_SHOWN), log]
     return Finding(
         name=name,
         status=Status.FAILURE,
@@ -382,7 +380,7 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
 def _clean(text: str) -> str:
     """Return a text that programs wrote without secrets and without what steers a terminal."""
     lines = redact_text(text).split("\n")
-    return "\n".join(harmless(line.replace("\t", "    "), colour=False) for line in lines)
+    return "\n".join(printable(line.replace("\t", "    "), colour=False) for line in lines)
 
 
 def _cause(report: _Report) -> str:
@@ -396,7 +394,7 @@ def _cause(report: _Report) -> str:
     return f"{exit_.words}: {_headline(report.text)}" if by_signal else _headline(report.text)
 
 
-def _exit(failure: protocol.Failure) -> known_failures.Exit:
+def _exit(failure: protocol.Failure) -> known_failures.KnownExit:
     """Return what is known of how a rank ended."""
     code = _code(failure)
     if code == _KILLED and _was_out_of_memory(failure):
@@ -466,11 +464,11 @@ def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]
     peers = _ranks([report for report in gone if not _only_waited(report)])
     ended = _ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
     if peers:
-        lines.append(f"{rank_words(peers)} then lost {_its(peers)} connection to it")
+        lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:
-        lines.append(f"{rank_words(ended)} had not failed but had to be ended: look there first")
+        lines.append(f"{rank_text(ended)} had not failed but had to be ended: look there first")
     elif ended:
-        lines.append(f"{rank_words(ended)} {'was' if len(ended) == 1 else 'were'} then ended")
+        lines.append(f"{rank_text(ended)} {'was' if len(ended) == 1 else 'were'} then ended")
     return lines
 
 

@@ -79,7 +79,7 @@ SILENT_AFTER_S = 120.0
 
 
 @contextlib.contextmanager
-def heard_of(state: Path) -> Iterator[None]:
+def launcher_heartbeat_of(state: Path) -> Iterator[None]:
     """Let other machines see, for as long as this lasts, that the run's launcher lives."""
     task = asyncio.get_running_loop().create_task(_touch_often(state))
     try:
@@ -171,7 +171,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """What was launched."""
 
     command: list[str]
@@ -190,7 +190,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunState:
     """How a run goes: a phase while it is active; finished, failed or stopped after."""
 
     phase: str
@@ -209,7 +209,7 @@ def write_job(
     run: RunFolder, spec: JobSpec, *, token: str = "", slurm_job: str | None = None
 ) -> None:
     """Write down what is being launched, secrets redacted."""
-    job = Job(
+    job = RunJob(
         command=redact_command(spec.command),
         folder=spec.folder,
         hosts=[str(host) for host in spec.hosts],
@@ -230,11 +230,11 @@ def write_job(
         ) from error
 
 
-def read_job(run: RunFolder) -> Job | None:
+def read_job(run: RunFolder) -> RunJob | None:
     """Return what was launched, or None if that was not written (yet)."""
     content = _read(run.job)
     try:
-        return Job(
+        return RunJob(
             command=list(content["command"]),
             folder=str(content["folder"]),
             hosts=list(content["hosts"]),
@@ -248,7 +248,7 @@ def read_job(run: RunFolder) -> Job | None:
         return None
 
 
-def await_job(run: RunFolder) -> Job | None:
+def await_job(run: RunFolder) -> RunJob | None:
     """Return what was launched; where the run has only just been made, wait for that to be written."""
     try:
         made = run.marker.stat().st_mtime
@@ -260,7 +260,7 @@ def await_job(run: RunFolder) -> Job | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class RunEvent:
     """Something that happened to a run: a phase begun, ranks started, a hang told, its end."""
 
     at_unix_s: float
@@ -268,28 +268,28 @@ class Event:
     facts: dict[str, Any]
 
 
-def note(run: RunFolder, event: str, **facts: object) -> None:
+def log_event(run: RunFolder, event: str, **facts: object) -> None:
     """Write down that something happened to a run."""
     content = redact_mapping(facts) | {"at_unix_s": time.time(), "event": event}
     append_line(run.path / EVENTS, content)
 
 
-def events(run: RunFolder) -> list[Event]:
+def read_events(run: RunFolder) -> list[RunEvent]:
     """Return what happened to a run, in its order; a line that is not understood is passed over."""
     return [event for line in read_lines(run.path / EVENTS) if (event := event_of(line))]
 
 
-def event_of(line: dict[str, Any]) -> Event | None:
+def event_of(line: dict[str, Any]) -> RunEvent | None:
     """Return the event that was written as this line; None if it was not one."""
     try:
         at_unix_s, name = unix_s(line["at_unix_s"]), str(line["event"])
     except (KeyError, TypeError, ValueError):
         return None
     facts = {key: value for key, value in line.items() if key not in ("at_unix_s", "event")}
-    return Event(at_unix_s=at_unix_s, name=name, facts=facts)
+    return RunEvent(at_unix_s=at_unix_s, name=name, facts=facts)
 
 
-class Diary:
+class EventLog:
     """Writes a run's state as it changes."""
 
     def __init__(self, run: RunFolder) -> None:
@@ -301,15 +301,15 @@ class Diary:
 
     def phase(self, name: str) -> None:
         """The run has entered another phase."""
-        note(self._run, name)
-        self._write(State(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
+        log_event(self._run, name)
+        self._write(RunState(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
 
     def ended(self, phase: str, exit_code: int, headline: str) -> None:
         """The run is over."""
         headline = redact_text(headline)
-        note(self._run, phase, exit_code=exit_code, headline=headline)
+        log_event(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
-            State(
+            RunState(
                 phase=phase,
                 since_unix_s=time.time(),
                 started_unix_s=self._started,
@@ -318,12 +318,12 @@ class Diary:
             )
         )
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: RunState) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the run
             write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
 
 
-def read_state(run: RunFolder) -> State | None:
+def read_state(run: RunFolder) -> RunState | None:
     """Return how a run goes; one whose launcher was killed, or is not heard of any more, is ``died``."""
     content = _read(run.state)
     state = _state(content)
@@ -342,7 +342,7 @@ def read_state(run: RunFolder) -> State | None:
     fresh = _read(run.state)  # it may have ended between the two looks
     if fresh != content:
         return _state(fresh)
-    return State(
+    return RunState(
         phase="died",
         since_unix_s=since_unix_s,
         started_unix_s=state.started_unix_s,
@@ -350,7 +350,7 @@ def read_state(run: RunFolder) -> State | None:
     )
 
 
-def _heard_unix_s(run: RunFolder, state: State) -> float:
+def _heard_unix_s(run: RunFolder, state: RunState) -> float:
     """Return when a launcher that is gone gave its last sign of life."""
     try:
         return max(state.since_unix_s, run.state.stat().st_mtime)
@@ -358,11 +358,11 @@ def _heard_unix_s(run: RunFolder, state: State) -> float:
         return state.since_unix_s
 
 
-def _state(content: dict[str, Any]) -> State | None:
+def _state(content: dict[str, Any]) -> RunState | None:
     """Return the state that was written as this; None if it was not one."""
     exit_code = content.get("exit_code")
     try:
-        return State(
+        return RunState(
             phase=str(content["phase"]),
             since_unix_s=unix_s(content["since_unix_s"]),
             started_unix_s=unix_s(content["started_unix_s"]),

@@ -15,7 +15,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.fingerprint import LEAST_TORCH, code_folder, torch_too_old
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.network.reach import name_several
 from torchmuster.units import format_seconds
 
 CLOCKS_APART_S = 5.0
@@ -29,7 +29,7 @@ _SAME_KIND = {"amd64": "x86_64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class NodeDescription:
     """A machine of the run: its name as people know it, and what it has told.
 
     ``clock_offset_s`` is its clock less the launcher's, measured when its record came.
@@ -41,8 +41,8 @@ class Described:
     fingerprint: protocol.Fingerprint | None = None
 
 
-def all_nodes(
-    nodes: Sequence[Described],
+def compare_all_nodes(
+    nodes: Sequence[NodeDescription],
     spec: JobSpec,
     *,
     packages: Mapping[int, Mapping[str, str]] | None = None,
@@ -64,7 +64,7 @@ def all_nodes(
     ]
 
 
-def ask_for_packages(nodes: Sequence[Described]) -> list[int]:
+def ask_for_packages(nodes: Sequence[NodeDescription]) -> list[int]:
     """Return the places that should tell their packages: the first and one of each other kind.
 
     None where all are alike; a few where thousands differ.
@@ -90,7 +90,7 @@ def other_protocol(name: str, hello: protocol.Hello) -> protocol.Trouble:
 # ---- the machines themselves
 
 
-def _systems(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _systems(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     groups = _groups(nodes, lambda one: _SYSTEMS.get(one.record.system, one.record.system))
     if len(groups) > 1:
         yield Finding(
@@ -99,11 +99,11 @@ def _systems(nodes: Sequence[Described]) -> Iterator[Finding]:
             what=f"the machines have different operating systems: {_shares(groups)}",
             why="gloo cannot connect ranks on different systems, and NCCL exists on Linux only",
             fix="run all of them on Linux (on Windows inside WSL2)\n"
-            f"or use only the machines of one kind: {several(max(groups.values(), key=len))}",
+            f"or use only the machines of one kind: {name_several(max(groups.values(), key=len))}",
         )
 
 
-def _torchmuster(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _torchmuster(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     groups = _groups(nodes, lambda one: one.record.torchmuster)
     if len(groups) > 1:
         yield Finding(
@@ -115,7 +115,7 @@ def _torchmuster(nodes: Sequence[Described]) -> Iterator[Finding]:
         )
 
 
-def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     missing = [one.name for one in nodes if one.record.torch is None]
     having = [one for one in nodes if one.record.torch is not None]
     releases = _groups(having, lambda one: _release(one.record.torch))
@@ -124,7 +124,7 @@ def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
         yield Finding(
             name="torch-missing",
             status=Status.FAILURE,
-            what=f"torch is not installed on {several(missing)}",
+            what=f"torch is not installed on {name_several(missing)}",
             why="it was looked for with the Python that runs torchmuster there",
             fix=_install(next(iter(releases), ""), "torch", missing),
         )
@@ -133,9 +133,9 @@ def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
         yield Finding(
             name="torch-too-old",
             status=Status.FAILURE,
-            what=f"torch on {several(old)} is older than {LEAST_TORCH}",
+            what=f"torch on {name_several(old)} is older than {LEAST_TORCH}",
             why=f"torchmuster uses parts of torch that older versions do not have: {_shares(releases)}",
-            fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {several(old)}",
+            fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {name_several(old)}",
         )
     elif len(releases) > 1:
         yield Finding(
@@ -157,7 +157,7 @@ def _torch(nodes: Sequence[Described]) -> Iterator[Finding]:
         )
 
 
-def _machine_kinds(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _machine_kinds(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     groups = _groups(nodes, lambda one: _kind(one.record.machine.lower()))
     if len(groups) > 1:
         yield Finding(
@@ -172,7 +172,7 @@ def _kind(machine: str) -> str:
     return _SAME_KIND.get(machine, machine)
 
 
-def _pythons(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _pythons(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     groups = _groups(nodes, lambda one: ".".join(one.record.python.split(".")[:2]))
     if len(groups) > 1:
         yield Finding(
@@ -183,7 +183,7 @@ def _pythons(nodes: Sequence[Described]) -> Iterator[Finding]:
         )
 
 
-def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
+def _clocks(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     reference = nodes[0].clock_offset_s if nodes else None
     if reference is None:
         return
@@ -197,7 +197,7 @@ def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
         yield Finding(
             name="clocks",
             status=Status.NOTE,
-            what=f"clocks differ from that of {nodes[0].name}: {several(apart)}",
+            what=f"clocks differ from that of {nodes[0].name}: {name_several(apart)}",
             why="this does not harm a run of muster, but the times in logs differ by as much, and a bare "
             "torchrun may train alone from 16 s on",
             fix="sudo timedatectl set-ntp true  # on these machines",
@@ -207,7 +207,7 @@ def _clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
 # ---- the code
 
 
-def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
+def _code(known: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
     script = f"module {spec.command[0]}" if spec.module else spec.command[0]
     kind = PureWindowsPath if "\\" in spec.folder else PurePosixPath
     folder = str(code_folder(kind(spec.folder, spec.command[0]), spec.module, spec.folder))
@@ -219,7 +219,7 @@ def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
         yield Finding(
             name="script-missing",
             status=Status.FAILURE,
-            what=f"{script} is not on {several(missing)}",
+            what=f"{script} is not on {name_several(missing)}",
             why=f"every machine runs its own copy, in {folder}",
             fix="check the path, or start it from the folder that has it"
             if at_first
@@ -229,7 +229,9 @@ def _code(known: Sequence[Described], spec: JobSpec) -> Iterator[Finding]:
         yield from _different_code(present, script, folder)
 
 
-def _different_code(present: Sequence[Described], script: str, folder: str) -> Iterator[Finding]:
+def _different_code(
+    present: Sequence[NodeDescription], script: str, folder: str
+) -> Iterator[Finding]:
     first = present[0]
     other_script = [one.name for one in present if _script_of(one) != _script_of(first)]
     other_code = [
@@ -239,7 +241,7 @@ def _different_code(present: Sequence[Described], script: str, folder: str) -> I
         yield Finding(
             name="script-differs",
             status=Status.FAILURE,
-            what=f"{script} is not the same on {several(other_script)} as on {first.name}",
+            what=f"{script} is not the same on {name_several(other_script)} as on {first.name}",
             why="ranks that run different code wait for each other in different places",
             fix=_copy(first, other_script, folder),
         )
@@ -248,34 +250,34 @@ def _different_code(present: Sequence[Described], script: str, folder: str) -> I
         yield Finding(
             name="code-differs",
             status=Status.FAILURE,
-            what=f"the code beside {script} is not the same on {several(names)} as on {first.name}",
+            what=f"the code beside {script} is not the same on {name_several(names)} as on {first.name}",
             why=f"Python files in {folder} differ: {_files(first)}, {_files(other_code[0])}",
             fix=_copy(first, names, folder),
         )
 
 
-def _files(one: Described) -> str:
+def _files(one: NodeDescription) -> str:
     count = one.fingerprint.code_files if one.fingerprint is not None else 0
     return f"{count:,} files on {one.name}"
 
 
-def _code_differs(first: Described, other: Described) -> bool:
+def _code_differs(first: NodeDescription, other: NodeDescription) -> bool:
     mine, theirs = first.fingerprint, other.fingerprint
     if mine is None or theirs is None or not mine.code_sha256 or not theirs.code_sha256:
         return False  # too large to compare
     return mine.code_sha256 != theirs.code_sha256
 
 
-def _script_of(one: Described) -> str:
+def _script_of(one: NodeDescription) -> str:
     return one.fingerprint.script_sha256 if one.fingerprint is not None else ""
 
 
-def _packages_of(one: Described) -> str:
+def _packages_of(one: NodeDescription) -> str:
     return one.fingerprint.packages_sha256 if one.fingerprint is not None else ""
 
 
 def _packages(
-    nodes: Sequence[Described], packages: Mapping[int, Mapping[str, str]]
+    nodes: Sequence[NodeDescription], packages: Mapping[int, Mapping[str, str]]
 ) -> Iterator[Finding]:
     known = {place: one for place, one in enumerate(nodes) if one.fingerprint is not None}
     if not known:
@@ -295,7 +297,7 @@ def _packages(
         yield Finding(
             name="packages-differ",
             status=Status.WARNING,
-            what=f"the installed packages on {several(different)} are not those on {first.name}",
+            what=f"the installed packages on {name_several(different)} are not those on {first.name}",
             why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
             fix=f"pip freeze > requirements.txt  # on {first.name}, and then on the others:\n"
             "pip install -r requirements.txt",
@@ -320,7 +322,9 @@ def _package_differences(who: str, mine: Mapping[str, str], theirs: Mapping[str,
 # ---- how they are told
 
 
-def _groups(nodes: Sequence[Described], value: Callable[[Described], str]) -> dict[str, list[str]]:
+def _groups(
+    nodes: Sequence[NodeDescription], value: Callable[[NodeDescription], str]
+) -> dict[str, list[str]]:
     """Return the names of the machines by a value, in the order in which the values appear."""
     found: dict[str, list[str]] = {}
     for one in nodes:
@@ -334,7 +338,7 @@ def _others(groups: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _shares(groups: Mapping[str, Sequence[str]]) -> str:
-    shown = [f"{value} on {several(names)}" for value, names in groups.items()]
+    shown = [f"{value} on {name_several(names)}" for value, names in groups.items()]
     if len(shown) <= _VALUES_SHOWN:
         return "; ".join(shown)
     rest = sum(len(names) for names in list(groups.values())[_VALUES_SHOWN:])
@@ -347,12 +351,12 @@ def _release(version: str | None) -> str:
 
 def _install(version: str, package: str, names: Sequence[str]) -> str:
     wanted = f"{package}=={version}" if version else package
-    return f"python -m pip install {shlex.quote(wanted)}  # on {several(names)}"
+    return f"python -m pip install {shlex.quote(wanted)}  # on {name_several(names)}"
 
 
-def _copy(first: Described, names: Sequence[str], folder: str) -> str:
+def _copy(first: NodeDescription, names: Sequence[str], folder: str) -> str:
     if first.record.system == "win32":
-        return f"copy {folder} from {first.name} to {several(names)}"
+        return f"copy {folder} from {first.name} to {name_several(names)}"
     path = folder.rstrip("/") + "/"
     # By content (-c): copies of the same length and time would be passed over.
     lines = [

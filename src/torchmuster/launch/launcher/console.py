@@ -43,7 +43,7 @@ _DANGEROUS = re.compile(f"[{_STEERING}]|\x1b(?!\\[[0-9;:]*m)")
 _DANGEROUS_OR_COLOUR = re.compile(f"[{_STEERING}\x1b]")
 
 
-def harmless(line: str, *, colour: bool) -> str:
+def printable(line: str, *, colour: bool) -> str:
     """Return a line that cannot steer a terminal; colours may stay, and end with the line."""
     if line.isprintable():
         return line
@@ -70,7 +70,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     return ",".join(words)
 
 
-def rank_words(ranks: Iterable[int]) -> str:
+def rank_text(ranks: Iterable[int]) -> str:
     """Return ``rank 3`` or ``ranks 0,2-3``."""
     numbers = set(ranks)
     return f"rank{'s' if len(numbers) != 1 else ''} {rank_list(numbers)}"
@@ -92,7 +92,7 @@ class _Entry:
 _place = attrgetter("place")
 
 
-class Folder:
+class OutputFolder:
     """Decides which lines are shown, and when: a line waits for at most ``window_s``.
 
     ``logs`` is the folder that people are sent to for what a flood left out. Times are seconds of
@@ -133,7 +133,7 @@ class Folder:
     def _made_plain(self, rank: int, line: str) -> str:
         last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
         more = len(last_state) - _LONGEST_LINE
-        shown = harmless(last_state[:_LONGEST_LINE], colour=self._colour)
+        shown = printable(last_state[:_LONGEST_LINE], colour=self._colour)
         return f"{shown}… {more:,} characters more: see {self._log(rank)}" if more > 0 else shown
 
     def _add_line(self, rank: int, line: str, now_s: float) -> None:
@@ -182,7 +182,7 @@ class Folder:
     def _begin_second(self, now_s: float) -> None:
         if self._withheld:
             count, ranks = sum(self._withheld.values()), list(self._withheld)
-            of = "" if len(ranks) == 1 else f" of {rank_words(ranks)}"
+            of = "" if len(ranks) == 1 else f" of {rank_text(ranks)}"
             log = self._log(ranks[0]) if len(ranks) == 1 else self._logs
             lines = "line" if count == 1 else "lines"
             self.note(f"… {count:,} {lines} more{of}: see {log}", now_s)
@@ -238,7 +238,7 @@ class Folder:
         text = f"{entry.text} ({times:,} times)" if times > 1 else entry.text
         if entry.own_prefix or self._world_size == 1:
             return text
-        who = f"all {len(ranks)} ranks" if len(ranks) == self._world_size else rank_words(ranks)
+        who = f"all {len(ranks)} ranks" if len(ranks) == self._world_size else rank_text(ranks)
         return f"[{who}] {text}" if text else f"[{who}]"
 
 
@@ -247,14 +247,14 @@ def _names(line: str, rank: int) -> bool:
     return found is not None and int(found[1]) == rank
 
 
-class Console:
+class OutputBuffer:
     """Writes what the folder shows to a terminal, a pipe or a file, without ever making one wait.
 
     Used as a context manager. When nobody reads any more, the run goes on and the logs have it.
     """
 
     def __init__(
-        self, folder: Folder, stream: TextIO, *, clock: Callable[[], float] = time.monotonic
+        self, folder: OutputFolder, stream: TextIO, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder = folder
         self._descriptor = stream.fileno()
@@ -266,7 +266,7 @@ class Console:
         self._thread = threading.Thread(target=self._write_on, name="console", daemon=True)
         stream.flush()
 
-    def __enter__(self) -> "Console":
+    def __enter__(self) -> "OutputBuffer":
         self._thread.start()
         return self
 
@@ -340,7 +340,7 @@ class Console:
 _CATCH_UP_WITHIN_S = 0.3
 
 
-class TerminalVoice:
+class TerminalConsole:
     """Speaks to a terminal and to the run's console log.
 
     ``colour`` is for what the ranks write (standard output), ``own_colour`` for the launcher's own words.
@@ -358,9 +358,9 @@ class TerminalVoice:
         self._colour = colour
         self._own_colour = own_colour
         self._width = width
-        self._ranks: Console | None = None
-        self._own: Console | None = None
-        self._log: Console | None = None
+        self._ranks: OutputBuffer | None = None
+        self._own: OutputBuffer | None = None
+        self._log: OutputBuffer | None = None
         self._stream: TextIO | None = None
 
     @contextlib.contextmanager
@@ -385,7 +385,7 @@ class TerminalVoice:
 
     def say(self, text: str) -> None:
         """Say something of the launcher's own."""
-        self._print([f"muster: {harmless(line, colour=False)}" for line in text.splitlines()])
+        self._print([f"muster: {printable(line, colour=False)}" for line in text.splitlines()])
 
     def output(self, rank: int, text: str) -> None:
         """Show what a rank wrote."""
@@ -408,8 +408,8 @@ class TerminalVoice:
                 console.close()
         self._ranks = self._log = None
 
-    def _console(self, stream: TextIO, ranks: int = 1, *, colour: bool = False) -> Console:
-        return Console(Folder(ranks, logs=str(self._run.logs), colour=colour), stream)
+    def _console(self, stream: TextIO, ranks: int = 1, *, colour: bool = False) -> OutputBuffer:
+        return OutputBuffer(OutputFolder(ranks, logs=str(self._run.logs), colour=colour), stream)
 
     def _print(self, lines: Sequence[str], plain: Sequence[str] | None = None) -> None:
         if self._ranks is not None:
@@ -431,7 +431,7 @@ def _harmless(finding: Finding) -> Finding:
     """Return a finding that cannot steer a terminal: parts of it may be other machines' words."""
 
     def clean(text: str) -> str:
-        return "\n".join(harmless(line, colour=False) for line in text.split("\n"))
+        return "\n".join(printable(line, colour=False) for line in text.split("\n"))
 
     return dataclasses.replace(
         finding,

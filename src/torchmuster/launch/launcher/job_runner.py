@@ -18,25 +18,25 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle, training_progress
-from torchmuster.launch.launcher.node_handle import Node, Stopped
-from torchmuster.launch.launcher.node_registry import RollCall
+from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
+from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import mark_restart
-from torchmuster.launch.launcher.session import Session, Voice
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 
 _LOOK_EVERY_S = 1.0
 
 
-class Prepare(Protocol):
+class PrepareNodes(Protocol):
     """What has machines prepared, and compares them with the others."""
 
-    async def __call__(self, nodes: Sequence[Node], *, again: bool) -> None:
+    async def __call__(self, nodes: Sequence[NodeHandle], *, again: bool) -> None:
         """Prepare them."""
 
 
-class TakingIn:
+class NodeRejoin:
     """Looks for newcomers for as long as an attempt lasts, and prepares them."""
 
     def __init__(
@@ -45,7 +45,7 @@ class TakingIn:
         session: Session,
         *,
         say: Callable[[str], None],
-        prepare: Prepare,
+        prepare: PrepareNodes,
         is_running: Callable[[], bool],
     ) -> None:
         self._ranks_can_save = spec.checkpoints is not None
@@ -84,7 +84,7 @@ class TakingIn:
             ready = [node for node in new if await self._is_ready(node)]
             if not ready:
                 continue
-            who = several([node.name for node in ready])
+            who = name_several([node.name for node in ready])
             if self._ranks_can_save:
                 self._say(f"{who} can take part: asking all ranks to save, to go on together")
                 self.asked_to_save = True
@@ -92,7 +92,7 @@ class TakingIn:
                 return
             self._say(f"{who} can take part, and will after the next restart")
 
-    async def _is_ready(self, node: Node) -> bool:
+    async def _is_ready(self, node: NodeHandle) -> bool:
         try:
             await self._prepare([node], again=True)
         except MusterError as error:
@@ -102,10 +102,10 @@ class TakingIn:
         return True
 
 
-def going_on(roll: RollCall, all_machines: int, global_batch_size: int | None) -> str:
+def rejoin_message(roll: NodeRegistry, all_machines: int, global_batch_size: int | None) -> str:
     """Say with how many machines a run goes on: ``going on with 3 of 4 machines, without d``."""
     here = len(roll.nodes)
-    without = f", without {several(roll.left_out)}" if roll.left_out else ""
+    without = f", without {name_several(roll.left_out)}" if roll.left_out else ""
     batch = "" if global_batch_size is None else f"; the global batch stays {global_batch_size:,}"
     return f"going on with {here:,} of {all_machines:,} machines{without}{batch}"
 
@@ -120,7 +120,7 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class PastAttempt:
     """An attempt that failed, and where the work stood; steps are None where nothing is known of them.
 
     ``got_on`` says that it left a newer checkpoint than there was, ``saved`` is the newest one's step, and
@@ -134,7 +134,7 @@ class Attempt:
     reached: int | None = None
 
 
-def decide(history: Sequence[Attempt], *, max_restarts: int) -> Decision[float | None]:
+def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Decision[float | None]:
     """Return after which pause to start again, or None to end the run.
 
     ``max_restarts`` are allowed in a row; a newer checkpoint begins another row. The reason is for
@@ -153,7 +153,7 @@ def decide(history: Sequence[Attempt], *, max_restarts: int) -> Decision[float |
     return Decision(value=pause_s, reason=f"restart {len(row)} of {max_restarts}")
 
 
-def announcement(last: Attempt, pause_s: float, reason: str) -> str:
+def restart_announcement(last: PastAttempt, pause_s: float, reason: str) -> str:
     """Say what failed and from where it will go on: ``…; starting again from step 100 (restart 1 of 3)``."""
     place = "" if last.saved is None else f" from step {last.saved:,}"
     when = f" in {pause_s:.0f} s" if pause_s else ""
@@ -165,7 +165,7 @@ def with_reason(finding: Finding, reason: str) -> Finding:
     return replace(finding, why="\n".join(part for part in (reason, finding.why) if part))
 
 
-def cannot_mend_itself(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
+def needs_user(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
     """Say whether the cause is a mistake that another attempt would meet again.
 
     That is an error of ours, which says what to change, or code that cannot be read or imported.
@@ -176,9 +176,9 @@ def cannot_mend_itself(finding: Finding, failures: Iterable[protocol.Failure]) -
     )
 
 
-def _in_a_row(history: Sequence[Attempt]) -> list[Attempt]:
+def _in_a_row(history: Sequence[PastAttempt]) -> list[PastAttempt]:
     """Return the last attempts, from the one on that left the newest checkpoint."""
-    row: list[Attempt] = []
+    row: list[PastAttempt] = []
     for attempt in reversed(history):
         row.insert(0, attempt)
         if attempt.got_on:
@@ -186,7 +186,7 @@ def _in_a_row(history: Sequence[Attempt]) -> list[Attempt]:
     return row
 
 
-def _crash_loop(row: Sequence[Attempt]) -> str:
+def _crash_loop(row: Sequence[PastAttempt]) -> str:
     """Say that the same happens again and again at the same place; "" if that is not so."""
     last = row[-1]
     alike = list(itertools.takewhile(lambda one: _signature(one) == _signature(last), row[::-1]))
@@ -197,7 +197,7 @@ def _crash_loop(row: Sequence[Attempt]) -> str:
     return f"crash loop: failed {len(alike)} times {where} with the same error; {_standing(last)}"
 
 
-def _used_up(row: Sequence[Attempt], max_restarts: int) -> str:
+def _used_up(row: Sequence[PastAttempt], max_restarts: int) -> str:
     allowed = "1 restart was" if max_restarts == 1 else f"{max_restarts} restarts were"
     if row[-1].saved is None and row[-1].reached is None:
         return f"failed {len(row)} times; {allowed} allowed"
@@ -207,13 +207,13 @@ def _used_up(row: Sequence[Attempt], max_restarts: int) -> str:
     )
 
 
-def _standing(last: Attempt) -> str:
+def _standing(last: PastAttempt) -> str:
     if last.saved is None:
         return "there is no checkpoint yet"
     return f"the last good checkpoint is step {last.saved:,}"
 
 
-def _signature(attempt: Attempt) -> tuple[str, int | None, int | None]:
+def _signature(attempt: PastAttempt) -> tuple[str, int | None, int | None]:
     """Return what two attempts share that failed alike: the error but for its numbers, and the place."""
     what = attempt.finding.what
     error = what.partition(" failed: ")[2] or what
@@ -229,7 +229,7 @@ _LOOK_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """How a run ended: ``good``, or the finding that says why not; ``left`` did not say that they ended.
 
     ``saved`` is what the ranks said that saved their work because they were asked to end. ``words`` are
@@ -244,14 +244,14 @@ class Outcome:
     words: str = ""
 
 
-class Supervisor:
+class JobRunner:
     """One run, from the roll-call to its end."""
 
     def __init__(
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Voice,
+        voice: Console,
         *,
         run_id: str,
         logs: str,
@@ -267,7 +267,7 @@ class Supervisor:
         self._session = Session(
             spec, transport, voice, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
-        self._history: list[Attempt] = []
+        self._history: list[PastAttempt] = []
         self._asked_to_save = False
         self.token = self._session.token
         self.stop = self._session.stop
@@ -281,10 +281,10 @@ class Supervisor:
         self._phase = name
         self._tell_phase(name)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         """Do the whole of it."""
         session = self._session
-        outcome = Outcome(good=False, stopped=True)
+        outcome = JobOutcome(good=False, stopped=True)
         try:
             self._on_phase("roll-call")
             await self._transport.open(session.roll.arrive)
@@ -298,7 +298,9 @@ class Supervisor:
             nodes = session.roll.nodes
             await session.end(nodes)
             left = tuple(node.name for node in nodes if node.lost and not node.ended)
-            outcome = Outcome(good=False, stopped=True, left=left, saved=node_handle.words(nodes))
+            outcome = JobOutcome(
+                good=False, stopped=True, left=left, saved=node_handle.trouble_text(nodes)
+            )
         finally:
             words = "the run ended well" if outcome.good else "the run has ended"
             if outcome.finding is not None:
@@ -306,7 +308,7 @@ class Supervisor:
             await session.leave(0 if outcome.good else 1, outcome.saved or words)
         return outcome
 
-    async def _prepare(self, nodes: Sequence[Node], *, again: bool = False) -> None:
+    async def _prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
         await self._session.prepare(nodes, again=again)
         if self._many:
             everybody = {node.place: node for node in (*self._session.roll.nodes, *nodes)}
@@ -325,11 +327,11 @@ class Supervisor:
 
     # ---- attempts
 
-    async def _attempts(self) -> Outcome:
-        number, after = 0, await self._look(time.time(), training_progress.Standing())
+    async def _attempts(self) -> JobOutcome:
+        number, after = 0, await self._look(time.time(), training_progress.TrainingProgress())
         while True:
             began, before = time.time(), after
-            taking_in = TakingIn(
+            taking_in = NodeRejoin(
                 self._spec,
                 self._session,
                 say=self._voice.say,
@@ -338,34 +340,36 @@ class Supervisor:
             )
             finding = await self._attempt(number, taking_in, before)
             if finding is None:
-                return Outcome(good=True)
+                return JobOutcome(good=True)
             number += 1
             after = await self._look(began, before)
             warned = self._asked_to_save or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
-            if words := node_handle.words(self._session.roll.nodes, warned=warned and can_save):
+            if words := node_handle.trouble_text(
+                self._session.roll.nodes, warned=warned and can_save
+            ):
                 if self._asked_to_save or not taking_in.asked_to_save:
-                    return Outcome(good=False, stopped=True, saved=words)
+                    return JobOutcome(good=False, stopped=True, saved=words)
                 await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
-            chosen = decide(self._history, max_restarts=self._spec.max_restarts)
+            chosen = decide_restart(self._history, max_restarts=self._spec.max_restarts)
             if chosen.value is None:
-                return Outcome(good=False, finding=with_reason(finding, chosen.reason))
+                return JobOutcome(good=False, finding=with_reason(finding, chosen.reason))
             await self._announce(chosen.value, chosen.reason)
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
 
     async def _announce(self, pause_s: float, reason: str) -> None:
         """Say what failed and that all starts again, and write it down."""
         last = self._history[-1]
-        self._voice.say(announcement(last, pause_s, reason))
+        self._voice.say(restart_announcement(last, pause_s, reason))
         run = RunFolder(self._logs.parent)
         facts = {"headline": last.finding.what, "from_step": last.saved}
-        await asyncio.to_thread(run_state.note, run, run_state.RESTART, **facts)
+        await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
         await asyncio.to_thread(mark_restart, self._logs)
 
     async def _attempt(
-        self, number: int, taking_in: TakingIn, now: training_progress.Standing
+        self, number: int, taking_in: NodeRejoin, now: training_progress.TrainingProgress
     ) -> Finding | None:
         """Run once; return None if it went well, else what went wrong."""
         session = self._session
@@ -380,33 +384,37 @@ class Supervisor:
             return await session.fail(session.roll.nodes)
         if session.roll.left_out != missed or (number == 0 and missed):
             batch = now.global_batch_size
-            self._voice.say(going_on(session.roll, len(self._transport.places), batch))
+            self._voice.say(rejoin_message(session.roll, len(self._transport.places), batch))
         async with taking_in:
             return await session.attempt(session.roll.nodes, number)
 
     def _failed(
         self,
         finding: Finding,
-        before: training_progress.Standing,
-        after: training_progress.Standing,
-    ) -> Attempt:
+        before: training_progress.TrainingProgress,
+        after: training_progress.TrainingProgress,
+    ) -> PastAttempt:
         ends = [node.ended for node in self._session.roll.nodes if node.ended]
         failures = [failure for ended in ends for failure in ended.failures]
-        return Attempt(
+        return PastAttempt(
             finding=finding,
-            mistake=cannot_mend_itself(finding, failures),
+            mistake=needs_user(finding, failures),
             got_on=after.checkpoint is not None and after.checkpoint != before.checkpoint,
             saved=after.saved,
             reached=after.reached,
         )
 
     async def _look(
-        self, since_unix_s: float, known: training_progress.Standing
-    ) -> training_progress.Standing:
+        self, since_unix_s: float, known: training_progress.TrainingProgress
+    ) -> training_progress.TrainingProgress:
         """Look where the training stands; object storage that does not answer must not hold it up."""
         metrics = self._logs.parent / "metrics"
         work = asyncio.to_thread(
-            training_progress.look, self._spec, metrics, since_unix_s=since_unix_s, known=known
+            training_progress.read_training_progress,
+            self._spec,
+            metrics,
+            since_unix_s=since_unix_s,
+            known=known,
         )
         try:
             in_time = asyncio.wait_for(work, _LOOK_WITHIN_S)

@@ -14,15 +14,15 @@ from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.transports.channel import Arrive, Channel, Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch.history import run_state
-    from torchmuster.launch.launcher.console import TerminalVoice
-    from torchmuster.launch.launcher.job_runner import Outcome
+    from torchmuster.launch.launcher.console import TerminalConsole
+    from torchmuster.launch.launcher.job_runner import JobOutcome
 
 
 # Schedulers signal every process of a job, so that one request may arrive by several ways.
@@ -30,7 +30,7 @@ _SAME_REQUEST_S = 0.5
 _REMIND_AFTER_S = 2.0
 
 
-class Course(Protocol):
+class GroupTask(Protocol):
     """What is done with the machines: a run (``Supervisor``), or a check of the group."""
 
     token: str
@@ -43,32 +43,32 @@ class Course(Protocol):
     def pass_on(self) -> Callable[[str], None]:
         """Pass a signal on to every rank."""
 
-    async def run(self) -> "Outcome":
+    async def run(self) -> "JobOutcome":
         """Do the whole of it."""
 
 
-class MakeCourse(Protocol):
+class MakeGroupTask(Protocol):
     """What makes a course, once the machines have been called."""
 
     def __call__(
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: "TerminalVoice",
+        voice: "TerminalConsole",
         *,
         run_id: str,
         logs: str,
         on_phase: Callable[[str], None],
-    ) -> Course:
+    ) -> GroupTask:
         """Return the course."""
 
 
-def launch(
+def launch_job(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    make_voice: Callable[[RunFolder], "TerminalVoice"],
-    make_course: MakeCourse | None = None,
+    make_voice: Callable[[RunFolder], "TerminalConsole"],
+    make_course: MakeGroupTask | None = None,
 ) -> int:
     """Launch a job and stay with it until it is over; return the exit code of the command.
 
@@ -150,19 +150,19 @@ async def _launch(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    voice: "TerminalVoice",
-    make_course: MakeCourse | None,
+    voice: "TerminalConsole",
+    make_course: MakeGroupTask | None,
 ) -> int:
     from torchmuster.launch.history import run_state
-    from torchmuster.launch.history.evidence import failures, keep_failure
-    from torchmuster.launch.history.run_state import heard_of
-    from torchmuster.launch.launcher.job_runner import Supervisor
+    from torchmuster.launch.history.evidence import keep_failure, read_failures
+    from torchmuster.launch.history.run_state import launcher_heartbeat_of
+    from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
 
     began = time.monotonic()
-    diary = run_state.Diary(run)
+    diary = run_state.EventLog(run)
     logs = str(run.logs.resolve())
-    make_course = make_course or Supervisor
+    make_course = make_course or JobRunner
     course = make_course(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
     slurm_job = os.environ.get("SLURM_JOB_ID")
     run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
@@ -172,14 +172,14 @@ async def _launch(
         newest = None if slurm_job is None else await _newest_checkpoint(spec)
         try:
             with (
-                heard_of(run.state),
+                launcher_heartbeat_of(run.state),
                 _signals(course, voice, asked, warned, can_save=spec.checkpoints is not None),
             ):
                 voice.say(f"run {run.id}")  # whoever reads it may ask for the end
                 outcome = await course.run()
         except MusterError as error:
             voice.show(findings := from_error(error))
-            keep_failure(run, len(failures(run)), findings[0], ())
+            keep_failure(run, len(read_failures(run)), findings[0], ())
             diary.ended("failed", error.exit_code, error.what)
             return error.exit_code
         except (
@@ -206,11 +206,13 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
     from torchmuster.launch.launcher import training_progress
 
     metrics = Path()  # what was not saved does not count
-    seen = await asyncio.to_thread(training_progress.look, spec, metrics, since_unix_s=math.inf)
+    seen = await asyncio.to_thread(
+        training_progress.read_training_progress, spec, metrics, since_unix_s=math.inf
+    )
     return seen.checkpoint
 
 
-def _go_back_into_the_queue(job: str, voice: "TerminalVoice", why_not: str) -> None:
+def _go_back_into_the_queue(job: str, voice: "TerminalConsole", why_not: str) -> None:
     from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue
 
     decided = may_go_back(job, why_not=why_not)
@@ -220,10 +222,10 @@ def _go_back_into_the_queue(job: str, voice: "TerminalVoice", why_not: str) -> N
 
 
 def _conclude(
-    outcome: "Outcome",
+    outcome: "JobOutcome",
     spec: JobSpec,
-    diary: "run_state.Diary",
-    voice: "TerminalVoice",
+    diary: "run_state.EventLog",
+    voice: "TerminalConsole",
     run: RunFolder,
     took_s: float,
 ) -> int:
@@ -262,7 +264,7 @@ def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
 def _left(machines: Sequence[str]) -> str:
     if not machines:
         return "nothing of it is running any more"
-    return f"given up: {several(machines)}, where its keeper ends it as soon as it can"
+    return f"given up: {name_several(machines)}, where its keeper ends it as soon as it can"
 
 
 def _shown(path: Path) -> str:
@@ -273,7 +275,12 @@ def _shown(path: Path) -> str:
 
 @contextlib.contextmanager
 def _signals(
-    course: Course, voice: "TerminalVoice", asked: list[str], warned: list[str], *, can_save: bool
+    course: GroupTask,
+    voice: "TerminalConsole",
+    asked: list[str],
+    warned: list[str],
+    *,
+    can_save: bool,
 ) -> Iterator[None]:
     """Turn signals into requests for as long as the run lasts.
 

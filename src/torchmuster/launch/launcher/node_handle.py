@@ -14,12 +14,12 @@ from torchmuster.launch.transports.channel import Channel
 
 Reply = TypeVar("Reply", bound=protocol.Message)
 # What an engaged program says, and at last how it ended.
-Word = protocol.Relay | protocol.Disengaged
+Word = protocol.Relay | protocol.SidecarEnded
 # What a machine says of what its ranks are doing, unasked and asked.
-Sign = protocol.Pulses | protocol.Evidence | protocol.Examined
+Sign = protocol.Heartbeats | protocol.Evidence | protocol.StackDump
 
 
-class Node:
+class NodeHandle:
     """A machine that answered the roll-call."""
 
     def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
@@ -37,7 +37,7 @@ class Node:
         self.heard_s = time.monotonic()
         self._attempt = -1
         self._asked_to_start = self._asked_to_stop = False
-        self._replies: asyncio.Queue[protocol.FromKeeper | None] = asyncio.Queue()
+        self._replies: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self._on_change: Callable[[], None] = lambda: None
         self._on_word: Callable[[Word], None] = lambda _: None
         self._on_sign: Callable[[Sign], None] = lambda _: None
@@ -69,7 +69,7 @@ class Node:
 
     async def ask(
         self,
-        message: protocol.ToKeeper,
+        message: protocol.ToAgent,
         kind: type[Reply],
         *,
         within_s: float | None,
@@ -137,8 +137,8 @@ class Node:
     ) -> None:
         """Have a program started beside the keeper; ``on_word`` gets its lines, and its end."""
         self._on_word = on_word
-        message = protocol.Engage(program=program, token=self.part)
-        await self.ask(message, protocol.Engaged, within_s=within_s)
+        message = protocol.StartSidecar(program=program, token=self.part)
+        await self.ask(message, protocol.SidecarStarted, within_s=within_s)
 
     def lose(self, why: str) -> None:
         """Take the machine for lost."""
@@ -146,7 +146,7 @@ class Node:
             self.lost = why
             self.lost_s = time.monotonic()
             self._replies.put_nowait(None)
-            self._on_word(protocol.Disengaged(exit_code=None, words=why))
+            self._on_word(protocol.SidecarEnded(exit_code=None, words=why))
             self._on_change()
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class Node:
 
     async def _drain(self) -> None:
         while True:
-            with contextlib.suppress(protocol.Garbled):
+            with contextlib.suppress(protocol.UnreadableMessage):
                 if await self.channel.receive() is None:
                     return
 
@@ -173,7 +173,7 @@ class Node:
         """Take in what the machine says; one whose message cannot be handled is lost."""
         try:
             await self._take_in_all(on_output)
-        except protocol.Garbled as error:
+        except protocol.UnreadableMessage as error:
             self.lose(f"it cannot be understood: {error}")
         except Exception as error:
             self.lose(f"what it sent could not be handled: {type(error).__name__}: {error}")
@@ -192,11 +192,11 @@ class Node:
                     pass
                 case protocol.Output():
                     on_output(message.rank, message.text)
-                case protocol.Relay() | protocol.Disengaged():
+                case protocol.Relay() | protocol.SidecarEnded():
                     self._on_word(message)
-                case protocol.Pulses() if message.attempt != self._attempt:
+                case protocol.Heartbeats() if message.attempt != self._attempt:
                     pass  # still of the attempt before
-                case protocol.Pulses() | protocol.Evidence() | protocol.Examined():
+                case protocol.Heartbeats() | protocol.Evidence() | protocol.StackDump():
                     self._on_sign(message)
                 case protocol.Ended():
                     self._take_end(message)
@@ -229,7 +229,7 @@ _WARNED = -getattr(signal, "SIGUSR1", 10)
 NOTHING_NEW = "ended at a request, with nothing new to save"
 
 
-def words(nodes: Sequence[Node], *, warned: bool = False) -> str:
+def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
     """Return what the ranks said of it; "" where a machine has none that saved, or one that failed.
 
     If they can save and were ``warned``, those that the warning ended had not begun, or were done.
@@ -260,7 +260,7 @@ class Stopped(Exception):
     """Somebody asked for the end."""
 
 
-class Waiting:
+class WaitingMessages:
     """What is waited on: something new, or the wish that it should end."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

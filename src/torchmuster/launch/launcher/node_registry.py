@@ -10,8 +10,8 @@ from torchmuster.errors import MachineLost, MusterError, NotNow
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import compare_nodes
-from torchmuster.launch.launcher.node_handle import Node, Waiting, error_from
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages, error_from
+from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.transports.channel import Channel, Transport
 
 _SHOWN_HERE, _SHOWN_MISSING = 12, 8
@@ -27,7 +27,7 @@ _LET_GO_WITHIN_S = 3.0
 _LEAVE_WITHIN_S = 3.0
 
 
-class RollCall:
+class NodeRegistry:
     """The machines of a run, as they come, go and come back.
 
     Where ``enough`` is given, so many of them do: whoever is missing is left out, and may still come.
@@ -36,7 +36,7 @@ class RollCall:
     def __init__(
         self,
         transport: Transport,
-        waiting: Waiting,
+        waiting: WaitingMessages,
         *,
         token: str,
         join_s: float,
@@ -53,7 +53,7 @@ class RollCall:
         self._join_s = join_s
         self._lost_after_s = lost_after_s
         self._on_output = on_output
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, NodeHandle] = {}
         self._arrivals = 0
         self._greetings: set[asyncio.Task[None]] = set()
         self._refusals: dict[int, MusterError] = {}
@@ -61,7 +61,7 @@ class RollCall:
         self._left_out: dict[int, asyncio.Task[None]] = {}
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NodeHandle]:
         """The machines that take part, in the order of their ranks."""
         return [self._nodes[one] for one in sorted(self._nodes) if one not in self._left_out]
 
@@ -72,7 +72,7 @@ class RollCall:
         return [names[place] for place in sorted(self._left_out)]
 
     @property
-    def newcomers(self) -> list[Node]:
+    def newcomers(self) -> list[NodeHandle]:
         """Those of them that have come since."""
         self._name_all()
         return [self._nodes[place] for place in sorted(self._left_out) if self._is_here(place)]
@@ -82,7 +82,7 @@ class RollCall:
         # A keeper that was lost and still ends its ranks must not end those of the one after it.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
-        node = Node(place, f"machine {place + 1}", channel, part)
+        node = NodeHandle(place, f"machine {place + 1}", channel, part)
         node.listen(on_output=self._on_output, on_change=self._waiting.change)
         self._nodes[place] = node
         if self._care is None:
@@ -162,7 +162,7 @@ class RollCall:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def send_away(self, newcomer: Node) -> None:
+    async def send_away(self, newcomer: NodeHandle) -> None:
         """Let go of a machine that came and cannot take part; it is called again later."""
         newcomer.lose("it cannot take part")
         with contextlib.suppress(TimeoutError):
@@ -208,7 +208,7 @@ class RollCall:
                 )
         return found
 
-    async def call_back_the_lost(self) -> list[Node]:
+    async def call_back_the_lost(self) -> list[NodeHandle]:
         """Call every machine again that was lost or is not prepared; return those to be prepared."""
         self._refusals.clear()  # those of the last call
         new = [newcomer.place for newcomer in self.newcomers]
@@ -219,7 +219,9 @@ class RollCall:
         known = [self._nodes[place] for place in lost if place in self._nodes]
 
         def words() -> str:
-            return f"letting go of {several([node.name for node in known])}, to call them again"
+            return (
+                f"letting go of {name_several([node.name for node in known])}, to call them again"
+            )
 
         async with self._waiting.telling(words):
             leaving = asyncio.gather(*(self._call_anew(node) for node in known))
@@ -229,7 +231,7 @@ class RollCall:
         called = sorted({*lost, *new}.difference(whole, self._left_out))
         return [self._nodes[place] for place in called]
 
-    async def _call_anew(self, node: Node) -> None:
+    async def _call_anew(self, node: NodeHandle) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LET_GO_WITHIN_S if node.lost else None):
                 await node.close()
@@ -241,7 +243,7 @@ class RollCall:
         """Tell every keeper that it is over, and let go of all."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
-        async def leave(node: Node) -> None:
+        async def leave(node: NodeHandle) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
             await node.close()
@@ -295,7 +297,7 @@ class RollCall:
                 if self._lost_after_s is not None:
                     node.notice_silence(self._lost_after_s)
 
-    async def _greet(self, node: Node) -> None:
+    async def _greet(self, node: NodeHandle) -> None:
         try:
             hello = await node.hear(protocol.Hello, within_s=self._join_s)
         except MachineLost as error:

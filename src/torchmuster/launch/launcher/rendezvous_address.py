@@ -10,14 +10,14 @@ import msgspec
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import NodeHandle
 from torchmuster.launch.network import reach
 
 _ANSWER_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RendezvousAddress:
     """The settled place, and each machine's own address and interface towards it."""
 
     address: str
@@ -26,9 +26,9 @@ class Meeting:
     local: tuple[protocol.Address, ...]
 
 
-async def meet(
-    spec: JobSpec, nodes: Sequence[Node], *, attempt: int, say: Callable[[str], None]
-) -> Meeting:
+async def choose_rendezvous_address(
+    spec: JobSpec, nodes: Sequence[NodeHandle], *, attempt: int, say: Callable[[str], None]
+) -> RendezvousAddress:
     """Settle the place and open its port, and let all machines try whether they reach each other."""
     head, *others = nodes
     nonce = os.urandom(16).hex()
@@ -61,7 +61,7 @@ async def meet(
     places = [_place(node, end) for node, end in zip(nodes, local, strict=True)]
     target = protocol.Target(address=chosen.value, port=talking.port)
     calls = [
-        reach.Call(
+        reach.ReachCall(
             caller=place,
             called=places[0],
             port=talking.port,
@@ -71,7 +71,9 @@ async def meet(
     ]
     calls += await _call_each_other(nodes, places, nonce, limit_s)
     both_ways = spec.backend != "muster" or any(node.has_gpus for node in nodes)
-    note = reach.check(calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s)
+    note = reach.check_reachability(
+        calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s
+    )
     if attempt == 0:
         say(f"meeting at {(best or chosen).reason}; {listening.reason}")
         if note:
@@ -80,21 +82,21 @@ async def meet(
 
 
 async def _listen(
-    node: Node, nonce: str, port: int | None, address: str | None
+    node: NodeHandle, nonce: str, port: int | None, address: str | None
 ) -> protocol.Listening:
     message = protocol.Listen(nonce=nonce, port=port, address=address)
     return await node.ask(message, protocol.Listening, within_s=_ANSWER_WITHIN_S)
 
 
 async def _reach(
-    node: Node, nonce: str, targets: Sequence[protocol.Target], limit_s: float
+    node: NodeHandle, nonce: str, targets: Sequence[protocol.Target], limit_s: float
 ) -> protocol.Reached:
     message = protocol.Reach(nonce=nonce, targets=tuple(targets), timeout_s=limit_s)
     return await node.ask(message, protocol.Reached, within_s=limit_s + _ANSWER_WITHIN_S)
 
 
 async def _reach_all(
-    nodes: Sequence[Node], nonce: str, listening: protocol.Listening, limit_s: float
+    nodes: Sequence[NodeHandle], nonce: str, listening: protocol.Listening, limit_s: float
 ) -> reach.Answers:
     """Let machines try all addresses of the first one."""
     targets = [
@@ -104,15 +106,15 @@ async def _reach_all(
 
 
 async def _answers(
-    nodes: Sequence[Node], nonce: str, targets: Sequence[protocol.Target], limit_s: float
+    nodes: Sequence[NodeHandle], nonce: str, targets: Sequence[protocol.Target], limit_s: float
 ) -> reach.Answers:
     found = await asyncio.gather(*(_reach(node, nonce, targets, limit_s) for node in nodes))
     return [(node.name, one) for node, one in zip(nodes, found, strict=True)]
 
 
 async def _call_each_other(
-    nodes: Sequence[Node], places: Sequence[reach.Place], nonce: str, limit_s: float
-) -> list[reach.Call]:
+    nodes: Sequence[NodeHandle], places: Sequence[reach.NodeAddress], nonce: str, limit_s: float
+) -> list[reach.ReachCall]:
     """Let every machine but the first open any port, and some of the others try it."""
     opened = await asyncio.gather(
         *(
@@ -125,12 +127,12 @@ async def _call_each_other(
         for place, one in zip(places[1:], opened, strict=True)
     ]
 
-    async def call(caller: int) -> list[reach.Call]:
+    async def call(caller: int) -> list[reach.ReachCall]:
         called = reach.called_by(caller, len(nodes))
         wanted = [targets[one - 1] for one in called]
         reached = await _reach(nodes[caller], nonce, wanted, limit_s)
         return [
-            reach.Call(
+            reach.ReachCall(
                 caller=places[caller],
                 called=places[one],
                 port=target.port,
@@ -147,12 +149,12 @@ def _with(addresses: Sequence[protocol.Address], wanted: str) -> list[protocol.A
     return [one for one in addresses if one.address == wanted]
 
 
-def _place(node: Node, end: protocol.Address) -> reach.Place:
+def _place(node: NodeHandle, end: protocol.Address) -> reach.NodeAddress:
     assert node.record is not None
-    return reach.Place(name=node.name, system=node.record.system, address=end.address)
+    return reach.NodeAddress(name=node.name, system=node.record.system, address=end.address)
 
 
-async def _try_service(spec: JobSpec, nodes: Sequence[Node], target: protocol.Target) -> None:
+async def _try_service(spec: JobSpec, nodes: Sequence[NodeHandle], target: protocol.Target) -> None:
     """Let every machine try the etcd server; torch's agents would only say that it failed."""
     limit_s = spec.limits.reach_s
     answers = await _answers(nodes, "etcd", [target], limit_s)
@@ -170,7 +172,7 @@ def _target(endpoint: str) -> protocol.Target:
 
 def _meeting(
     spec: JobSpec, address: str, port: int, local: tuple[protocol.Address, ...]
-) -> Meeting:
+) -> RendezvousAddress:
     host = f"[{address}]" if ":" in address else address
     endpoint = spec.endpoint or f"{host}:{port}"
-    return Meeting(address=address, port=port, endpoint=endpoint, local=local)
+    return RendezvousAddress(address=address, port=port, endpoint=endpoint, local=local)

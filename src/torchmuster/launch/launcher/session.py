@@ -17,15 +17,18 @@ from typing import Protocol
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.monitor import Lookout
+from torchmuster.launch.hangs.monitor import HangMonitor
 from torchmuster.launch.history import evidence, root_cause, run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import compare_nodes, node_handle
-from torchmuster.launch.launcher.node_handle import Node, Waiting
-from torchmuster.launch.launcher.node_registry import RollCall
+from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
+from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import RankLogs
-from torchmuster.launch.launcher.rendezvous_address import Meeting, meet
-from torchmuster.launch.network.reach import several
+from torchmuster.launch.launcher.rendezvous_address import (
+    RendezvousAddress,
+    choose_rendezvous_address,
+)
+from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
@@ -37,7 +40,7 @@ _LONG_S = 30.0
 _LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
 
 
-class Silence:
+class SilenceWatch:
     """Listens to the ranks of one attempt; asked every few seconds what there is to say."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +84,7 @@ _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
 
 
-class Voice(Protocol):
+class Console(Protocol):
     """How the launcher speaks."""
 
     def say(self, text: str) -> None:
@@ -109,7 +112,7 @@ class Session:
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Voice,
+        voice: Console,
         *,
         run_id: str,
         logs: str,
@@ -125,12 +128,12 @@ class Session:
         self._on_phase = on_phase
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
-        self._silence = Silence()
+        self._silence = SilenceWatch()
         self._attempt = 0
-        self._lookout: Lookout | None = None
+        self._lookout: HangMonitor | None = None
         self._many = len(transport.places) > 1
-        self.waiting = Waiting(voice.say)
-        self.roll = RollCall(
+        self.waiting = WaitingMessages(voice.say)
+        self.roll = NodeRegistry(
             transport,
             self.waiting,
             token=self.token,
@@ -159,11 +162,11 @@ class Session:
 
     # ---- before the start
 
-    async def prepare(self, nodes: Sequence[Node], *, again: bool = False) -> None:
+    async def prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
         """Have the machines take devices and look at the code; the first that refuses decides."""
         waiting: dict[str, str] = {}
 
-        async def prepare(node: Node) -> None:
+        async def prepare(node: NodeHandle) -> None:
             await self.prepare_one(
                 node,
                 again=again,
@@ -183,7 +186,7 @@ class Session:
 
     async def prepare_one(
         self,
-        node: Node,
+        node: NodeHandle,
         *,
         spec: JobSpec | None = None,
         again: bool = False,
@@ -197,16 +200,16 @@ class Session:
             on_waiting=on_waiting,
         )
 
-    def say_reasons(self, nodes: Sequence[Node]) -> None:
+    def say_reasons(self, nodes: Sequence[NodeHandle]) -> None:
         """Say why each machine gives what it gives, machines with the same reason together."""
         machines: dict[str, list[str]] = {}
         for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
                 machines.setdefault(reason, []).append(node.name)
         for reason, names in machines.items():
-            self._voice.say(f"{several(names)}: {reason}" if self._many else reason)
+            self._voice.say(f"{name_several(names)}: {reason}" if self._many else reason)
 
-    def _preparation(self, node: Node, spec: JobSpec, *, again: bool) -> protocol.Prepare:
+    def _preparation(self, node: NodeHandle, spec: JobSpec, *, again: bool) -> protocol.Prepare:
         host_ranks = spec.hosts[node.place].ranks if spec.hosts else None
         alone = not self._many
         return protocol.Prepare(
@@ -230,31 +233,33 @@ class Session:
             run=str(self._run.path.resolve()),
         )
 
-    async def differences(self, nodes: Sequence[Node]) -> list[Finding]:
+    async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
         """Return what differs between machines that are prepared."""
         described = [_described(node) for node in nodes]
         packages = {}
         for place in compare_nodes.ask_for_packages(described):
-            told = await nodes[place].ask(protocol.TellPackages(), protocol.Packages, within_s=30.0)
+            told = await nodes[place].ask(protocol.ListPackages(), protocol.Packages, within_s=30.0)
             packages[place] = told.packages
-        return compare_nodes.all_nodes(described, self._spec, packages=packages)
+        return compare_nodes.compare_all_nodes(described, self._spec, packages=packages)
 
-    def differing_records(self, nodes: Sequence[Node]) -> list[Finding]:
+    def differing_records(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
         """Return what differs between machines that only answered the roll-call."""
-        return compare_nodes.all_nodes([_described(node) for node in nodes], self._spec)
+        return compare_nodes.compare_all_nodes([_described(node) for node in nodes], self._spec)
 
     # ---- the ranks
 
-    async def attempt(self, nodes: Sequence[Node], attempt: int) -> Finding | None:
+    async def attempt(self, nodes: Sequence[NodeHandle], attempt: int) -> Finding | None:
         """Have the machines meet and run the job once; return None if it went well, else why not."""
-        self._silence = Silence()
+        self._silence = SilenceWatch()
         self._attempt = attempt
         for node in nodes:
             node.expect(attempt)
         try:
             async with self.waiting.telling(lambda: "the machines are trying to reach each other"):
                 meeting = await self.waiting.unless_stopped(
-                    meet(self._spec, nodes, attempt=attempt, say=self._voice.say)
+                    choose_rendezvous_address(
+                        self._spec, nodes, attempt=attempt, say=self._voice.say
+                    )
                 )
             await self._start(nodes, meeting, attempt)
         except MachineLost:
@@ -272,8 +277,8 @@ class Session:
                 if lookout.must_end:
                     return await self.fail(nodes)
 
-    def _look_out(self, nodes: Sequence[Node]) -> Lookout:
-        return Lookout(
+    def _look_out(self, nodes: Sequence[NodeHandle]) -> HangMonitor:
+        return HangMonitor(
             nodes,
             self._run,
             say=self._voice.say,
@@ -287,7 +292,9 @@ class Session:
         told = self._lookout is not None and self._lookout.finding is not None
         return "" if told else self._silence.words()
 
-    async def _start(self, nodes: Sequence[Node], meeting: Meeting, attempt: int) -> None:
+    async def _start(
+        self, nodes: Sequence[NodeHandle], meeting: RendezvousAddress, attempt: int
+    ) -> None:
         sizes = [node.prepared.ranks for node in nodes if node.prepared]
         first_ranks = [0, *itertools.accumulate(sizes)]
         world_size = sum(sizes)
@@ -295,7 +302,7 @@ class Session:
         # Not the node's own place: another one may be missing.
         order = {node.place: number for number, node in enumerate(nodes)}
 
-        async def start(node: Node) -> None:
+        async def start(node: NodeHandle) -> None:
             place = order[node.place]
             message = protocol.Start(
                 attempt=attempt,
@@ -326,7 +333,7 @@ class Session:
             if node.prepared is not None
         }
         facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
-        await asyncio.to_thread(run_state.note, self._run, "started", **facts)
+        await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
@@ -336,14 +343,14 @@ class Session:
 
     # ---- ends
 
-    async def fail(self, nodes: Sequence[Node]) -> Finding:
+    async def fail(self, nodes: Sequence[NodeHandle]) -> Finding:
         """End all machines because one failed; return the verdict."""
         noticed_s = time.monotonic()
         hang = self._lookout.finding if self._lookout is not None else None
         await self.end(nodes)
         self._lookout = None
         ends = [
-            root_cause.NodeEnd(
+            root_cause.NodeExit(
                 host=node.name,
                 ended=node.ended,
                 ended_s=node.ended_s,
@@ -352,7 +359,7 @@ class Session:
             )
             for node in nodes
         ]
-        finding = root_cause.of_attempt(
+        finding = root_cause.root_cause_of(
             ends,
             noticed_s=noticed_s,
             logs=self._logs,
@@ -360,11 +367,11 @@ class Session:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        if not node_handle.words(nodes):
+        if not node_handle.trouble_text(nodes):
             await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
         return finding
 
-    async def end(self, nodes: Sequence[Node], *, grace_s: float | None = None) -> None:
+    async def end(self, nodes: Sequence[NodeHandle], *, grace_s: float | None = None) -> None:
         """End the ranks on all of these machines; one that does not end in time is lost."""
         waiting = [node for node in nodes if not node.lost and not node.ended]
         grace_s = self._stop_grace_s if grace_s is None else grace_s
@@ -393,10 +400,12 @@ class Session:
 
     # ---- waiting
 
-    async def _each(self, nodes: Sequence[Node], work: Callable[[Node], Awaitable[None]]) -> None:
+    async def _each(
+        self, nodes: Sequence[NodeHandle], work: Callable[[NodeHandle], Awaitable[None]]
+    ) -> None:
         """Do something with all machines at once; the first that fails decides."""
 
-        async def named(node: Node) -> None:
+        async def named(node: NodeHandle) -> None:
             try:
                 await work(node)
             except MusterError as error:
@@ -423,9 +432,9 @@ class Session:
 _PENDING: set["asyncio.Future[None]"] = set()
 
 
-def _described(node: Node) -> compare_nodes.Described:
+def _described(node: NodeHandle) -> compare_nodes.NodeDescription:
     assert node.record is not None
-    return compare_nodes.Described(
+    return compare_nodes.NodeDescription(
         name=node.name,
         record=node.record,
         clock_offset_s=node.clock_offset_s,

@@ -11,7 +11,7 @@ _LAST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class TrainingProgress:
     """The newest checkpoint, and the last step that was done; None where nothing is known."""
 
     checkpoint: str | None = None
@@ -20,26 +20,26 @@ class Standing:
     reached: int | None = None
 
 
-_NOTHING = Standing()
+_NOTHING = TrainingProgress()
 
 
-def look(
-    spec: JobSpec, metrics: Path, *, since_unix_s: float, known: Standing = _NOTHING
-) -> Standing:
+def read_training_progress(
+    spec: JobSpec, metrics: Path, *, since_unix_s: float, known: TrainingProgress = _NOTHING
+) -> TrainingProgress:
     """Look where a job stands; of its steps, only at those that were done since then.
 
     A disk or a server in trouble must not end a run: where checkpoints cannot be read, those count that
     are ``known`` of before.
     """
     if spec.checkpoints is None:
-        return Standing()
+        return TrainingProgress()
     reached = _last_step(metrics / "steps.jsonl", since_unix_s)
     try:
         from torchmuster.checkpoints.manifest import is_committed
         from torchmuster.checkpoints.places import open_store
 
         for newest in is_committed(open_store(spec.checkpoints))[:1]:
-            return Standing(
+            return TrainingProgress(
                 checkpoint=newest.name,
                 saved=newest.step,
                 global_batch_size=newest.global_batch_size,
@@ -47,7 +47,7 @@ def look(
             )
     except Exception:  # of whatever library is in between
         return replace(known, reached=reached)
-    return Standing(reached=reached)
+    return TrainingProgress(reached=reached)
 
 
 def _last_step(path: Path, since_unix_s: float) -> int | None:

@@ -44,7 +44,7 @@ class Interface:
         return any(ipaddress.ip_address(address).is_loopback for address in self.addresses)
 
 
-def read() -> tuple[Interface, ...]:
+def read_interfaces() -> tuple[Interface, ...]:
     """Return this machine's interfaces; none where the system does not let us look."""
     try:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
@@ -66,7 +66,7 @@ def read() -> tuple[Interface, ...]:
     )
 
 
-def candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
+def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
     """Return the addresses at which other machines may reach this one, the most likely first.
 
     Ordinary interfaces come before VPNs, these before the bridges of containers; fast ones before
@@ -108,7 +108,7 @@ def interface_of(address: str, interfaces: Sequence[Interface] | None = None) ->
     return None
 
 
-def resolve(name: str) -> list[str]:
+def resolve_host(name: str) -> list[str]:
     """Return the addresses that a name stands for; none if nobody knows it. It may take seconds."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -121,7 +121,7 @@ def is_local(
     word: str,
     interfaces: Sequence[Interface] | None = None,
     *,
-    look_up: Callable[[str], Sequence[str]] = resolve,
+    look_up: Callable[[str], Sequence[str]] = resolve_host,
 ) -> bool:
     """Say whether an address or a name is this machine's own.
 
@@ -140,7 +140,7 @@ def is_local(
 
 
 def _given(interfaces: Sequence[Interface] | None) -> Sequence[Interface]:
-    return read() if interfaces is None else interfaces
+    return read_interfaces() if interfaces is None else interfaces
 
 
 def _parsed(word: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -186,7 +186,7 @@ def socket_findings(
 
 def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
     """Raise ``Impossible`` if the user's own choice of interface cannot work here."""
-    for one in socket_findings(environment, read(), alone=alone, gpus=gpus):
+    for one in socket_findings(environment, read_interfaces(), alone=alone, gpus=gpus):
         raise Impossible(one.what, why=f"{one.why}\n{one.evidence}", fix=one.fix)
 
 
@@ -242,7 +242,7 @@ def _leads_nowhere(one: Interface) -> str:
 
 def _fix(variable: str, interfaces: Sequence[Interface]) -> str:
     text = f"unset {variable}  # then the interface that reaches the other machines is taken"
-    best = next(iter(candidates(interfaces)), None)
+    best = next(iter(interface_candidates(interfaces)), None)
     if best is None:
         return text
     mark = "=" if variable == NCCL_VARIABLE else ""

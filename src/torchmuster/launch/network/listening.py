@@ -232,7 +232,7 @@ def open_port(
     ``port`` None takes 29400 or the next that is free, 0 any. ``address`` may also be an interface,
     or a name, which is looked up.
     """
-    known = network_interfaces.read() if interfaces is None else interfaces
+    known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     where, about = _where(address, known)
     if port:
         sockets = _bind_all(where, _checked(port))
@@ -261,7 +261,7 @@ def open_loopback(port: int | None) -> socket.socket:
 
 def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protocol.Address], str]:
     if address is None:
-        found = network_interfaces.candidates(known)
+        found = network_interfaces.interface_candidates(known)
         if found:
             return found, ""
         return [_LOOPBACK], "; only at 127.0.0.1, for this machine has no other address"
@@ -281,14 +281,14 @@ def _named(word: str, known: Sequence[Interface]) -> list[str]:
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(word))]
     if any(one.name == word for one in known):
-        usable = network_interfaces.candidates(known)
+        usable = network_interfaces.interface_candidates(known)
         return [one.address for one in usable if one.interface == word]
-    return network_interfaces.resolve(word)
+    return network_interfaces.resolve_host(word)
 
 
 def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) -> Impossible:
     own = ", ".join(
-        f"{one.address} ({one.interface})" for one in network_interfaces.candidates(known)
+        f"{one.address} ({one.interface})" for one in network_interfaces.interface_candidates(known)
     )
     if named == [address]:
         why = f"it is no address of {socket.gethostname()}"

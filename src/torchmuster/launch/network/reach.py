@@ -26,7 +26,7 @@ _USUAL_PORTS, _ALL_PORTS = (32768, 60999), (1024, 65535)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeAddress:
     """A machine of the run: its name, its ``sys.platform``, and its address towards the others."""
 
     name: str
@@ -35,11 +35,11 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ReachCall:
     """One machine's try to reach another at any port; ``problem`` is "" if it did (see ``wire``)."""
 
-    caller: Place
-    called: Place
+    caller: NodeAddress
+    called: NodeAddress
     port: int
     problem: str
 
@@ -50,7 +50,9 @@ def called_by(place: int, count: int) -> list[int]:
     return [one for one in following if one != 0]
 
 
-def check(calls: Sequence[Call], *, both_ways: bool, port: int, timeout_s: float) -> str:
+def check_reachability(
+    calls: Sequence[ReachCall], *, both_ways: bool, port: int, timeout_s: float
+) -> str:
     """Raise ``Impossible`` if ranks that have to could not connect; return what is to be said else.
 
     ``both_ways`` is for NCCL. ``port`` is the meeting port, at which all have reached the first.
@@ -63,24 +65,24 @@ def check(calls: Sequence[Call], *, both_ways: bool, port: int, timeout_s: float
         callers, called = _names(one.caller for one in failed), _names(one.called for one in failed)
         verb = "does" if len(callers) == 1 else "do"
         return (
-            f"{several(callers)} {verb} not reach {several(called)} at the ports at which ranks talk; "
+            f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports at which ranks talk; "
             "gloo does not need that direction, NCCL would"
         )
     return ""
 
 
-def gloo_calls(caller: Place, called: Place) -> bool:
+def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
     """Say whether, of two machines, gloo's connection is made by this one."""
     mine, theirs = (ipaddress.ip_address(one.address) for one in (caller, called))
     return mine.version != theirs.version or mine.packed > theirs.packed
 
 
-def _blocked(fatal: Sequence[Call], port: int, timeout_s: float) -> Impossible:
+def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossible:
     callers, called = _names(one.caller for one in fatal), _names(one.called for one in fatal)
     verb = "does" if len(callers) == 1 else "do"
     lines = [
         f"{one.caller.name} to {one.called.name} ({one.called.address}, at port {one.port} to try it): "
-        f"{meaning(one.problem, timeout_s)}"
+        f"{meaning_of_errno(one.problem, timeout_s)}"
         for one in fatal[:_LINES_SHOWN]
     ]
     if len(fatal) > _LINES_SHOWN:
@@ -93,13 +95,13 @@ def _blocked(fatal: Sequence[Call], port: int, timeout_s: float) -> Impossible:
         command = firewall.open_command(one.called.system, ports, source=one.caller.address)
         fixes.append(f"let {one.caller.name} in at {one.called.name}:\n{command}")
     return Impossible(
-        f"{several(callers)} {verb} not reach {several(called)} at the ports at which ranks talk",
+        f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports at which ranks talk",
         why="\n".join(lines),
         fix="\n".join(fixes),
     )
 
 
-def _names(places: Iterable[Place]) -> list[str]:
+def _names(places: Iterable[NodeAddress]) -> list[str]:
     return list(dict.fromkeys(one.name for one in places))
 
 
@@ -121,11 +123,11 @@ _PROBLEMS = {
 }
 
 
-async def try_all(
+async def try_all_calls(
     reach: protocol.Reach, *, interfaces: Sequence[Interface] | None = None
 ) -> protocol.Reached:
     """Try all targets at the same time; each try ends within the time that was given."""
-    known = network_interfaces.read() if interfaces is None else interfaces
+    known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     tries = [_try(target, reach.nonce, reach.timeout_s, known) for target in reach.targets]
     return protocol.Reached(results=tuple(await asyncio.gather(*tries)))
 
@@ -133,13 +135,13 @@ async def try_all(
 async def _try(
     target: protocol.Target, nonce: str, timeout_s: float, known: Sequence[Interface]
 ) -> protocol.ReachResult:
-    result, connection = await connect(target, nonce, timeout_s=timeout_s, interfaces=known)
+    result, connection = await connect_to(target, nonce, timeout_s=timeout_s, interfaces=known)
     if connection is not None:
         connection.close()
     return result
 
 
-async def connect(
+async def connect_to(
     target: protocol.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
 ) -> tuple[protocol.ReachResult, socket.socket | None]:
     """Try one target; return how it went, and the open connection if it was reached."""
@@ -291,7 +293,7 @@ def check_service(
         nodes = [node for found in troubles.values() for node in found]
         verb = "does" if len(nodes) == 1 else "do"
         raise Impossible(
-            f"{several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
+            f"{name_several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
             why=_told(troubles, timeout_s),
             fix=f"start {name} there, or let these machines in at port {target.port}; the address "
             "is what --rdzv-endpoint says",
@@ -331,9 +333,9 @@ def _none_reached(
     everywhere = [node for node, _ in answers if all(node in some for some in failing)]
     if everywhere:
         verb = "does" if len(everywhere) == 1 else "do"
-        what = f"{several(everywhere)} {verb} not reach {head} at port {listening.port}"
+        what = f"{name_several(everywhere)} {verb} not reach {head} at port {listening.port}"
     else:
-        what = f"no address of {head} is reached by all of {several([node for node, _ in answers])}"
+        what = f"no address of {head} is reached by all of {name_several([node for node, _ in answers])}"
     fixes = []
     if words & {"timeout", "refused", "unreachable", "not-tried"}:
         command = firewall.open_command(system, listening.port)
@@ -349,11 +351,12 @@ def _none_reached(
 
 def _told(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
     return "; ".join(
-        f"{several(nodes)}: {meaning(problem, timeout_s)}" for problem, nodes in found.items()
+        f"{name_several(nodes)}: {meaning_of_errno(problem, timeout_s)}"
+        for problem, nodes in found.items()
     )
 
 
-def meaning(problem: str, timeout_s: float) -> str:
+def meaning_of_errno(problem: str, timeout_s: float) -> str:
     """Say what it means that a try ended with this problem."""
     meanings = {
         "timeout": f"no answer in {timeout_s:g} s: a firewall drops it or the link is down",
@@ -368,7 +371,7 @@ def meaning(problem: str, timeout_s: float) -> str:
     return meanings.get(problem, problem)
 
 
-def several(names: Sequence[str]) -> str:
+def name_several(names: Sequence[str]) -> str:
     """Name a few machines, and of many the first few and the number of the others."""
     if len(names) > _NAMES_SHOWN + 1:
         return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN:,} others"

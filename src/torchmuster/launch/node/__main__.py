@@ -5,12 +5,12 @@ import asyncio
 import os
 import sys
 
-from torchmuster.launch.node.connection import PipeEnd
-from torchmuster.launch.node.node_agent import Keeper
+from torchmuster.launch.node.connection import PipeConnection
+from torchmuster.launch.node.node_agent import NodeAgent
 
 
 async def _keep(place: int | None) -> None:
-    code = await Keeper(PipeEnd(place)).run()
+    code = await NodeAgent(PipeConnection(place)).run()
     sys.stderr.flush()
     os._exit(code)  # a thread may still be waiting for the launcher, or for GPUs
 

@@ -16,9 +16,9 @@ import psutil
 from torchmuster.launch import protocol
 from torchmuster.launch.history import node_records
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
-from torchmuster.launch.node.engines import Engine, Exits, Share
-from torchmuster.launch.node.heartbeats import Pulses
-from torchmuster.launch.node.memory_evidence import Peaks, Watch
+from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
+from torchmuster.launch.node.heartbeats import HeartbeatReader
+from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
 from torchmuster.units import format_bytes
 
@@ -110,7 +110,7 @@ _THREADS_SHOWN = 200
 _CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)", re.MULTILINE)
 
 
-async def examine(
+async def dump_stacks(
     records: Path, pids: dict[int, int], ranks: Iterable[int]
 ) -> Iterator[protocol.Evidence]:
     """Return what these ranks show, as far as they run here; ``pids`` are their processes."""
@@ -144,7 +144,9 @@ def _evidence(
             shown = (
                 f"its stacks, innermost call first:\n{stacks}" if stacks else "it shows no stacks"
             )
-            text = f"rank {rank}, process {pids[rank]}\n{why}\n{of_system(pids[rank])}\n{shown}"
+            text = (
+                f"rank {rank}, process {pids[rank]}\n{why}\n{of_this_system(pids[rank])}\n{shown}"
+            )
             yield protocol.Evidence(rank=rank, name="stacks.txt", text=text[:_LONGEST_STACKS])
             continue
         stacks = _dump_text(records / f"rank-{rank}.stacks.txt")[:_LONGEST_STACKS]
@@ -154,9 +156,9 @@ def _evidence(
             yield protocol.Evidence(rank=rank, name="flight.json", text=flight)
 
 
-def of_system(pid: int) -> str:
+def of_this_system(pid: int) -> str:
     """Return what the system knows of a process and its threads: in which state, waiting for what."""
-    stat = heartbeats.look_at(pid)
+    stat = heartbeats.look_at_process(pid)
     if stat is None:
         return "its process has gone"
     lines = [f"the state of its process: {stat.state}"]
@@ -210,21 +212,21 @@ _AGENT_GRACE_S = 2.0
 _PIECES_AT_A_TIME = 16
 _LAST_WORDS_WITHIN_S = 1.0
 
-Send = Callable[[protocol.FromKeeper], Awaitable[None]]
+Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
 
-class Running:
+class RunningAttempt:
     """An attempt of this machine's ranks."""
 
-    def __init__(self, share: Share, engine: Engine, send: Send) -> None:
+    def __init__(self, share: NodeShare, engine: Engine, send: Send) -> None:
         self._share = share
         self._engine = engine
         self._send = send
         self._ranks = range(share.start.first_rank, share.start.first_rank + share.ranks)
         self._tails = [Tail(rank, share.logs / f"rank-{rank}.log") for rank in self._ranks]
-        self._memory = Watch.begin()
-        self._peaks = Peaks()
-        self._pulses = Pulses(share.records, self._ranks)
+        self._memory = MemoryWatch.begin()
+        self._peaks = MemoryPeaks()
+        self._pulses = HeartbeatReader(share.records, self._ranks)
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
@@ -248,19 +250,19 @@ class Running:
 
     def pass_on(self, name: str) -> None:
         """Send a signal to the ranks, and only to them."""
-        for pid in engines.pids(self._share.records).values():
+        for pid in engines.rank_pids(self._share.records).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.Signals[name])
 
-    async def examine(self, message: protocol.Examine) -> None:
+    async def examine(self, message: protocol.DumpStacks) -> None:
         """Send what the ranks that are asked for show of what they are doing."""
-        pids = engines.pids(self._share.records)
-        for evidence in await examine(self._share.records, pids, message.ranks):
+        pids = engines.rank_pids(self._share.records)
+        for evidence in await dump_stacks(self._share.records, pids, message.ranks):
             await self._send(evidence)
 
     async def watch(self) -> protocol.Ended:
         """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
-        with node_records.Noting(self._run, self._share.start.first_rank):
+        with node_records.NodeRecorder(self._run, self._share.start.first_rank):
             return await self._watch()
 
     async def _watch(self) -> protocol.Ended:
@@ -275,7 +277,7 @@ class Running:
         finally:
             killer.cancel()
         left = await asyncio.to_thread(
-            process_cleanup.kill, self._share.prepare.token, within_s=_KILL_WITHIN_S
+            process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
         )
         if not left:
             self.gone.set()
@@ -293,7 +295,7 @@ class Running:
             await self._forward(now)
             if now - sampled_s > _SAMPLE_EVERY_S:
                 sampled_s = now
-                self._peaks.sample(engines.pids(self._share.records).values())
+                self._peaks.sample(engines.rank_pids(self._share.records).values())
             if now - told_s > _PULSES_EVERY_S:
                 told_s = now
                 await self._tell_pulses()
@@ -303,7 +305,7 @@ class Running:
         # In a thread: to find a rank's children, all processes of the machine are looked at.
         if pulses := await asyncio.to_thread(self._pulses.read):
             attempt, run = self._share.start.attempt, self._run
-            message = protocol.Pulses(attempt=attempt, pulses=pulses, kept=run is not None)
+            message = protocol.Heartbeats(attempt=attempt, pulses=pulses, kept=run is not None)
             await self._send(message)
             if run is not None:
                 host = socket.gethostname()
@@ -320,11 +322,11 @@ class Running:
                 break  # it waits for other machines, which it can do for minutes
             await asyncio.sleep(min(self._deadline_s - now, 0.1))
         await asyncio.to_thread(
-            process_cleanup.kill, self._share.prepare.token, within_s=_KILL_WITHIN_S
+            process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
         )
 
     def _some_rank_lives(self) -> bool:
-        pids = engines.pids(self._share.records)
+        pids = engines.rank_pids(self._share.records)
         return len(pids) < len(self._ranks) or any(map(psutil.pid_exists, pids.values()))
 
     async def _forward(self, now_s: float) -> None:
@@ -359,9 +361,9 @@ class Running:
             return f": see {self._share.logs}/rank-{rank}.log"
         return ", not sent because the end was asked for" if self._stopping.is_set() else ""
 
-    def _verdict(self, exits: Exits, left: list[psutil.Process]) -> protocol.Ended:
-        pids = engines.pids(self._share.records)
-        failures = engines.failures(
+    def _verdict(self, exits: ExitsOfRanks, left: list[psutil.Process]) -> protocol.Ended:
+        pids = engines.rank_pids(self._share.records)
+        failures = engines.read_failure_files(
             self._share.records,
             self._share.logs,
             self._ranks,
@@ -384,7 +386,9 @@ class Running:
             attempt=self._share.start.attempt,
             good=not (failures or words),
             failures=tuple(failures),
-            finished=tuple(engines.finished(self._share.records, self._ranks)) if failures else (),
+            finished=tuple(engines.ranks_finished(self._share.records, self._ranks))
+            if failures
+            else (),
             words=words,
         )
-        return engines.fitting(ended)
+        return engines.fitting_failures(ended)

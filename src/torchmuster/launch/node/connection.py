@@ -9,20 +9,20 @@ from typing import Protocol
 from torchmuster.launch import protocol
 
 
-class End(Protocol):
+class AgentConnection(Protocol):
     """What a keeper needs of a connection to the launcher."""
 
-    async def receive(self) -> protocol.ToKeeper | None:
+    async def receive(self) -> protocol.ToAgent | None:
         """Return the next message, or None when the launcher has gone."""
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         """Send a message; one that can no longer be sent is dropped."""
 
     async def close(self) -> None:
         """Let go."""
 
 
-class PipeEnd:
+class PipeConnection:
     """Standard input and output; with ``place``, only the lines addressed to it or to all.
 
     Read and written by threads, because not every system can wait for pipes in an event loop.
@@ -31,18 +31,18 @@ class PipeEnd:
     def __init__(self, place: int | None = None) -> None:
         self._mine = None if place is None else {str(place).encode(), b"*"}
         self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[protocol.ToKeeper | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
         # What the ranks or a library print by mistake must not end up among the messages.
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._writing = asyncio.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
-    async def receive(self) -> protocol.ToKeeper | None:
+    async def receive(self) -> protocol.ToAgent | None:
         """Return the next message, or None when the launcher has gone."""
         return await self._messages.get()
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         """Send a message."""
         data = protocol.to_lines(message)
         async with self._writing:
@@ -60,7 +60,7 @@ class PipeEnd:
             self._deliver(None)
 
     def _read(self) -> None:
-        assembler = protocol.Assembler()
+        assembler = protocol.FrameAssembler()
         try:
             for line in sys.stdin.buffer:
                 if self._mine is not None:
@@ -68,12 +68,12 @@ class PipeEnd:
                     if place not in self._mine:
                         continue
                 if (data := assembler.add(line)) is not None:
-                    self._deliver(protocol.decode_to_keeper(data))
-        except (OSError, protocol.Garbled) as error:
+                    self._deliver(protocol.decode_to_agent(data))
+        except (OSError, protocol.UnreadableMessage) as error:
             print(f"torchmuster: the launcher cannot be understood: {error}", file=sys.stderr)
         self._deliver(None)
 
-    def _deliver(self, message: protocol.ToKeeper | None) -> None:
+    def _deliver(self, message: protocol.ToAgent | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
         except RuntimeError:  # the loop has ended: nobody listens

@@ -21,7 +21,7 @@ from torchmuster.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class DeviceLease:
     """The devices held for the run, what the ranks are told of them, and why these."""
 
     ranks: int
@@ -37,7 +37,7 @@ class Holding:
             self.held.release()
 
 
-def take(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> Holding:
+def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> DeviceLease:
     """Choose and claim what the launcher asked for; raises what ``acquire`` raises."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
@@ -57,7 +57,7 @@ def take(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> H
     return _gpus(prepare, held.decision, held)
 
 
-def look(prepare: protocol.Prepare) -> Holding:
+def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     """Choose what ``take`` would choose now, and claim nothing."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
@@ -77,13 +77,13 @@ def _request(prepare: protocol.Prepare) -> DeviceRequest:
 
 def _gpus(
     prepare: protocol.Prepare, decision: Decision[tuple[Device, ...]], held: HeldDevices | None
-) -> Holding:
+) -> DeviceLease:
     devices = decision.value
     threads, reason = _threads(len(devices), prepare)
     variables: dict[str, str | None] = {**variables_for(devices)}
     if held is not None:
         variables[TOKEN_VARIABLE] = ",".join(held.tokens)
-    return Holding(
+    return DeviceLease(
         ranks=len(devices),
         devices=tuple(f"{one.label} {one.name}" for one in devices),
         variables=variables,
@@ -101,7 +101,7 @@ def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
     return fix.replace("start the program without picking GPUs", cpu)
 
 
-def _cpu(prepare: protocol.Prepare) -> Holding | None:
+def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:
     """Return the processor, if that is what is asked for or all there is."""
     node = snapshot.take_snapshot()
     has_accelerators = bool(node.accelerators)
@@ -121,7 +121,7 @@ def _cpu(prepare: protocol.Prepare) -> Holding | None:
         # To Intel's driver, an empty value means all.
         kinds = (kind for kind in STAGES if kind is not DeviceKind.XPU)
         hidden = {STAGES[kind][0][0]: "" for kind in kinds}
-    return Holding(
+    return DeviceLease(
         ranks=ranks,
         devices=("CPU",),
         variables=hidden,

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     from torchmuster.launch.node import static_rendezvous
     from torchmuster.launch.node.rank_exits import RankExits
 
-    static_rendezvous.register()
+    static_rendezvous.register_rendezvous()
     exits = RankExits(Path(arguments[0]))
     exits.watch()
     try:

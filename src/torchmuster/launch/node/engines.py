@@ -23,7 +23,7 @@ _RANK = Path(__file__).parents[1] / "rank" / "start.py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class NodeShare:
     """One machine's share of a run: what was settled with it, and where it keeps its files."""
 
     prepare: protocol.Prepare
@@ -39,7 +39,7 @@ class Share:
         return self.start.node_rank == 0
 
 
-def rank_command(share: Share) -> list[str]:
+def rank_command(share: NodeShare) -> list[str]:
     """Return the command of each rank; its number is in the environment."""
     settings = {
         "logs": str(share.logs),
@@ -52,7 +52,7 @@ def rank_command(share: Share) -> list[str]:
     return [sys.executable, "-u", str(_RANK), json.dumps(settings), *share.prepare.command]
 
 
-def agent_command(share: Share) -> list[str]:
+def agent_command(share: NodeShare) -> list[str]:
     """Return the command of the agent: torchrun's own flags, nothing left to its defaults."""
     flags = [
         f"--nnodes={share.start.nodes}",
@@ -71,7 +71,7 @@ def agent_command(share: Share) -> list[str]:
     return [sys.executable, "-m", "torchmuster.launch.node.elastic_agent", report, *flags, *command]
 
 
-def _rendezvous(share: Share) -> list[str]:
+def _rendezvous(share: NodeShare) -> list[str]:
     start = share.start
     timeout = round(start.timeout_s)
     if start.backend == "muster":
@@ -91,8 +91,8 @@ def _rendezvous(share: Share) -> list[str]:
     ]
 
 
-def environment(
-    share: Share, base: Mapping[str, str], devices: Mapping[str, str | None], threads: int
+def agent_environment(
+    share: NodeShare, base: Mapping[str, str], devices: Mapping[str, str | None], threads: int
 ) -> dict[str, str]:
     """Return the environment of the agent and its ranks; what the user set is never overwritten."""
     merged = {name: value for name, value in base.items() if not name.startswith("PET_")}
@@ -110,7 +110,7 @@ def environment(
     return merged
 
 
-def direct_environment(share: Share, local_rank: int) -> dict[str, str]:
+def direct_environment(share: NodeShare, local_rank: int) -> dict[str, str]:
     """Return what torchrun would tell a rank, for systems on which its agent cannot run."""
     start = share.start
     return {
@@ -133,7 +133,7 @@ _TOLD_WHOLE = 16
 _SHORT_ERROR = 200
 
 
-def pids(records: Path) -> dict[int, int]:
+def rank_pids(records: Path) -> dict[int, int]:
     """Return the process of each rank that has begun."""
     found = {}
     for path in records.glob("rank-*.json"):
@@ -142,13 +142,13 @@ def pids(records: Path) -> dict[int, int]:
     return found
 
 
-def finished(records: Path, ranks: Iterable[int]) -> list[int]:
+def ranks_finished(records: Path, ranks: Iterable[int]) -> list[int]:
     """Return the ranks whose script ended well."""
     return [rank for rank in ranks if (records / f"rank-{rank}.finished.json").exists()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit:
+class RankExit:
     """How a rank's process ended: its exit code (negative: a signal), and when that was noticed."""
 
     pid: int
@@ -156,11 +156,11 @@ class Exit:
     at_unix_s: float
 
 
-def failures(
+def read_failure_files(
     records: Path,
     logs: Path,
     ranks: Iterable[int],
-    exits: Mapping[int, Exit],
+    exits: Mapping[int, RankExit],
     evidence: Mapping[int, str],
     peaks: Mapping[int, int],
     began: Mapping[int, int],
@@ -188,7 +188,7 @@ def failures(
                 why=_text(own, "why"),
                 fix=_text(own, "fix"),
                 traceback=_text(own, "traceback"),
-                last_lines=last_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
+                last_lines=last_output_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
                 peak_rss_bytes=peaks.get(rank),
                 evidence=evidence.get(rank, ""),
             )
@@ -196,7 +196,7 @@ def failures(
     return _cut_later(found, _TOLD_WHOLE, _error_alone)
 
 
-def _exit_code(seen: Exit | None, own: Mapping[str, Any]) -> int:
+def _exit_code(seen: RankExit | None, own: Mapping[str, Any]) -> int:
     """Return how a rank ended; one that saved may have been sent a signal on its way out."""
     if own.get("exit_code") == ExitCode.SAVED or seen is None:
         code = own.get("exit_code")
@@ -204,7 +204,7 @@ def _exit_code(seen: Exit | None, own: Mapping[str, Any]) -> int:
     return seen.code
 
 
-def fitting(ended: protocol.Ended) -> protocol.Ended:
+def fitting_failures(ended: protocol.Ended) -> protocol.Ended:
     """Return how an attempt ended so that it fits into a message: if need be, only the first whole."""
     if len(protocol.to_lines(ended)) <= protocol.MESSAGE_LIMIT:
         return ended
@@ -237,17 +237,17 @@ def _short_error_alone(failure: protocol.Failure) -> protocol.Failure:
     )
 
 
-def agent_exits(records: Path) -> dict[int, Exit]:
+def agent_exits(records: Path) -> dict[int, RankExit]:
     """Return how each rank ended that the agent saw failing."""
     return {
-        int(one["rank"]): Exit(
+        int(one["rank"]): RankExit(
             pid=int(one["pid"]), code=int(one["exit_code"]), at_unix_s=float(one["at_unix_s"])
         )
         for one in _read(records / "agent.json").get("failures", [])
     }
 
 
-def last_lines(path: Path, began: int) -> str:
+def last_output_lines(path: Path, began: int) -> str:
     """Return the end of a log, of what was written after ``began`` bytes."""
     try:
         with path.open("rb") as stream:
@@ -280,10 +280,10 @@ _REPORT_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exits:
+class ExitsOfRanks:
     """How the ranks ended: those that failed, or in words why that is not known."""
 
-    failed: Mapping[int, Exit] = field(default_factory=dict)
+    failed: Mapping[int, RankExit] = field(default_factory=dict)
     words: str = ""
 
 
@@ -293,7 +293,7 @@ class Engine(Protocol):
     async def start(self) -> int:
         """Start; return a process id."""
 
-    async def wait(self) -> Exits:
+    async def wait(self) -> ExitsOfRanks:
         """Wait for the end."""
 
     def terminate(self) -> None:
@@ -306,7 +306,7 @@ class TorchrunEngine:
     After a failure the agent waits up to 30 s for the ranks that it has asked to end; here they are killed after the grace.
     """
 
-    def __init__(self, share: Share, environment: Mapping[str, str]) -> None:
+    def __init__(self, share: NodeShare, environment: Mapping[str, str]) -> None:
         self._share = share
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
@@ -327,7 +327,7 @@ class TorchrunEngine:
             )
         return self._process.pid
 
-    async def wait(self) -> Exits:
+    async def wait(self) -> ExitsOfRanks:
         """Wait for the agent; it wrote down which ranks failed unless it failed itself."""
         assert self._process is not None
         ending = asyncio.create_task(self._end_ranks_after_failure(self._process))
@@ -337,12 +337,12 @@ class TorchrunEngine:
             ending.cancel()
         failed = agent_exits(self._share.records) if code else {}
         if failed or code == 0:
-            return Exits(failed=failed)
+            return ExitsOfRanks(failed=failed)
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
-        said = last_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
-        return Exits(words=f"torchrun's agent {how}\n{said}".strip())
+        said = last_output_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
+        return ExitsOfRanks(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
         """Ask the agent to end; it asks the ranks."""
@@ -356,7 +356,7 @@ class TorchrunEngine:
         await asyncio.sleep(float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S)))
         token = self._share.prepare.token
         await asyncio.to_thread(
-            process_cleanup.kill, token, within_s=_KILL_WITHIN_S, spare=agent.pid
+            process_cleanup.kill_processes, token, within_s=_KILL_WITHIN_S, spare=agent.pid
         )
         await asyncio.sleep(_REPORT_WITHIN_S)
         with contextlib.suppress(ProcessLookupError):
@@ -366,7 +366,7 @@ class TorchrunEngine:
 class DirectEngine:
     """The ranks as children of the keeper, for Windows, where torchrun's agent cannot run."""
 
-    def __init__(self, share: Share, environment: Mapping[str, str]) -> None:
+    def __init__(self, share: NodeShare, environment: Mapping[str, str]) -> None:
         self._share = share
         self._environment = environment
         self._processes: list[asyncio.subprocess.Process] = []
@@ -386,10 +386,10 @@ class DirectEngine:
             )
         return self._processes[0].pid
 
-    async def wait(self) -> Exits:
+    async def wait(self) -> ExitsOfRanks:
         """Wait for all ranks; the first that fails ends the others."""
         waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
-        failed: dict[int, Exit] = {}
+        failed: dict[int, RankExit] = {}
         left = set(waits)
         grace_s = None
         while left:
@@ -402,12 +402,12 @@ class DirectEngine:
             if new and not failed:
                 for process in new:
                     rank = self._share.start.first_rank + self._processes.index(process)
-                    failed[rank] = Exit(
+                    failed[rank] = RankExit(
                         pid=process.pid, code=process.returncode or 0, at_unix_s=time.time()
                     )
                 self.terminate()
                 grace_s = float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
-        return Exits(failed=failed)
+        return ExitsOfRanks(failed=failed)
 
     def terminate(self) -> None:
         """Ask every rank to end."""
@@ -421,6 +421,8 @@ class DirectEngine:
                 process.kill()
 
 
-def engine_for(share: Share, environment: Mapping[str, str], system: str = sys.platform) -> Engine:
+def engine_for(
+    share: NodeShare, environment: Mapping[str, str], system: str = sys.platform
+) -> Engine:
     """Return torchrun's agent wherever it can run."""
     return (DirectEngine if system == "win32" else TorchrunEngine)(share, environment)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 
 GONE = "X"
 _PROC = Path("/proc")
@@ -35,7 +35,7 @@ class Stat:
         self.memory_bytes = memory_bytes
 
 
-def look_at(pid: int) -> Stat | None:
+def look_at_process(pid: int) -> Stat | None:
     """Return what is known of a process; None if it has gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
@@ -57,9 +57,9 @@ def _asked_of_psutil(pid: int) -> Stat | None:
         return None
 
 
-def of_children(pids: Iterable[int]) -> dict[int, float]:
+def children_stats(pids: Iterable[int]) -> dict[int, float]:
     """Return the processor time of the living descendants of each process."""
-    everybody = {pid: stat for pid in psutil.pids() if (stat := look_at(pid)) is not None}
+    everybody = {pid: stat for pid in psutil.pids() if (stat := look_at_process(pid)) is not None}
     below = dict.fromkeys(pids, 0.0)
     for pid, stat in everybody.items():
         above: int | None = stat.parent
@@ -87,7 +87,7 @@ class Load:
     ) -> dict[int, float]:
         """Return the processors kept busy since the last look, by process; at the first there is nothing."""
         pids = [pid for pid in with_children if stats.get(pid) is not None]
-        below = of_children(pids) if pids else {}
+        below = children_stats(pids) if pids else {}
         now, busy = self._clock(), {}
         for pid, stat in stats.items():
             if stat is None:
@@ -106,10 +106,10 @@ class Load:
 
 # A rank that has not moved for so long may have its work done by others: compilers, data loaders.
 _STILL_S = 3.0
-_decode = msgspec.json.Decoder(Pulse).decode
+_decode = msgspec.json.Decoder(Heartbeat).decode
 
 
-class Pulses:
+class HeartbeatReader:
     """Reads the pulses of one attempt."""
 
     def __init__(
@@ -124,10 +124,10 @@ class Pulses:
         self._moves: dict[int, tuple[int, float]] = {}
         self._load = Load(clock)
 
-    def read(self) -> tuple[Pulse, ...]:
+    def read(self) -> tuple[Heartbeat, ...]:
         """Return the newest pulse of every rank that has one."""
         told = [pulse for path in self._paths if (pulse := _read(path)) is not None]
-        stats = {pulse.pid: look_at(pulse.pid) for pulse in told}
+        stats = {pulse.pid: look_at_process(pulse.pid) for pulse in told}
         still = [
             one.pid
             for one in told
@@ -155,7 +155,7 @@ class Pulses:
         return now - since_s
 
 
-def _read(path: Path) -> Pulse | None:
+def _read(path: Path) -> Heartbeat | None:
     try:
         return _decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):  # none yet, or its disk is full

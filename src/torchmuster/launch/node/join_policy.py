@@ -81,7 +81,7 @@ _INSTALLATION = ("pyvenv.cfg", "conda-meta", "site-packages", "dist-packages", "
 _TRUST = "or join with: muster join --trust-host CODE"
 
 
-def allowed(message: protocol.ToKeeper, folder: Path) -> protocol.ToKeeper:
+def check_join_policy(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
     """Return what a machine that joined from a folder does of a host's message.
 
     Raises ``NotTrusted`` for what it refuses, and for what it cannot check.
@@ -97,7 +97,7 @@ def allowed(message: protocol.ToKeeper, folder: Path) -> protocol.ToKeeper:
         ) from error
 
 
-def _allowed(message: protocol.ToKeeper, folder: Path) -> protocol.ToKeeper:
+def _allowed(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
     match message:
         case protocol.Prepare():
             _check_command(message.command, message.module, folder)
@@ -112,7 +112,7 @@ def _allowed(message: protocol.ToKeeper, folder: Path) -> protocol.ToKeeper:
                 why="torch unpickles what it reads from this backend's store, which can run any code",
                 fix=f"leave out --rdzv-backend, {_TRUST}",
             )
-        case protocol.Engage(program=program) if program not in SIDECARS:
+        case protocol.StartSidecar(program=program) if program not in SIDECARS:
             raise NotTrusted(
                 f"refused sidecar program {program!r}",
                 why=f"a machine that joined starts only {', '.join(sorted(SIDECARS))}",
@@ -121,13 +121,13 @@ def _allowed(message: protocol.ToKeeper, folder: Path) -> protocol.ToKeeper:
             return protocol.Relay(text=_in_own_folder(message.text))
         case (
             protocol.Start()
-            | protocol.Engage()
+            | protocol.StartSidecar()
             | protocol.Listen()
             | protocol.Reach()
             | protocol.Stop()
             | protocol.Signal()
-            | protocol.Examine()
-            | protocol.TellPackages()
+            | protocol.DumpStacks()
+            | protocol.ListPackages()
             | protocol.Alive()
             | protocol.Leave()
         ):

@@ -32,7 +32,7 @@ _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 _NOW = re.compile(rb"^VmRSS:\s*(\d+) kB", re.MULTILINE)
 
 
-class Peaks:
+class MemoryPeaks:
     """The most memory that processes were seen to use; ask for it regularly while they live."""
 
     def __init__(self, proc_root: Path = PROC) -> None:
@@ -80,7 +80,7 @@ class _Victim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class MemoryWatch:
     """How things stood before the start, so that what came since can be told from what was before.
 
     ``kills`` is the cgroup's count of out-of-memory kills, None where it cannot be read.
@@ -95,7 +95,7 @@ class Watch:
     @classmethod
     def begin(
         cls, proc_root: Path = PROC, sys_root: Path = SYS, kernel_log: Path = KERNEL_LOG
-    ) -> "Watch":
+    ) -> "MemoryWatch":
         """Note how things stand now."""
         return cls(
             proc_root=proc_root,
@@ -105,7 +105,7 @@ class Watch:
             last_record=max((number for number, _ in _records(kernel_log)), default=-1),
         )
 
-    def explain(self, pid: int, exit_code: int, peaks: Peaks | None = None) -> str:
+    def explain(self, pid: int, exit_code: int, peaks: MemoryPeaks | None = None) -> str:
         """Say what is known of the memory of a process that ended badly; "" if nothing is.
 
         A text that begins with ``KERNEL_KILLED_IT`` is certain of that.

@@ -20,12 +20,12 @@ from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, process_cleanup
-from torchmuster.launch.node.attempt import Running
-from torchmuster.launch.node.connection import End
+from torchmuster.launch.node.attempt import RunningAttempt
+from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.node.engines import Share, engine_for, environment
-from torchmuster.launch.node.reaper import Watchman
-from torchmuster.launch.node.sidecar import Engagement
+from torchmuster.launch.node.engines import NodeShare, agent_environment, engine_for
+from torchmuster.launch.node.reaper import Reaper
+from torchmuster.launch.node.sidecar import Sidecar
 from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
@@ -39,24 +39,24 @@ _GONE_WITHIN_S = 5.0
 
 
 @dataclass(kw_only=True)
-class _Job:
+class _AgentJob:
     """What was prepared on this machine."""
 
     prepare: protocol.Prepare
-    holding: device_lease.Holding
+    holding: device_lease.DeviceLease
     logs: Path
 
 
-class Keeper:
+class NodeAgent:
     """One machine's part in a run."""
 
     def __init__(
         self,
-        end: End,
+        end: AgentConnection,
         *,
         system: str = sys.platform,
         folder: Path | None = None,
-        allowed: Callable[[protocol.ToKeeper], protocol.ToKeeper] | None = None,
+        allowed: Callable[[protocol.ToAgent], protocol.ToAgent] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
@@ -72,17 +72,17 @@ class Keeper:
         self._own_terminal = tell is not None
         self._heard_s = time.monotonic()
         self._lost_after_s: float | None = _SILENT_AT_FIRST_S
-        self._job: _Job | None = None
+        self._job: _AgentJob | None = None
         self._port: listening.OpenPort | None = None
         self._socket: socket.socket | None = None
         self._attempt = -1  # the last that was asked for
         self._trying: asyncio.Task[protocol.Reached] | None = None
-        self._running: Running | None = None
-        self._engaged: Engagement | None = None
+        self._running: RunningAttempt | None = None
+        self._engaged: Sidecar | None = None
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
         self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
-        self._watchman: Watchman | None = None
+        self._watchman: Reaper | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # how it ended, for whoever watches this terminal
@@ -120,7 +120,7 @@ class Keeper:
             self._do(self._end_with_grace(self._running, over, name))
 
     async def _end_with_grace(
-        self, running: Running, over: "asyncio.Future[int]", name: str
+        self, running: RunningAttempt, over: "asyncio.Future[int]", name: str
     ) -> None:
         """End the ranks as the launcher would: a scheduler asks every process that it knows of."""
         running.stop(self._grace_s())
@@ -152,7 +152,7 @@ class Keeper:
                     message = self._allowed(message)
                 except NotTrusted as error:
                     self._tell("\n".join(filter(None, (error.what, error.fix))))
-                    self._do(self._end.send(protocol.Refused(trouble=trouble(error))))
+                    self._do(self._end.send(protocol.Refused(trouble=trouble_of(error))))
                     continue
             match message:
                 case None:  # the launcher was killed: its ranks save and stop
@@ -178,11 +178,11 @@ class Keeper:
                     self._do(self._stop(message))
                 case protocol.Signal():
                     self._do(self._pass_on(message))
-                case protocol.Examine():
+                case protocol.DumpStacks():
                     self._do(self._examine(message))
-                case protocol.TellPackages():
+                case protocol.ListPackages():
                     self._do(self._tell_packages())
-                case protocol.Engage():
+                case protocol.StartSidecar():
                     self._do(self._engage(message))
                 case protocol.Relay() if self._engaged is not None:
                     self._engaged.pass_on(message.text)
@@ -192,11 +192,11 @@ class Keeper:
             try:
                 await work
             except MusterError as error:
-                await self._end.send(protocol.Refused(trouble=trouble(error)))
+                await self._end.send(protocol.Refused(trouble=trouble_of(error)))
             except Exception as error:  # whatever it is, the launcher must hear of it
                 words = f"{type(error).__name__}: {error}"
                 unexpected = MusterError(f"the keeper failed: {words}")
-                await self._end.send(protocol.Refused(trouble=trouble(unexpected)))
+                await self._end.send(protocol.Refused(trouble=trouble_of(unexpected)))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
@@ -218,17 +218,17 @@ class Keeper:
             await self._tell_prepared()
             return
         if self._watchman is None:
-            self._watchman = Watchman(message.token, self._folder)
+            self._watchman = Reaper(message.token, self._folder)
         loop = asyncio.get_running_loop()
 
         def on_wait(error: MusterError) -> None:
             waiting = self._end.send(protocol.Waiting(words=error.why or error.what))
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
-        held = await asyncio.to_thread(device_lease.take, message, on_wait)
+        held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
         logs = Path(message.logs) if message.logs else self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self._job = _Job(prepare=message, holding=held, logs=logs)
+        self._job = _AgentJob(prepare=message, holding=held, logs=logs)
         interfaces.check_socket_variables(
             {**os.environ, **message.environment},
             alone=message.alone,
@@ -242,7 +242,7 @@ class Keeper:
         code = None
         if not prepare.alone:
             code = await asyncio.to_thread(
-                fingerprint.take, prepare.command, prepare.module, prepare.folder
+                fingerprint.take_fingerprint, prepare.command, prepare.module, prepare.folder
             )
         await self._end.send(
             protocol.Prepared(
@@ -275,7 +275,7 @@ class Keeper:
         )
 
     async def _reach(self, message: protocol.Reach) -> None:
-        self._trying = asyncio.create_task(reach.try_all(message))
+        self._trying = asyncio.create_task(reach.try_all_calls(message))
         await asyncio.wait({self._trying})
         if not self._trying.cancelled():  # as it is when the end was asked for meanwhile
             await self._end.send(self._trying.result())
@@ -300,7 +300,7 @@ class Keeper:
             listener = None
         records = self._folder / f"attempt-{message.attempt}"
         records.mkdir()
-        share = Share(
+        share = NodeShare(
             prepare=self._job.prepare,
             start=message,
             ranks=self._job.holding.ranks,
@@ -308,12 +308,12 @@ class Keeper:
             records=records,
             socket=None if listener is None else listener.fileno(),
         )
-        base = environment(
+        base = agent_environment(
             share, os.environ, self._job.holding.variables, self._job.holding.threads
         )
         if message.interface:
             base |= interfaces.socket_variables(message.interface, base)
-        running = Running(share, engine_for(share, base, self._system), self._end.send)
+        running = RunningAttempt(share, engine_for(share, base, self._system), self._end.send)
         started = await running.start()
         if listener is not None:
             listener.close()  # the agent has its own copy; when it ends, the port is free
@@ -322,13 +322,13 @@ class Keeper:
         self._do(self._watch(running))
         return started
 
-    async def _watch(self, running: Running) -> None:
+    async def _watch(self, running: RunningAttempt) -> None:
         try:
             ended = await running.watch()
         except Exception as error:  # whatever it is, nothing may go on unwatched
             assert self._job is not None
             token = self._job.prepare.token
-            await asyncio.to_thread(process_cleanup.kill, token, within_s=_GONE_WITHIN_S)
+            await asyncio.to_thread(process_cleanup.kill_processes, token, within_s=_GONE_WITHIN_S)
             words = f"the keeper failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
@@ -353,22 +353,22 @@ class Keeper:
         if self._running is not None:
             self._running.pass_on(message.name)
 
-    async def _examine(self, message: protocol.Examine) -> None:
+    async def _examine(self, message: protocol.DumpStacks) -> None:
         if self._running is not None:
             await self._running.examine(message)
-        await self._end.send(protocol.Examined())
+        await self._end.send(protocol.StackDump())
 
     async def _tell_packages(self) -> None:
         packages = await asyncio.to_thread(fingerprint.packages)
         await self._end.send(protocol.Packages(packages=packages))
 
-    async def _engage(self, message: protocol.Engage) -> None:
+    async def _engage(self, message: protocol.StartSidecar) -> None:
         if self._watchman is None:
-            self._watchman = Watchman(message.token, self._folder)
+            self._watchman = Reaper(message.token, self._folder)
         if self._engaged is not None:
             await self._engaged.end()
-        self._engaged = await Engagement.begin(message, self._end.send)
-        await self._end.send(protocol.Engaged(pid=self._engaged.pid))
+        self._engaged = await Sidecar.begin(message, self._end.send)
+        await self._end.send(protocol.SidecarStarted(pid=self._engaged.pid))
 
     async def _say_alive(self) -> None:
         while True:
@@ -428,7 +428,7 @@ def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:
     return protocol.Ended(attempt=ended.attempt, good=ended.good, words=words)
 
 
-def trouble(error: MusterError) -> protocol.Trouble:
+def trouble_of(error: MusterError) -> protocol.Trouble:
     """Put an error into words that can travel."""
     return protocol.Trouble(
         name=error.name,

@@ -32,19 +32,21 @@ def processes_of(token: str) -> list[psutil.Process]:
     return found
 
 
-def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     """Send a signal to those that are still alive."""
     for process in processes:
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             process.send_signal(number)
 
 
-def kill(token: str, *, within_s: float, spare: int | None = None) -> list[psutil.Process]:
+def kill_processes(
+    token: str, *, within_s: float, spare: int | None = None
+) -> list[psutil.Process]:
     """Kill every process of a run but one until none is left; return those that are still there in time."""
     deadline = time.monotonic() + within_s
     while True:
         left = [process for process in processes_of(token) if process.pid != spare]
-        send(left, signal.SIGKILL)
+        signal_processes(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_LOOK_AGAIN_S)  # one that was about to start another is looked for again

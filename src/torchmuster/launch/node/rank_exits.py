@@ -24,7 +24,7 @@ class RankExits:
     def __init__(self, report: Path) -> None:
         """Write to ``report``; the ranks' own records are in the same folder."""
         self._report = report
-        self._failed: dict[int, engines.Exit] = {}
+        self._failed: dict[int, engines.RankExit] = {}
 
     def watch(self) -> None:
         """Look for a failed rank whenever a child of this process exits."""
@@ -35,7 +35,7 @@ class RankExits:
         """Write what torch reports at the end; what was noted earlier is kept, and stays the earliest."""
         first = min((one.at_unix_s for one in self._failed.values()), default=0.0)
         reported = {
-            rank: engines.Exit(
+            rank: engines.RankExit(
                 pid=one.pid, code=one.exitcode, at_unix_s=max(first, float(one.timestamp))
             )
             for rank, one in failures.items()
@@ -53,8 +53,8 @@ class RankExits:
             self._failed |= found
             self._write()
 
-    def _look(self) -> Iterator[tuple[int, engines.Exit]]:
-        for rank, pid in engines.pids(self._report.parent).items():
+    def _look(self) -> Iterator[tuple[int, engines.RankExit]]:
+        for rank, pid in engines.rank_pids(self._report.parent).items():
             try:
                 # Without collecting the process: torch does that.
                 state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -63,7 +63,7 @@ class RankExits:
             if state is not None and state.si_status:
                 exited = state.si_code == os.CLD_EXITED
                 code = state.si_status if exited else -state.si_status
-                yield rank, engines.Exit(pid=pid, code=code, at_unix_s=time.time())
+                yield rank, engines.RankExit(pid=pid, code=code, at_unix_s=time.time())
 
     def _write(self) -> None:
         failures = [

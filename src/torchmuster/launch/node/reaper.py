@@ -19,7 +19,7 @@ _KILL_WITHIN_S = 10.0
 _GO_WITHIN_S = 2.0
 
 
-class Watchman:
+class Reaper:
     """The keeper's hold on it."""
 
     def __init__(self, token: str, folder: Path) -> None:
@@ -65,7 +65,7 @@ def main() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     token, folder = (sys.stdin.buffer.readline().decode().rstrip("\n") for _ in range(2))
     if token and sys.stdin.buffer.read() != _DONE:
-        process_cleanup.kill(token, within_s=_KILL_WITHIN_S)
+        process_cleanup.kill_processes(token, within_s=_KILL_WITHIN_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 

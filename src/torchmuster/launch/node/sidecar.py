@@ -25,10 +25,10 @@ _GONE_WITHIN_S = 2.0
 # Half of what a message may have: JSON in JSON has its quotation marks escaped.
 _LONGEST_LINE = protocol.MESSAGE_LIMIT // 2
 
-Send = Callable[[protocol.FromKeeper], Awaitable[None]]
+Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
 
-class Engagement:
+class Sidecar:
     """The program, from its start to its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, send: Send) -> None:
@@ -42,7 +42,7 @@ class Engagement:
         self._telling = asyncio.create_task(self._tell())
 
     @classmethod
-    async def begin(cls, message: protocol.Engage, send: Send) -> "Engagement":
+    async def begin(cls, message: protocol.StartSidecar, send: Send) -> "Sidecar":
         """Start the program; refuses what is not ours."""
         if not _OURS.fullmatch(message.program):
             raise Impossible(
@@ -102,7 +102,7 @@ class Engagement:
             relaying.cancel()
             keeping.cancel()
         words = self._words.decode("utf-8", errors="replace").strip()
-        await self._send(protocol.Disengaged(exit_code=self._process.returncode, words=words))
+        await self._send(protocol.SidecarEnded(exit_code=self._process.returncode, words=words))
 
     async def _relay(self) -> None:
         try:

@@ -25,7 +25,7 @@ RENDEZVOUS = "torchmuster"
 ORDERED = ("c10d", "etcd-v2")
 
 
-def register() -> None:
+def register_rendezvous() -> None:
     """Make these rendezvous known to torchrun."""
     rendezvous_handler_registry.register(RENDEZVOUS, StaticRendezvous)
     for backend in ORDERED:

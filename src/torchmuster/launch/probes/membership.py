@@ -38,7 +38,7 @@ class Membership:
         return is_loopback(self.address)
 
 
-def read(rank: int, world_size: int, environment: Mapping[str, str]) -> Membership:
+def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) -> Membership:
     """Combine the arguments with the environment; refuse where they contradict each other."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise Impossible(
@@ -49,11 +49,11 @@ def read(rank: int, world_size: int, environment: Mapping[str, str]) -> Membersh
     _agree("rank", rank, "RANK", environment)
     _agree("world_size", world_size, "WORLD_SIZE", environment)
     given = environment.get("MASTER_ADDR") or None
-    port = number("MASTER_PORT", environment, lowest=1, highest=65535)
+    port = number_from("MASTER_PORT", environment, lowest=1, highest=65535)
     alone = world_size == 1 and (given is None or port is None)
     address = DEFAULT_ADDRESS if given is None or alone else given
-    local_rank = number("LOCAL_RANK", environment)
-    local_world_size = number("LOCAL_WORLD_SIZE", environment, lowest=1)
+    local_rank = number_from("LOCAL_RANK", environment)
+    local_world_size = number_from("LOCAL_WORLD_SIZE", environment, lowest=1)
     if is_loopback(address):  # all ranks are here, so their number here is their number
         local_rank = rank if local_rank is None else local_rank
         local_world_size = world_size if local_world_size is None else local_world_size
@@ -72,7 +72,7 @@ def read(rank: int, world_size: int, environment: Mapping[str, str]) -> Membersh
 
 def local_rank(environment: Mapping[str, str]) -> int:
     """Return ``LOCAL_RANK`` as torchrun sets it, or 0 where it is not set."""
-    return number("LOCAL_RANK", environment) or 0
+    return number_from("LOCAL_RANK", environment) or 0
 
 
 def is_loopback(address: str) -> bool:
@@ -97,7 +97,7 @@ def _said(alone: bool, given: str | None, port: int | None) -> tuple[str, ...]:
 
 
 def _agree(argument: str, value: int, variable: str, environment: Mapping[str, str]) -> None:
-    set_to = number(variable, environment)
+    set_to = number_from(variable, environment)
     if set_to is None or set_to == value:
         return
     raise Impossible(
@@ -109,7 +109,7 @@ def _agree(argument: str, value: int, variable: str, environment: Mapping[str, s
     )
 
 
-def number(
+def number_from(
     variable: str, environment: Mapping[str, str], *, lowest: int = 0, highest: int | None = None
 ) -> int | None:
     """Return what a variable is set to, None if it is not; a wrong value is refused by name."""
@@ -131,7 +131,7 @@ _LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class BackendFacts:
     """What torch can do in this process."""
 
     system: str  # sys.platform
@@ -142,7 +142,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BackendChoice:
     """The library, and the device as torch names it; ``index`` is None for the CPU."""
 
     backend: str
@@ -150,10 +150,10 @@ class Choice:
     index: int | None = None
 
 
-def choose(asked: str, member: Membership, here: Surroundings) -> Decision[Choice]:
+def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decision[BackendChoice]:
     """Take what was asked for, or gloo if that is impossible in this process."""
     if asked == "gloo":
-        value = Choice(backend="gloo", device="cpu")
+        value = BackendChoice(backend="gloo", device="cpu")
         return Decision(value=value, reason="gloo, on the CPU: it was asked for")
     if asked not in _LIBRARIES.values():
         raise Impossible(
@@ -166,7 +166,7 @@ def choose(asked: str, member: Membership, here: Surroundings) -> Decision[Choic
     index, no_device = _own_device(member, here)
     if not problem and index is not None and here.accelerator is not None:
         library = _LIBRARIES[here.accelerator]
-        value = Choice(backend=library, device=here.accelerator, index=index)
+        value = BackendChoice(backend=library, device=here.accelerator, index=index)
         return Decision(
             value=value, reason=f"{library}, with {here.accelerator}:{index} for this rank"
         )
@@ -175,18 +175,18 @@ def choose(asked: str, member: Membership, here: Surroundings) -> Decision[Choic
     return Decision(value=value, reason=reason)
 
 
-def without_library(accelerator: str | None, index: int | None) -> Choice:
+def without_library(accelerator: str | None, index: int | None) -> BackendChoice:
     """Return gloo with this rank's GPU, if it has one that gloo can read, else with the CPU."""
     if accelerator == "cuda" and index is not None:
-        return Choice(backend="gloo", device="cuda", index=index)
-    return Choice(backend="gloo", device="cpu")
+        return BackendChoice(backend="gloo", device="cuda", index=index)
+    return BackendChoice(backend="gloo", device="cpu")
 
 
-def _kind(choice: Choice) -> str:
+def _kind(choice: BackendChoice) -> str:
     return "CPU" if choice.index is None else "GPU"
 
 
-def _why_no_library(here: Surroundings) -> str:
+def _why_no_library(here: BackendFacts) -> str:
     if here.system == "win32":
         return "NCCL does not exist for Windows"
     if here.accelerator == "mps":
@@ -197,7 +197,7 @@ def _why_no_library(here: Surroundings) -> str:
     return ""
 
 
-def _own_device(member: Membership, here: Surroundings) -> tuple[int | None, str]:
+def _own_device(member: Membership, here: BackendFacts) -> tuple[int | None, str]:
     """Return the number of the GPU that only this rank uses, or None and why there is none."""
     count, ranks = here.device_count, member.local_world_size
     if here.accelerator not in _LIBRARIES or count == 0:

@@ -28,11 +28,11 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership
-from torchmuster.launch.probes.membership import Choice, Membership, Surroundings
+from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Membership
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class BackendOffer:
     """What one rank tells the others: what it can use, why, and its GPU's UUID if it is known."""
 
     backend: str
@@ -43,7 +43,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class BackendAgreement:
     """What all ranks use, and why it is not what they offered; GPUs that several ranks have."""
 
     backend: str
@@ -51,7 +51,7 @@ class Verdict:
     shared: tuple[str, ...] = ()
 
 
-def meet(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
+def rendezvous_store(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
     """Return the store through which the ranks exchange their addresses.
 
     ``earlier_groups`` is how many this process has had, so that no group reads another's keys.
@@ -102,7 +102,9 @@ def _listen(member: Membership) -> socket.socket:
     return listener
 
 
-def agree(store: Store, member: Membership, offer: Offer, timeout: timedelta) -> Verdict:
+def agree_on_backend(
+    store: Store, member: Membership, offer: BackendOffer, timeout: timedelta
+) -> BackendAgreement:
     """Let rank 0 compare all ranks' offers and tell the result to all.
 
     Each rank but the first sends and reads one key, however many there are. A launcher that restarts
@@ -113,26 +115,32 @@ def agree(store: Store, member: Membership, offer: Offer, timeout: timedelta) ->
     if member.rank == 0:
         keys = [f"offer/{rank}" for rank in range(member.world_size)]
         _wait_for_all(store, keys, timeout)
-        verdict = compare([Offer(**json.loads(text)) for text in store.multi_get(keys)])
+        verdict = compare_offers(
+            [BackendOffer(**json.loads(text)) for text in store.multi_get(keys)]
+        )
         store.set("verdict", json.dumps(vars(verdict)))
         return verdict
     store.wait(["verdict"], timeout)
     told: Mapping[str, object] = json.loads(store.get("verdict"))
     shared = told["shared"]
     assert isinstance(shared, list)
-    return Verdict(backend=str(told["backend"]), why=str(told["why"]), shared=tuple(shared))
+    return BackendAgreement(
+        backend=str(told["backend"]), why=str(told["why"]), shared=tuple(shared)
+    )
 
 
-def compare(offers: list[Offer]) -> Verdict:
+def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
     """Take a library only if every rank can use it and no two ranks have the same GPU."""
     first = offers[0]
     for other in offers:
         if other.backend == "gloo" and any(one.backend != "gloo" for one in offers):
-            return Verdict(backend="gloo", why=f"rank {other.rank} on {other.host}: {other.reason}")
+            return BackendAgreement(
+                backend="gloo", why=f"rank {other.rank} on {other.host}: {other.reason}"
+            )
         if other.backend != first.backend:
             why = f"rank {first.rank} has {first.backend}, rank {other.rank} has {other.backend}"
-            return Verdict(backend="gloo", why=why)
-    owner: dict[str, Offer] = {}
+            return BackendAgreement(backend="gloo", why=why)
+    owner: dict[str, BackendOffer] = {}
     shared: dict[str, str] = {}
     for offer in offers:
         if offer.uuid is None:
@@ -143,14 +151,14 @@ def compare(offers: list[Offer]) -> Verdict:
                 offer.uuid, f"ranks {earlier.rank} and {offer.rank} on {offer.host} have one GPU"
             )
     if not shared:
-        return Verdict(backend=first.backend)
-    return Verdict(backend="gloo", why=next(iter(shared.values())), shared=tuple(shared))
+        return BackendAgreement(backend=first.backend)
+    return BackendAgreement(backend="gloo", why=next(iter(shared.values())), shared=tuple(shared))
 
 
-def offer_of(member: Membership, backend: str, reason: str, uuid: str | None) -> Offer:
+def offer_of(member: Membership, backend: str, reason: str, uuid: str | None) -> BackendOffer:
     """Return this rank's offer."""
     host = platform.node()
-    return Offer(backend=backend, reason=reason, uuid=uuid, rank=member.rank, host=host)
+    return BackendOffer(backend=backend, reason=reason, uuid=uuid, rank=member.rank, host=host)
 
 
 def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
@@ -195,7 +203,7 @@ class _Watch:
             )
 
 
-def begin() -> None:
+def watch_samplers() -> None:
     """Watch the samplers of this process, until ``end``; warns once."""
     if DistributedSampler.__iter__ is not _torchs_own:
         return
@@ -210,7 +218,7 @@ def begin() -> None:
     DistributedSampler.__iter__ = watched  # type: ignore[method-assign]
 
 
-def end() -> None:
+def unwatch_samplers() -> None:
     """Give torch's own back."""
     DistributedSampler.__iter__ = _torchs_own  # type: ignore[method-assign]
 
@@ -219,11 +227,11 @@ _log = logging.getLogger("torchmuster.distributed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ProcessGroupInfo:
     """The group that ``setup`` made, and why it is as it is."""
 
     member: Membership
-    choice: Choice
+    choice: BackendChoice
     device: torch.device
     reasons: tuple[str, ...]
     interface_set: bool  # GLOO_SOCKET_IFNAME was set by us, and will be unset by us
@@ -231,29 +239,31 @@ class Group:
 
 @dataclass
 class _State:
-    group: Group | None = None
+    group: ProcessGroupInfo | None = None
     made: int = 0  # groups made so far; part of their keys, so that none reads another's
 
 
 _state = _State()
 
 
-def setup(rank: int, world_size: int, asked: str, timeout_s: float) -> Group:
+def setup_process_group(
+    rank: int, world_size: int, asked: str, timeout_s: float
+) -> ProcessGroupInfo:
     """Make the default process group, or accept the one that is there if it is the same."""
-    member = membership.read(rank, world_size, os.environ)
+    member = membership.read_membership(rank, world_size, os.environ)
     group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
     if rank == 0:  # one rank's word is enough
-        begin()
+        watch_samplers()
     return group
 
 
-def _make(member: Membership, asked: str, timeout_s: float) -> Group:
-    own = membership.choose(asked, member, look_around())
+def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
+    own = membership.choose_backend(asked, member, backend_facts())
     _set_device(own.value)
     timeout = timedelta(seconds=timeout_s)
     interface_set = _stay_on_this_machine(member)
     try:
-        store = meet(member, timeout, _state.made)
+        store = rendezvous_store(member, timeout, _state.made)
         choice, instead = _agree(store, member, own, timeout)
         dist.init_process_group(
             choice.backend,
@@ -276,7 +286,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> Group:
     reason = instead or own.reason
     fell_back = choice.backend == "gloo" and asked != "gloo"
     _log.log(logging.WARNING if fell_back else logging.INFO, "%s", reason)
-    _state.group = Group(
+    _state.group = ProcessGroupInfo(
         member=member,
         choice=choice,
         device=_device(choice),
@@ -286,9 +296,9 @@ def _make(member: Membership, asked: str, timeout_s: float) -> Group:
     return _state.group
 
 
-def cleanup() -> None:
+def cleanup_process_group() -> None:
     """End the group if there is one. Waits for nobody, so it is safe after a failure too."""
-    end()
+    unwatch_samplers()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
@@ -310,14 +320,14 @@ def group_store() -> Store:
     return group.get_group_store()
 
 
-def current() -> Group | None:
+def current_group() -> ProcessGroupInfo | None:
     """Return the group that ``setup`` made, if it is still there."""
     return _state.group if dist.is_initialized() else None
 
 
 def current_device() -> torch.device:
     """Return the device whose tensors the default group carries."""
-    group = current()
+    group = current_group()
     if group is not None:
         return group.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -326,10 +336,10 @@ def current_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def look_around() -> Surroundings:
+def backend_facts() -> BackendFacts:
     """Ask torch what it can use in this process."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return Surroundings(
+    return BackendFacts(
         system=sys.platform,
         torch_version=torch.__version__,
         accelerator=None if accelerator is None else accelerator.type,
@@ -342,7 +352,7 @@ def look_around() -> Surroundings:
     )
 
 
-def _accept_existing(member: Membership) -> Group:
+def _accept_existing(member: Membership) -> ProcessGroupInfo:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (member.rank, member.world_size):
         raise Impossible(
@@ -353,9 +363,11 @@ def _accept_existing(member: Membership) -> Group:
         )
     if _state.group is None:
         device = current_device()
-        _state.group = Group(
+        _state.group = ProcessGroupInfo(
             member=member,
-            choice=Choice(backend=dist.get_backend(), device=device.type, index=device.index),
+            choice=BackendChoice(
+                backend=dist.get_backend(), device=device.type, index=device.index
+            ),
             device=device,
             reasons=("the process group was there already",),
             interface_set=False,
@@ -365,14 +377,14 @@ def _accept_existing(member: Membership) -> Group:
 
 
 def _agree(
-    store: Store, member: Membership, own: Decision[Choice], timeout: timedelta
-) -> tuple[Choice, str]:
+    store: Store, member: Membership, own: Decision[BackendChoice], timeout: timedelta
+) -> tuple[BackendChoice, str]:
     """Return what this rank uses after all have compared, and why if that is not its own choice."""
     if member.world_size == 1:
         return own.value, ""
     choice, uuid = own.value, _uuid(own.value)
     offer = offer_of(member, choice.backend, own.reason, uuid)
-    verdict = agree(store, member, offer, timeout)
+    verdict = agree_on_backend(store, member, offer, timeout)
     if verdict.backend == choice.backend:
         return choice, ""
     index = None if uuid in verdict.shared else choice.index
@@ -380,18 +392,18 @@ def _agree(
     return instead, f"gloo instead of {choice.backend} on all ranks: {verdict.why}"
 
 
-def _uuid(choice: Choice) -> str | None:
+def _uuid(choice: BackendChoice) -> str | None:
     if choice.backend != "nccl" or choice.index is None:
         return None
     return str(torch.cuda.get_device_properties(choice.index).uuid)
 
 
-def _set_device(choice: Choice) -> None:
+def _set_device(choice: BackendChoice) -> None:
     if choice.index is not None:
         torch.accelerator.set_device_index(choice.index)
 
 
-def _device(choice: Choice) -> torch.device:
+def _device(choice: BackendChoice) -> torch.device:
     return (
         torch.device(choice.device, choice.index)
         if choice.index is not None

@@ -22,10 +22,10 @@ def main() -> int:
     """Run the program; 0 if every value was right."""
     rank = 0
     try:
-        rank = membership.number("RANK", os.environ) or 0
-        world_size = membership.number("WORLD_SIZE", os.environ) or 1
+        rank = membership.number_from("RANK", os.environ) or 0
+        world_size = membership.number_from("WORLD_SIZE", os.environ) or 1
         backend = "nccl" if torch.accelerator.is_available() else "gloo"
-        device = process_group.setup(rank, world_size, backend, _TIMEOUT_S).device
+        device = process_group.setup_process_group(rank, world_size, backend, _TIMEOUT_S).device
         host = socket.gethostname()
         _say(rank, f"world_size={dist.get_world_size()} device={device.type} hostname={host}")
         gathered = gather_ranks(rank, world_size, device)
@@ -40,7 +40,7 @@ def main() -> int:
         print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:
-        process_group.cleanup()
+        process_group.cleanup_process_group()
     return 0
 
 

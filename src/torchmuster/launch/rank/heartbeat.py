@@ -33,11 +33,11 @@ STACKS_SIGNAL = signal.SIGRTMAX - 2 if sys.platform == "linux" else None
 _PROGRESS = "torchmuster.train.progress"
 
 
-def begin(rank: int, records: Path) -> None:
+def start_heartbeat(rank: int, records: Path) -> None:
     """Begin to write pulses; what cannot be had here is done without."""
     with contextlib.suppress(Exception):
         _register_stacks(records / f"rank-{rank}.faults.txt")
-        writer = PulseWriter(rank, records)
+        writer = HeartbeatWriter(rank, records)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=writer.pause, after_in_parent=writer.start)
         # Python ends what still runs when it ends itself by unwinding it, which torch's C++ does not bear: it
@@ -52,7 +52,7 @@ def _register_stacks(path: Path) -> None:
         faulthandler.register(STACKS_SIGNAL, path.open("w"), all_threads=True)
 
 
-class PulseWriter:
+class HeartbeatWriter:
     """Writes the pulses of one rank."""
 
     def __init__(self, rank: int, records: Path) -> None:
@@ -112,12 +112,12 @@ class PulseWriter:
         self._delegates = stack.waits_for_thread(innermost)
         if self._delegates and self._worker in frames:
             innermost = frames[self._worker]
-        reading = stack.read(innermost)
+        reading = stack.read_main_thread(innermost)
         # What calls that return meanwhile had in hand would live on with them: activations.
         del frames, innermost
         told = _told_by_trainer()
         step, phase = told.get("step"), told.get("phase", "")
-        status = stack.status()
+        status = stack.collective_status()
         self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         pulse = {
             "rank": self._rank,
@@ -154,18 +154,18 @@ class PulseWriter:
         in_one = waiting or stack.some_not_done(status)
         if in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S:
             self._looked = True
-            found = stack.standing(main_waits_for_thread=self._delegates)
+            found = stack.collective_progress(main_waits_for_thread=self._delegates)
             self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
 
     def _show(self) -> None:
         """Write down the stacks of all threads, and what the flight recorder has."""
-        _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), stacks(self._rank))
+        _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), all_stacks(self._rank))
         with contextlib.suppress(Exception):
-            flight = stack.dump()
+            flight = stack.dump_flight_record()
             _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
 
 
-def stacks(rank: int) -> str:
+def all_stacks(rank: int) -> str:
     """Return the Python stacks of all threads but this one, the main thread's first."""
     names = {one.ident: one.name for one in threading.enumerate()}
     main, here = threading.main_thread().ident, _thread.get_ident()

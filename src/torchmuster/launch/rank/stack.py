@@ -24,7 +24,7 @@ _ENTRIES_KEPT = 400
 _SAVES = "muster-saving"  # the thread that saves checkpoints (train/checkpointing/checkpointer.py)
 
 
-def status() -> bytes:
+def collective_status() -> bytes:
     """Return something that changes whenever a collective is begun or done; b"" if nothing is known."""
     return b"".join(dump(includeCollectives=False) for dump in _dumps())
 
@@ -41,7 +41,7 @@ def some_not_done(status_before: bytes) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class CollectiveProgress:
     """The last collective of each group by its number, and of each group the oldest that is not done."""
 
     begun: dict[str, int]
@@ -49,7 +49,7 @@ class Standing:
     worker: int | None  # the thread that works while the main one waits for it, if there is one
 
 
-def standing(*, main_waits_for_thread: bool) -> Standing:
+def collective_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
     """Return where this rank stands in its groups.
 
     What a thread beside the main one began does not count: that is how checkpoints are saved meanwhile.
@@ -66,7 +66,7 @@ def standing(*, main_waits_for_thread: bool) -> Standing:
         mine = [one for one in not_done if _thread(one) == worker or _thread(one) not in beside]
         if mine:
             waits.append(_told(group, min(mine, key=lambda one: one["collective_seq_id"])))
-    return Standing(begun=begun, waits=waits, worker=worker)
+    return CollectiveProgress(begun=begun, waits=waits, worker=worker)
 
 
 def groups_joined() -> list[str]:
@@ -89,7 +89,7 @@ def _told(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def dump() -> str:
+def dump_flight_record() -> str:
     """Return the recorder's last entries as its own JSON; "" if there are none."""
     for one in _dumps():
         content = json.loads(one())
@@ -194,7 +194,7 @@ _CALLED = re.compile(r"([\w.]+)\s*\(")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ThreadReading:
     """What a stack says; "" where it says nothing."""
 
     place: str = ""
@@ -203,13 +203,13 @@ class Reading:
     waiting: bool = False
 
 
-def read(innermost: FrameType | None) -> Reading:
+def read_main_thread(innermost: FrameType | None) -> ThreadReading:
     """Read a thread's stack from its innermost frame."""
     frames = list(_outwards(innermost))
     own = _own_frame(frames)
     doing, waiting = _doing(frames, own)
     phases = (_phase(frame.f_code) for frame in frames)
-    return Reading(
+    return ThreadReading(
         place=_place(own) if own is not None else "",
         doing=doing,
         phase=next((phase for phase in phases if phase), ""),

@@ -107,7 +107,7 @@ def _begin_pulse(rank: int, records: Path) -> None:
         from torchmuster.launch.rank import heartbeat
     except ImportError:  # this Python knows the script's packages only: then without
         return
-    heartbeat.begin(rank, records)
+    heartbeat.start_heartbeat(rank, records)
 
 
 def _run(command: list[str], *, module: bool) -> None:

@@ -16,10 +16,10 @@ from torchmuster.launch import protocol
 class Channel(Protocol):
     """The launcher's end of a connection to one keeper."""
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing (``receive`` tells of the end)."""
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the keeper has gone. Raises ``wire.Garbled``."""
 
     def why_closed(self) -> str:

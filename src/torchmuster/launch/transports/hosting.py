@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.service import JoinService
 from torchmuster.launch.transports.local import LocalTransport
 
@@ -21,7 +21,7 @@ class HostTransport:
         port: int | None,
         announce: bool,
         on_event: Callable[[str], None],
-        on_code: Callable[[int, Code], None],
+        on_code: Callable[[int, JoinCode], None],
     ) -> None:
         self._local = LocalTransport(name)
         self._on_code = on_code

@@ -24,7 +24,7 @@ class PipeChannel:
         assert process.stderr is not None
         self._process = process
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
-        self._assembler = protocol.Assembler()
+        self._assembler = protocol.FrameAssembler()
         self._understood = False
         self._words = ""
         self._listening = asyncio.create_task(self._keep_words())
@@ -49,13 +49,13 @@ class PipeChannel:
         """The process's exit code, once it has one."""
         return self._process.returncode
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing."""
         with contextlib.suppress(OSError, RuntimeError):
             self._stdin.write(protocol.to_lines(message))
             await self._stdin.drain()
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the keeper has gone."""
         while line := await self._line():
             if not self._understood and not line.startswith(FIRST_WORDS):
@@ -63,7 +63,7 @@ class PipeChannel:
                 continue
             self._understood = True
             if (data := self._assembler.add(line)) is not None:
-                return protocol.decode_from_keeper(data)
+                return protocol.decode_from_agent(data)
         await self._process.wait()
         # What it started may hold on to its standard error.
         await asyncio.wait({self._listening}, timeout=_LAST_WORDS_WITHIN_S)
@@ -73,7 +73,7 @@ class PipeChannel:
         try:
             return await self._stdout.readline()
         except ValueError:  # longer than any line of ours, and the stream has forgotten it
-            raise protocol.Garbled("it sent a line that has no end") from None
+            raise protocol.UnreadableMessage("it sent a line that has no end") from None
 
     def why_closed(self) -> str:
         """Return the process's last words."""

@@ -24,7 +24,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.launch.transports.local import KEEPER
-from torchmuster.launch.transports.srun_step import Step
+from torchmuster.launch.transports.srun_step import SrunStep
 
 # srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). A step of
 # ours is described in full by its arguments, so of Slurm's variables only what tells of the job stays.
@@ -41,7 +41,7 @@ _OF_THE_JOB = (
 )
 
 
-def command(
+def srun_command(
     allocation: Allocation, keeper: Sequence[str] | None = None, place: int | None = None
 ) -> list[str]:
     """Return the argument vector that starts the keepers, or one of them again."""
@@ -102,8 +102,8 @@ class SrunTransport:
         self._environment = environment_for_srun(os.environ if environment is None else environment)
         self._patience_s = patience_s
         self._arrive: Arrive | None = None
-        self._steps: list[Step] = []
-        self._step_of: dict[int, Step] = {}
+        self._steps: list[SrunStep] = []
+        self._step_of: dict[int, SrunStep] = {}
 
     @property
     def places(self) -> Sequence[str]:
@@ -113,15 +113,15 @@ class SrunTransport:
     async def open(self, arrive: Arrive) -> None:
         """Start the keepers on all nodes."""
         self._arrive = arrive
-        await self._start(range(len(self.places)), command(self._allocation, self._keeper))
+        await self._start(range(len(self.places)), srun_command(self._allocation, self._keeper))
 
     async def reopen(self, place: int) -> None:
         """Start the keeper of one node again, by a step of its own."""
-        await self._start([place], command(self._allocation, self._keeper, place))
+        await self._start([place], srun_command(self._allocation, self._keeper, place))
 
     async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
         assert self._arrive is not None
-        step = Step(tuple(places), self.places, self._arrive)
+        step = SrunStep(tuple(places), self.places, self._arrive)
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
         await step.start(words, self._environment)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from torchmuster.launch import protocol
-from torchmuster.launch.schedulers.slurm.allocation import expand
+from torchmuster.launch.schedulers.slurm.allocation import expand_hostlist
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.launch.transports.local import FIRST_WORDS
 
@@ -26,24 +26,26 @@ _LAST_WORDS_S = 0.5
 class SrunChannel:
     """The launcher's end of the connection to one keeper."""
 
-    def __init__(self, step: "Step", place: int) -> None:
+    def __init__(self, step: "SrunStep", place: int) -> None:
         self._step = step
         self._place = place
-        self._assembler = protocol.Assembler()
-        self._inbox: asyncio.Queue[protocol.FromKeeper | protocol.Garbled | None] = asyncio.Queue()
+        self._assembler = protocol.FrameAssembler()
+        self._inbox: asyncio.Queue[protocol.FromAgent | protocol.UnreadableMessage | None] = (
+            asyncio.Queue()
+        )
         self._open = True
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing."""
         if self._open:
             await self._step.send(self._place, protocol.to_lines(message))
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the keeper has gone."""
         message = await self._inbox.get()
         if message is None:
             self._inbox.put_nowait(None)  # and None it stays
-        elif isinstance(message, protocol.Garbled):
+        elif isinstance(message, protocol.UnreadableMessage):
             raise message
         return message
 
@@ -68,12 +70,12 @@ class SrunChannel:
         try:
             whole = self._assembler.add(line)
             if whole is not None:
-                self._inbox.put_nowait(protocol.decode_from_keeper(whole))
-        except protocol.Garbled as error:
+                self._inbox.put_nowait(protocol.decode_from_agent(whole))
+        except protocol.UnreadableMessage as error:
             self._inbox.put_nowait(error)
 
 
-class Step:
+class SrunStep:
     """One srun and the keepers that it started; task *n* of it is at ``places[n]``."""
 
     def __init__(self, places: Sequence[int], nodes: Sequence[str], arrive: Arrive) -> None:
@@ -238,5 +240,5 @@ def _prefixed(prefix: bytes, lines: bytes) -> bytes:
 def _numbers(text: str) -> list[int]:
     """Read srun's list of tasks: ``1,4-6``."""
     with contextlib.suppress(ValueError):
-        return [int(name) for name in expand(f"[{text}]")]
+        return [int(name) for name in expand_hostlist(f"[{text}]")]
     return []

@@ -41,7 +41,7 @@ _OPTIONS = (
 )
 
 
-def keeper_command(
+def node_agent_command(
     host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
 ) -> list[str]:
     """Return the ssh command that starts a keeper on a machine.
@@ -55,7 +55,7 @@ def keeper_command(
     return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
 
 
-def is_here(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Say whether a host as written is this machine and this user; no name service is asked."""
     user, _, name = host.rpartition("@")
     if user and user != user_of_this_process():
@@ -79,7 +79,7 @@ class SshTransport:
                 why=f"the launcher keeps a connection to each, and {MOST_HOSTS} is the most it will",
                 fix="muster run --slurm …  # or Kubernetes: a scheduler starts any number",
             )
-        self._here = {place for place, host in enumerate(hosts) if is_here(host.name)}
+        self._here = {place for place, host in enumerate(hosts) if is_this_host(host.name)}
         if len(self._here) < len(hosts) and shutil.which("ssh") is None:
             raise Impossible(
                 "there is no ssh on this machine",
@@ -119,25 +119,25 @@ class SshTransport:
         assert self._arrive is not None
         async with self._gate:
             name = self._hosts[place].name
-            command = keeper_command(name, self._python, lost_after_s=self._lost_after_s)
+            command = node_agent_command(name, self._python, lost_after_s=self._lost_after_s)
             if place in self._here:
                 command = [sys.executable, *KEEPER]
             try:
                 channel = await PipeChannel.open(command)
             except OSError as error:  # too many processes or open files
-                self._failed[place] = diagnose(name, self._python, 1, f"ssh: {error}")
+                self._failed[place] = diagnose_ssh(name, self._python, 1, f"ssh: {error}")
                 return
             try:
                 first = await channel.receive()
-            except protocol.Garbled as error:
+            except protocol.UnreadableMessage as error:
                 first = None
-                self._failed[place] = diagnose(name, self._python, 1, str(error))
+                self._failed[place] = diagnose_ssh(name, self._python, 1, str(error))
             except asyncio.CancelledError:  # nobody waits for this host any more
                 await channel.kill()
                 raise
         if first is None:
             words, code = channel.why_closed(), channel.exit_code or 0
-            self._failed.setdefault(place, diagnose(name, self._python, code, words))
+            self._failed.setdefault(place, diagnose_ssh(name, self._python, code, words))
             await channel.kill()
             return
         self._arrive(place, _Greeted(channel, first))
@@ -165,14 +165,14 @@ class SshTransport:
 class _Greeted:
     """A channel whose first message has been read already."""
 
-    def __init__(self, channel: PipeChannel, first: protocol.FromKeeper) -> None:
+    def __init__(self, channel: PipeChannel, first: protocol.FromAgent) -> None:
         self._channel = channel
-        self._first: protocol.FromKeeper | None = first
+        self._first: protocol.FromAgent | None = first
         self.send = channel.send
         self.why_closed = channel.why_closed
         self.close = channel.close
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         first, self._first = self._first, None
         return first if first is not None else await self._channel.receive()
 
@@ -263,7 +263,7 @@ _CAUSES = (
 _WORDS_SHOWN = 4
 
 
-def diagnose(host: str, python: str, code: int, words: str) -> protocol.Trouble:
+def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trouble:
     """Say what ssh's failure means."""
     cause = next(
         (one for one in _CAUSES if re.search(one.says, words, re.IGNORECASE)),

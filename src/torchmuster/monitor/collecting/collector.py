@@ -20,7 +20,7 @@ from torchmuster.launch.history.node_records import NodeRanks
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.runfolder import RunFolder, list_runs, name_of
+from torchmuster.runfolder import RunFolder, list_runs, run_name
 
 # A run that has ended is still told of for so long, so that everybody hears how.
 _TOLD_AFTER_S = 900.0
@@ -38,7 +38,7 @@ class FollowedRun:
 
 def follow_runs(run: RunFolder) -> FollowedRun:
     """Begin to follow a run."""
-    job = name_of(run)
+    job = run_name(run)
     return FollowedRun(run, job, RunMetrics(run, job))
 
 
@@ -235,4 +235,4 @@ def _speaks_for(machine: str, run: RunFolder) -> bool:
     job = run_state.read_job(run)
     if job is None or job.launcher.host == machine:
         return True
-    return node_records.place(run, machine, 0).exists()
+    return node_records.node_record_path(run, machine, 0).exists()

@@ -147,7 +147,7 @@ class RunCourse:
                 self._ended.append((self._begun, at_unix_s))
                 self._begun = None
 
-    def lasts_s(self, state: run_state.State, until_unix_s: float) -> float:
+    def lasts_s(self, state: run_state.RunState, until_unix_s: float) -> float:
         """Return for how long it has been at work until a moment, all times together."""
         before_s = sum(end - begun for begun, end in self._ended if end <= state.started_unix_s)
         return before_s + until_unix_s - state.started_unix_s

@@ -172,7 +172,7 @@ class Sending:
             self.give_up(TimeoutError(f"no answer within {after_s:.0f} s of the training's end"))
 
     def _note(self, what: str) -> None:
-        run_state.note(self._run, "sink", sink=self._name, what=what)
+        run_state.log_event(self._run, "sink", sink=self._name, what=what)
 
     def _keep(self, sent: Sent, *, trouble: str | None = None, is_open: bool = True) -> None:
         if trouble is not None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric
 from torchmuster.units import format_bytes, format_seconds
@@ -111,7 +111,7 @@ _MUCH_WAITING = 0.2
 SILENT_AFTER_S = 10.0
 
 
-def odd_ranks(pulses: Sequence[Pulse]) -> Iterator[str]:
+def odd_ranks(pulses: Sequence[Heartbeat]) -> Iterator[str]:
     """Name them, in words."""
     slowest = held_up_by(pulses)
     if slowest is not None:
@@ -122,7 +122,7 @@ def odd_ranks(pulses: Sequence[Pulse]) -> Iterator[str]:
         yield f"Python does not run in rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
 
 
-def held_up_by(pulses: Sequence[Pulse]) -> int | None:
+def held_up_by(pulses: Sequence[Heartbeat]) -> int | None:
     """Return the rank that the others wait for: under gradient averaging it is the one that waits least."""
     waits = {
         one.rank: one.communication_share for one in pulses if one.communication_share is not None

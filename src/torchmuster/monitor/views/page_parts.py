@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import failure_report, run_state
 from torchmuster.monitor.alerts.watching import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
@@ -149,7 +149,7 @@ def events_part(picture: RunPicture) -> str:
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(words))
         for event in picture.events
-        if (words := failure_report.words_of(event))
+        if (words := failure_report.failure_text(event))
     ]
     left_out = len(rows) - _MOST_EVENTS
     note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""
@@ -176,7 +176,7 @@ _MOST_RANKS = 512
 _DEEP_SILENCE_S = 30.0
 _FAR_BEHIND = 10  # steps; fewer are shaded less
 
-Ranks = Sequence[tuple[str, Pulse]]
+Ranks = Sequence[tuple[str, Heartbeat]]
 # What a rank's place has: its shade from 0 to 1, and its figure; None where it is not known.
 Cell = tuple[float, str] | None
 
@@ -203,7 +203,7 @@ def rank_map(ranks: Ranks) -> str:
     return "".join(parts)
 
 
-def _maps(pulses: Sequence[Pulse]) -> Iterator[tuple[str, list[Cell]]]:
+def _maps(pulses: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
         "waits for other ranks, % of its time",
         _each(pulses, lambda one: _share(one.communication_share)),
@@ -217,7 +217,7 @@ def _maps(pulses: Sequence[Pulse]) -> Iterator[tuple[str, list[Cell]]]:
     )
 
 
-def _each(pulses: Sequence[Pulse], cell: Callable[[Pulse], Cell]) -> list[Cell]:
+def _each(pulses: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) -> list[Cell]:
     return [cell(one) for one in pulses]
 
 
@@ -238,7 +238,7 @@ def _short(step: int) -> str:
     return f"{step:,}" if step < 1_000_000 else f"{step / 1e6:.2f}M"
 
 
-def _place(host: str, pulse: Pulse, cell: Cell, title: str) -> str:
+def _place(host: str, pulse: Heartbeat, cell: Cell, title: str) -> str:
     name = escape(harmless(f"rank {pulse.rank} on {host}: {title}"))
     if cell is None:
         return f'<span class="unknown" title="{name}"><small>{pulse.rank}</small>?</span>'

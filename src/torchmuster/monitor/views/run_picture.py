@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import collector
 from torchmuster.monitor.collecting.run_metrics import PARTS, GrowingFile, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.runfolder import RunFolder, name_of
+from torchmuster.runfolder import RunFolder, run_name
 
 # More than any view has places for; what is longer is kept more coarsely, alike from its first value to its last.
 _MOST_PARTS = 4096
@@ -132,8 +132,8 @@ class RunPicture:
     shares: Mapping[str, float]
     spent_s: Mapping[str, float]  # in steps that count, by part of the time, since the start
     curves: Mapping[str, LongCurve]  # by field, over steps
-    ranks: Sequence[tuple[str, Pulse]]  # with their hosts
-    events: Sequence[run_state.Event]  # the last of them
+    ranks: Sequence[tuple[str, Heartbeat]]  # with their hosts
+    events: Sequence[run_state.RunEvent]  # the last of them
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
 
@@ -151,12 +151,12 @@ class RunWatch:
     ) -> None:
         """Look at a run; ``on_line`` is told of each line about steps."""
         self._run = run
-        self._job = name_of(run)
+        self._job = run_name(run)
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
         self._on_line = on_line
         self._forget()
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
-        self._events: deque[run_state.Event] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self._watching = AlertWatch()
 
     def _forget(self) -> None:

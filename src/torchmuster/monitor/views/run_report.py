@@ -11,7 +11,7 @@ from html import escape
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, is_committed
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.history.failure_report import Account, account_of
+from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.replay import PastAlert, Replay
@@ -21,7 +21,7 @@ from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.pages import frame
 from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.redaction import harmless, printable, redact_text
-from torchmuster.runfolder import RunFolder, name_of
+from torchmuster.runfolder import RunFolder, run_name
 from torchmuster.units import format_bytes, format_seconds
 
 # A report is made while somebody waits for the end of a run: what is not read by then is left out, and said.
@@ -36,7 +36,7 @@ class _Told:
     """Everything that a report is made of."""
 
     picture: RunPicture
-    account: Account
+    account: FailureReport
     past: Sequence[PastAlert]
     saved: Sequence[Manifest]
     settings: str
@@ -52,9 +52,9 @@ def run_report(run: RunFolder) -> str:
 
 
 def _read(run: RunFolder) -> _Told:
-    replay = Replay(name_of(run), run.id)
+    replay = Replay(run_name(run), run.id)
     watch = RunWatch(run, on_line=replay.add)
-    account = account_of(run)
+    account = failure_report_of(run)
     state = account.story.state
     # Of a run that is over, ranks were last heard of at its end.
     now = time.time() if state is None or state.active else state.since_unix_s

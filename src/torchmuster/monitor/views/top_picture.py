@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.devices.model import Device, DeviceProcess, Node
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
@@ -31,7 +31,7 @@ class RankRow:
     job: str
     run: str
     host: str
-    pulse: Pulse
+    pulse: Heartbeat
     devices: Sequence[Device] = ()
     holds_up: bool = False  # the other ranks of its run wait for it
 
@@ -127,7 +127,7 @@ class TopWatch:
         samples = [*self._host.samples(), *collector.device_samples(node)]
         host = self._host_figures(node.hostname, samples, now_unix_s)
         figures: list[RunFigures] = []
-        pulses: list[tuple[FollowedRun, str, Sequence[Pulse]]] = []
+        pulses: list[tuple[FollowedRun, str, Sequence[Heartbeat]]] = []
         elsewhere: dict[str, tuple[Device, ...]] = {}
         for run in self._chosen(now_unix_s):
             of_run = [*run.metrics.samples(now_unix_s)]
@@ -220,7 +220,7 @@ def _figures(run: FollowedRun, samples: Sequence[Sample]) -> RunFigures:
 
 
 def _rank_rows(
-    pulses: Sequence[tuple[FollowedRun, str, Sequence[Pulse]]],
+    pulses: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
     devices: Sequence[tuple[str, Device]],
 ) -> list[RankRow]:
     held_up_by = _held_up_by(pulses)
@@ -242,15 +242,15 @@ def _rank_rows(
 
 
 def _held_up_by(
-    pulses: Sequence[tuple[FollowedRun, str, Sequence[Pulse]]],
+    pulses: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
 ) -> dict[str, int | None]:
-    by_run: dict[str, list[Pulse]] = {}
+    by_run: dict[str, list[Heartbeat]] = {}
     for run, _, of_host in pulses:
         by_run.setdefault(run.folder.id, []).extend(of_host)
     return {run: key_figures.held_up_by(several) for run, several in by_run.items()}
 
 
-def _is_on(pulse: Pulse, device: Device) -> bool:
+def _is_on(pulse: Heartbeat, device: Device) -> bool:
     return any(process.pid == pulse.pid for process in device.processes)
 
 

@@ -44,7 +44,7 @@ def fake_process_group(
     try:
         with ExitStack() as stack:
             for strategy in (single, ddp):  # fake tensors are on the device already
-                stack.enter_context(_replaced(strategy, "place", lambda model, device: model))
+                stack.enter_context(_replaced(strategy, "place_model", lambda model, device: model))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (

@@ -17,10 +17,10 @@ from typing import Literal
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.console import TerminalVoice
-from torchmuster.launch.launcher.launch_job import launch
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.local import LocalTransport
-from torchmuster.runfolder import create, write_atomically
+from torchmuster.runfolder import create_run_folder, write_atomically
 
 # A rank that failed cannot be helped by the others, and a hang is no answer.
 _GRACE_S = 1.0
@@ -36,7 +36,7 @@ class RankOutput:
     trouble: Finding | None
 
 
-class _Quiet(TerminalVoice):
+class _Quiet(TerminalConsole):
     """A voice that keeps findings and shows nothing."""
 
     findings: tuple[Finding, ...] = ()
@@ -97,11 +97,11 @@ def run_fresh_ranks(
             environment=environment or {},
             limits=Limits(grace_s=_GRACE_S, end_hangs_s=_HANGS_AFTER_S),
         )
-        folder_of_run = create(Path(place), name)
+        folder_of_run = create_run_folder(Path(place), name)
         voice = _Quiet(folder_of_run)
         transport = LocalTransport(socket.gethostname())
         with _heard_of(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
-            code = launch(spec, transport, folder_of_run, lambda _: voice)
+            code = launch_job(spec, transport, folder_of_run, lambda _: voice)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         texts = {

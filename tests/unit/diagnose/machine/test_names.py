@@ -26,7 +26,9 @@ eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK, ETHERNET))
+    monkeypatch.setattr(
+        "torchmuster.launch.network.interfaces.read_interfaces", lambda: (LOOPBACK, ETHERNET)
+    )
     monkeypatch.setattr(names, "is_silent", lambda *_: False)
     monkeypatch.setattr(names, "_GIVEN_UP_S", GIVE_UP_S)
     files = {
@@ -56,7 +58,7 @@ def silence() -> Iterator[Callable[[str], Sequence[str]]]:
 def know(monkeypatch: pytest.MonkeyPatch, **known: Sequence[str]) -> None:
     names_known = {"localhost": ["127.0.0.1"], **known}
     monkeypatch.setattr(
-        "torchmuster.launch.network.interfaces.resolve", lambda name: names_known.get(name, [])
+        "torchmuster.launch.network.interfaces.resolve_host", lambda name: names_known.get(name, [])
     )
 
 
@@ -169,7 +171,7 @@ def test_a_lookup_that_does_not_end_is_given_up(
     snapshot: SnapshotAssertion,
 ) -> None:
     monkeypatch.setattr(names, "_GIVEN_UP_S", 0.05)
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.resolve", silence)
+    monkeypatch.setattr("torchmuster.launch.network.interfaces.resolve_host", silence)
     findings = found(OWN, machine)
     assert set(findings) == {"name-lookup-slow"}
     assert findings["name-lookup-slow"].status is Status.WARNING

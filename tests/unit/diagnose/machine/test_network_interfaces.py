@@ -36,7 +36,7 @@ def machine(
     *others: Interface,
 ) -> Surroundings:
     known = (LOOPBACK, ETHERNET, *others)
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: known)
+    monkeypatch.setattr("torchmuster.launch.network.interfaces.read_interfaces", lambda: known)
     return made_up_machine(root, card() | (files or {}))
 
 
@@ -45,7 +45,9 @@ def test_one_good_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK,))
+    monkeypatch.setattr(
+        "torchmuster.launch.network.interfaces.read_interfaces", lambda: (LOOPBACK,)
+    )
     finding = only(INTERFACES, made_up_machine(tmp_path))
     assert (finding.name, finding.status) == ("no-network", Status.NOTE)
 
@@ -80,7 +82,9 @@ def test_no_cable(
 
 def test_no_cable_in_the_only_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Interface(name="eth0", up=False, addresses=("10.0.0.5",))
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: (LOOPBACK, alone))
+    monkeypatch.setattr(
+        "torchmuster.launch.network.interfaces.read_interfaces", lambda: (LOOPBACK, alone)
+    )
     files = card(carrier=0, flags="0x1003")
     findings = found(INTERFACES, made_up_machine(tmp_path, files))
     assert set(findings) == {"no-network", "no-carrier"}

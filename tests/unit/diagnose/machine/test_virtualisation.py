@@ -20,7 +20,7 @@ def on_a_lan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_address(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     known = (Interface(name="eth0", up=True, addresses=(address,)),)
-    monkeypatch.setattr("torchmuster.launch.network.interfaces.read", lambda: known)
+    monkeypatch.setattr("torchmuster.launch.network.interfaces.read_interfaces", lambda: known)
 
 
 @pytest.mark.parametrize(

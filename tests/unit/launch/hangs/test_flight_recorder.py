@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import flight_recorder
-from torchmuster.launch.hangs.flight_recorder import analyse, read
+from torchmuster.launch.hangs.flight_recorder import analyse_flight_records, read_flight_record
 
 Dump = dict[str, Any]
 
@@ -60,7 +60,7 @@ both = pytest.mark.parametrize("make", [gloo, nccl])
 
 
 def one(dumps: dict[int, Dump]) -> Finding:
-    (finding,) = analyse(dumps)
+    (finding,) = analyse_flight_records(dumps)
     return finding
 
 
@@ -95,7 +95,10 @@ def test_shapes_that_differ_are_named(make: Make, snapshot: SnapshotAssertion) -
 
 @both
 def test_where_shapes_may_differ_they_are_no_trouble(make: Make) -> None:
-    assert analyse({0: make(("gather", [8], True)), 1: make(("gather", [9], True))}) == []
+    assert (
+        analyse_flight_records({0: make(("gather", [8], True)), 1: make(("gather", [9], True))})
+        == []
+    )
 
 
 @both
@@ -107,7 +110,7 @@ def test_when_all_are_in_it_nobody_is_blamed(make: Make, snapshot: SnapshotAsser
 
 @both
 def test_when_all_is_done_there_is_nothing_to_say(make: Make) -> None:
-    assert analyse({0: make(DONE, DONE), 1: make(DONE, DONE)}) == []
+    assert analyse_flight_records({0: make(DONE, DONE), 1: make(DONE, DONE)}) == []
 
 
 def test_a_rank_that_called_nothing_at_all_is_named(snapshot: SnapshotAssertion) -> None:
@@ -129,25 +132,25 @@ def test_a_rank_is_expected_in_a_group_only_where_its_members_are_known() -> Non
 
 
 def test_what_was_dropped_from_a_full_recorder_is_not_missed() -> None:
-    assert analyse({0: gloo(DONE, DONE, first=99), 1: gloo(DONE, first=100)}) == []
+    assert analyse_flight_records({0: gloo(DONE, DONE, first=99), 1: gloo(DONE, first=100)}) == []
 
 
 def test_messages_between_two_ranks_are_left_out() -> None:
     message = entry("gloo:send 0->1", [8], 7, "0", retired=False) | {"is_p2p": True}
-    assert analyse({0: {"entries": [message]}, 1: {"entries": []}}) == []
+    assert analyse_flight_records({0: {"entries": [message]}, 1: {"entries": []}}) == []
 
 
 @pytest.mark.parametrize(
     "text", ["", "no JSON", "[]", "7", '{"entries": 3}', '{"entries": [7, {}, {"is_p2p": 1}]}']
 )
 def test_what_is_not_a_dump_says_nothing(text: str) -> None:
-    assert analyse({0: read(text), 1: read(text)}) == []
+    assert analyse_flight_records({0: read_flight_record(text), 1: read_flight_record(text)}) == []
 
 
 def test_dumps_recorded_of_real_ranks(snapshot: SnapshotAssertion) -> None:
     recorded = json.loads(Path(__file__).with_name("gloo_dumps.json").read_text(encoding="utf-8"))
     found = {
-        kind: analyse({int(rank): dump for rank, dump in dumps.items()})
+        kind: analyse_flight_records({int(rank): dump for rank, dump in dumps.items()})
         for kind, dumps in recorded.items()
     }
     assert {kind: [one.name for one in findings] for kind, findings in found.items()} == {
@@ -161,7 +164,7 @@ def test_dumps_recorded_of_real_ranks(snapshot: SnapshotAssertion) -> None:
     "text", ["", "[]", "[" * 100_000, b"\xff", '{"pg_config": ' + "[" * 100_000]
 )
 def test_what_is_not_a_dump_is_an_empty_one(text: str | bytes) -> None:
-    assert flight_recorder.read(text) == {}
+    assert flight_recorder.read_flight_record(text) == {}
 
 
 def test_members_that_are_nested_too_deeply_are_not_known() -> None:

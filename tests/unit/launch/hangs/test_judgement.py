@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import Hang, HangWatch
-from torchmuster.launch.hangs.heartbeat import Collective, Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -37,7 +37,7 @@ class Ranks:
         return said
 
 
-def pulse(rank: int, now_s: float, **facts: object) -> Pulse:
+def pulse(rank: int, now_s: float, **facts: object) -> Heartbeat:
     known: dict[str, object] = {
         "pid": 100 + rank,
         "beat": int(now_s),
@@ -47,13 +47,13 @@ def pulse(rank: int, now_s: float, **facts: object) -> Pulse:
         "state": "S",
         "busy": 0.01,
     }
-    return Pulse(rank=rank, **(known | facts))  # type: ignore[arg-type]
+    return Heartbeat(rank=rank, **(known | facts))  # type: ignore[arg-type]
 
 
 def called(
     op: str = "all_reduce", number: int = 41, shapes: str = "[8]", group: str = "0"
-) -> Collective:
-    return Collective(group=group, number=number, operation=op, shapes=shapes, dtype="Float")
+) -> PendingCollective:
+    return PendingCollective(group=group, number=number, operation=op, shapes=shapes, dtype="Float")
 
 
 WAITING: dict[str, object] = {"doing": "all_reduce", "waiting": True, "waits": (called(),)}

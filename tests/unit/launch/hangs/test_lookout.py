@@ -13,20 +13,20 @@ from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import monitor as lookout_module
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.heartbeat import Collective, Pulse
-from torchmuster.launch.hangs.monitor import Lookout, devices_of
+from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
+from torchmuster.launch.hangs.monitor import HangMonitor, devices_of
 from torchmuster.launch.history import run_state
-from torchmuster.launch.launcher.node_handle import Node
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 
 class FakeChannel:
     """A machine that takes in what it is told."""
 
     def __init__(self) -> None:
-        self.sent: list[protocol.ToKeeper] = []
+        self.sent: list[protocol.ToAgent] = []
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         self.sent.append(message)
 
 
@@ -34,10 +34,10 @@ class Scene:
     """Two machines with a rank each, and what the launcher said of them."""
 
     def __init__(self, folder: Path, devices: tuple[str, ...] = ("CPU",)) -> None:
-        self.run: RunFolder = create(folder, "test")
+        self.run: RunFolder = create_run_folder(folder, "test")
         self.channels = [FakeChannel(), FakeChannel()]
         self.nodes = [
-            Node(place, name, channel, "part")  # type: ignore[arg-type]
+            NodeHandle(place, name, channel, "part")  # type: ignore[arg-type]
             for place, (name, channel) in enumerate(zip("ab", self.channels, strict=True))
         ]
         for node in self.nodes:
@@ -47,10 +47,10 @@ class Scene:
         self.said: list[str] = []
         self.shown: list[Finding] = []
         self.tasks: list[asyncio.Future[None]] = []
-        self.lookout: Lookout
+        self.lookout: HangMonitor
 
     def begin(self, end_after_s: float | None = None) -> None:
-        self.lookout = Lookout(
+        self.lookout = HangMonitor(
             self.nodes,
             self.run,
             say=self.said.append,
@@ -85,8 +85,8 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
         for rank, node in enumerate(it.nodes):
             waits = rank == 0 or different
             operation = "all_reduce" if rank == 0 else "barrier"
-            called = Collective(group="0", number=9, operation=operation)
-            pulse = Pulse(
+            called = PendingCollective(group="0", number=9, operation=operation)
+            pulse = Heartbeat(
                 rank=rank,
                 pid=100 + rank,
                 beat=int(clock[0]),
@@ -99,7 +99,7 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
                 state="S",
                 busy=0.0,
             )
-            node._on_sign(protocol.Pulses(attempt=0, pulses=(pulse,)))
+            node._on_sign(protocol.Heartbeats(attempt=0, pulses=(pulse,)))
         it.lookout.look()
 
 
@@ -120,13 +120,13 @@ def test_a_hang_is_told_examined_and_kept(
             say = node._on_sign
             say(protocol.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
             say(protocol.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
-            say(protocol.Examined())
+            say(protocol.StackDump())
         await it.settle()
         return it
 
     it = asyncio.run(scene())
     for channel in it.channels:
-        assert channel.sent == [protocol.Examine(ranks=(1, 0))]
+        assert channel.sent == [protocol.DumpStacks(ranks=(1, 0))]
     folder = it.run.hang / "1"
     assert sorted(one.name for one in folder.iterdir()) == [
         "hang.json",
@@ -139,7 +139,7 @@ def test_a_hang_is_told_examined_and_kept(
     assert told["what"].startswith("rank 1 on b ")
     (said,) = it.said
     assert said.replace(str(folder), "FOLDER") == snapshot
-    assert [one.name for one in run_state.events(it.run)] == ["hang"]
+    assert [one.name for one in run_state.read_events(it.run)] == ["hang"]
 
 
 def test_what_goes_on_is_told_again_in_short_and_the_end_too(
@@ -158,15 +158,15 @@ def test_what_goes_on_is_told_again_in_short_and_the_end_too(
         await it.settle()
         assert len(list(it.run.hang.iterdir())) == 1
         for rank, node in enumerate(it.nodes):
-            moved = Pulse(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
-            node._on_sign(protocol.Pulses(attempt=0, pulses=(moved,)))
+            moved = Heartbeat(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
+            node._on_sign(protocol.Heartbeats(attempt=0, pulses=(moved,)))
         it.lookout.look()
         return it
 
     it = asyncio.run(scene())
     assert it.shown[-1].name == "hang-over"
     assert it.lookout.finding is None
-    assert [one.name for one in run_state.events(it.run)] == ["hang", "hang-over"]
+    assert [one.name for one in run_state.read_events(it.run)] == ["hang", "hang-over"]
 
 
 @pytest.mark.parametrize(("there", "kept"), [(19, 20), (20, 20)])
@@ -231,7 +231,7 @@ def test_a_lookout_that_fails_does_not_end_the_run(
     it.begin()
     it.lookout._watch = Broken()
     for _ in range(2):
-        it.nodes[0]._on_sign(protocol.Pulses(attempt=0, pulses=()))
+        it.nodes[0]._on_sign(protocol.Heartbeats(attempt=0, pulses=()))
     it.lookout.look()
     (said,) = it.said  # once
     assert "ZeroDivisionError('oh')" in said

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.launch.hangs.heartbeat import Pulse
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.rank import heartbeat, stack
-from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, PulseWriter
+from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, HeartbeatWriter
 
 _BEGIN = """\
 import os, signal, sys, threading, time
@@ -24,7 +24,7 @@ from pathlib import Path
 from torchmuster.launch.rank import heartbeat
 records = Path(sys.argv[1])
 heartbeat._EVERY_S = 0.02
-heartbeat.begin(3, records)
+heartbeat.start_heartbeat(3, records)
 path = records / "rank-3.pulse.json"
 def read():
     import json
@@ -57,8 +57,8 @@ def run(folder: Path, script: str, *flags: str) -> str:
 
 
 def test_a_pulse_is_what_the_keeper_reads(tmp_path: Path) -> None:
-    PulseWriter(5, tmp_path).beat()
-    pulse = msgspec.json.decode((tmp_path / "rank-5.pulse.json").read_bytes(), type=Pulse)
+    HeartbeatWriter(5, tmp_path).beat()
+    pulse = msgspec.json.decode((tmp_path / "rank-5.pulse.json").read_bytes(), type=Heartbeat)
     assert (pulse.rank, pulse.pid, pulse.beat, pulse.moves) == (5, os.getpid(), 1, 1)
     assert (pulse.waiting, pulse.begun, pulse.waits) == (False, {}, ())
 
@@ -82,7 +82,7 @@ def test_what_a_call_had_in_hand_is_given_back_while_a_pulse_is_written(
         return weakref.ref(activation)
 
     monkeypatch.setattr(heartbeat, "_write", write)
-    beats = threading.Thread(target=PulseWriter(5, tmp_path).beat)
+    beats = threading.Thread(target=HeartbeatWriter(5, tmp_path).beat)
     seen = forward()
     lives_on = seen() is not None
     is_back.set()
@@ -208,13 +208,13 @@ def test_a_signal_that_the_script_uses_is_left_to_it(tmp_path: Path) -> None:
 
 def read(
     source: str, tmp_path: Path, *, library: str = "", library_source: str = ""
-) -> stack.Reading:
+) -> stack.ThreadReading:
     """Read the stack at the moment at which a script, or a library that it knows, calls ``look``."""
     found = []
 
     def look(*_: object) -> None:
         # As if a function in C had been called, which has no frame.
-        found.append(stack.read(sys._getframe(1)))
+        found.append(stack.read_main_thread(sys._getframe(1)))
 
     space: dict[str, object] = {"look": look}
     for name, text in ((f"site-packages/{library}", library_source), ("train.py", source)):
@@ -296,6 +296,6 @@ def test_a_script_asleep_in_its_dataset_is_loading_data(tmp_path: Path) -> None:
         library="torch/utils/data/dataloader.py",
         library_source="def __next__(get): get()",
     )
-    assert reading == stack.Reading(
+    assert reading == stack.ThreadReading(
         place="train.py:2 in __getitem__", doing="look", phase="loading data"
     )

@@ -9,7 +9,7 @@ from patience import GIVE_UP_S
 from torchmuster.launch.transports.channel import Channel
 from torchmuster.launch.transports.join import client
 from torchmuster.launch.transports.join.client import HostChannel
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.service import JoinService
 
 LOOPBACK = "127.0.0.1"
@@ -20,7 +20,7 @@ class Host:
     """The service and everything that it told."""
 
     events: list[str] = field(default_factory=list)
-    new_codes: "asyncio.Queue[tuple[int, Code]]" = field(default_factory=asyncio.Queue)
+    new_codes: "asyncio.Queue[tuple[int, JoinCode]]" = field(default_factory=asyncio.Queue)
     arrivals: "asyncio.Queue[tuple[int, Channel]]" = field(default_factory=asyncio.Queue)
     service: JoinService = field(init=False)
 
@@ -54,13 +54,13 @@ def firewall_command(port: int) -> str:
 
 
 async def join(
-    code: Code,
+    code: JoinCode,
     *,
     events: list[str] | None = None,
     patience_s: float = GIVE_UP_S,
     discover: bool = False,
 ) -> HostChannel:
-    return await client.connect(
+    return await client.connect_to_host(
         code,
         on_event=(events if events is not None else []).append,
         open_firewall=firewall_command,

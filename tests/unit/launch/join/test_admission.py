@@ -5,14 +5,14 @@ import collections
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmuster.launch.transports.join.connection_handler import Door, source_of
+from torchmuster.launch.transports.join.connection_handler import ConnectionLimiter, source_of
 
 
-def small_door() -> Door[str]:
-    return Door(listened_to=2, in_line=4, chance_s=1.0)
+def small_door() -> ConnectionLimiter[str]:
+    return ConnectionLimiter(listened_to=2, in_line=4, chance_s=1.0)
 
 
-def crowd(door: Door[str], *names: str) -> None:
+def crowd(door: ConnectionLimiter[str], *names: str) -> None:
     """Everybody's source is the first letter of the name."""
     for name in names:
         assert door.arrive(name, name[0]) is None

@@ -22,7 +22,7 @@ from torchmuster.launch.transports.join import (
     stream,
     token_registry,
 )
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.stream import HEADER_BYTES
 from torchmuster.launch.transports.join.token_registry import Join
 from unit.launch.join.open_host import LOOPBACK, Host, join, open_host, proves_open
@@ -54,15 +54,15 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
-def join_message(code: Code) -> bytes:
+def join_message(code: JoinCode) -> bytes:
     return framed(
-        token_registry.encode(
+        token_registry.encode_join_message(
             Join(protocol=1, place=code.place, token=code.token, host="x", torchmuster="0")
         )
     )
 
 
-def forged(code: Code) -> Code:
+def forged(code: JoinCode) -> JoinCode:
     return dataclasses.replace(code, token=hashlib.sha256(code.token).digest()[:16])
 
 
@@ -140,7 +140,7 @@ def test_a_man_in_the_middle_hears_nothing(snapshot: SnapshotAssertion) -> None:
                 writer.transport.abort()
 
             server = await asyncio.start_server(
-                in_the_middle, LOOPBACK, 0, ssl=certificate.make().context
+                in_the_middle, LOOPBACK, 0, ssl=certificate.make_certificate().context
             )
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(MusterError) as caught:
@@ -328,7 +328,7 @@ def test_too_long_a_message_of_a_joined_machine_ends_its_connection_alone() -> N
                 writer.write(join_message(host.service.codes()[1]))
                 _, channel = await host.arrivals.get()
                 writer.write((protocol.MESSAGE_LIMIT + 1).to_bytes(4, "big") + b"x" * 100)
-                with pytest.raises(protocol.Garbled, match="at most 4194304 are taken"):
+                with pytest.raises(protocol.UnreadableMessage, match="at most 4194304 are taken"):
                     await channel.receive()
                 await asyncio.wait_for(reader.read(), GIVE_UP_S)
             assert await channel.receive() is None

@@ -14,7 +14,7 @@ from torchmuster.launch.transports.join import certificate
 
 
 def test_each_run_has_a_certificate_of_its_own() -> None:
-    assert certificate.make().fingerprint != certificate.make().fingerprint
+    assert certificate.make_certificate().fingerprint != certificate.make_certificate().fingerprint
 
 
 def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
@@ -30,7 +30,7 @@ def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
         real(self, path, password=password)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", look_and_load)
-    certificate.make()
+    certificate.make_certificate()
     ((mode, content),) = seen
     assert mode == 0o600
     assert b"BEGIN ENCRYPTED PRIVATE KEY" in content
@@ -38,7 +38,7 @@ def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
 
 
 def test_both_sides_speak_tls_1_3_only() -> None:
-    assert certificate.make().context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert certificate.make_certificate().context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert certificate.client_context().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
@@ -61,6 +61,6 @@ def test_without_cryptography_it_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(Impossible) as caught:
-        certificate.make()
+        certificate.make_certificate()
     assert caught.value.what == snapshot
     assert caught.value.fix == "pip install 'torchmuster[join]'"

@@ -15,15 +15,15 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.transports.join import certificate, client, listener, token_registry
-from torchmuster.launch.transports.join.code import Code
-from torchmuster.launch.transports.join.token_registry import Sorry, sorry
+from torchmuster.launch.transports.join.code import JoinCode
+from torchmuster.launch.transports.join.token_registry import Refused, refused_message
 from unit.launch.join.open_host import LOOPBACK, join, open_host
 
 pytestmark = pytest.mark.usefixtures("time_enough")
 
 
-def code_for(port: int, *addresses: str) -> Code:
-    return Code(
+def code_for(port: int, *addresses: str) -> JoinCode:
+    return JoinCode(
         place=1, port=port, addresses=addresses, token=os.urandom(16), fingerprint=os.urandom(16)
     )
 
@@ -75,7 +75,7 @@ def test_nobody_there_is_said_at_once_and_ends_in_the_reason(
 def test_no_answer_names_the_firewall_command(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    async def never(target: client.Target) -> socket.socket:
+    async def never(target: client.JoinTarget) -> socket.socket:
         raise TimeoutError
 
     monkeypatch.setattr(client, "_connected", never)
@@ -112,7 +112,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
     real = client._connected
     tries = 0
 
-    async def nobody_at_first(target: client.Target) -> socket.socket:
+    async def nobody_at_first(target: client.JoinTarget) -> socket.socket:
         nonlocal tries
         tries += 1
         if tries == 1:
@@ -138,13 +138,13 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
     monkeypatch.setattr(client, "TELL_EVERY_S", 0.05)
 
     async def story() -> None:
-        made = certificate.make()
+        made = certificate.make_certificate()
         told: asyncio.Queue[str] = asyncio.Queue()
         told_twice = asyncio.Event()
 
         async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await told_twice.wait()
-            answer = token_registry.encode(token_registry.Welcome(protocol=1, place=1))
+            answer = token_registry.encode_join_message(token_registry.Welcome(protocol=1, place=1))
             writer.write(len(answer).to_bytes(4, "big") + answer)
             await reader.read()
             writer.close()
@@ -153,7 +153,9 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
         port = server.sockets[0].getsockname()[1]
         code = dataclasses.replace(code_for(port, LOOPBACK), fingerprint=made.fingerprint)
         joining = asyncio.create_task(
-            client.connect(code, on_event=told.put_nowait, open_firewall=str, discover=False)
+            client.connect_to_host(
+                code, on_event=told.put_nowait, open_firewall=str, discover=False
+            )
         )
         answers = f" 127.0.0.1:{port}, "
         while answers not in (first := await told.get()):
@@ -196,16 +198,21 @@ def test_something_that_does_not_speak_tls_is_named(
 @pytest.mark.parametrize(
     ("answer", "fix"),
     [
-        (sorry("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"), "muster host"),
-        (sorry("unknown-code", "this host has not given out such a code"), "muster host"),
         (
-            Sorry(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
+            refused_message("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"),
+            "muster host",
+        ),
+        (refused_message("unknown-code", "this host has not given out such a code"), "muster host"),
+        (
+            Refused(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
             "pip install torchmuster==9.1� ",
         ),
     ],
     ids=["used", "unknown", "protocol"],
 )
-def test_each_refusal_says_what_to_do(answer: Sorry, fix: str, snapshot: SnapshotAssertion) -> None:
+def test_each_refusal_says_what_to_do(
+    answer: Refused, fix: str, snapshot: SnapshotAssertion
+) -> None:
     error = client._not_let_in(answer)
     assert fix in error.fix
     assert str(error).replace(__version__, "VERSION") == snapshot
@@ -222,7 +229,7 @@ def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
     async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
         return None
 
-    monkeypatch.setattr(listener, "find", nothing)
+    monkeypatch.setattr(listener, "find_hosts", nothing)
     events = LastEvents(clock)
     with pytest.raises(MusterError) as caught:
         asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))

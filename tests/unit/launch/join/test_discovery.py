@@ -60,11 +60,11 @@ def test_a_host_that_has_gone_is_not_found() -> None:
         announcing = asyncio.create_task(
             listener.announce(fingerprint, port=4711, addresses=[LOOPBACK])
         )
-        found = await listener.find(fingerprint, timeout_s=GIVE_UP_S)
-        assert found == listener.Found(addresses=(LOOPBACK,), port=4711)
+        found = await listener.find_hosts(fingerprint, timeout_s=GIVE_UP_S)
+        assert found == listener.HostFound(addresses=(LOOPBACK,), port=4711)
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
-        assert await listener.find(fingerprint, timeout_s=0.5) is None
+        assert await listener.find_hosts(fingerprint, timeout_s=0.5) is None
 
     asyncio.run(story())
 

@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import Node
+from torchmuster.launch.launcher.node_handle import NodeHandle
 from torchmuster.launch.transports.join import service, token_registry
 from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT
 from unit.launch.join.open_host import Host, join, open_host, proves_open
@@ -159,7 +159,7 @@ def test_hostile_frame_of_a_joined_machine_loses_that_machine_alone(frame: bytes
             async with raw_connection(host, tls=True) as (reader, writer):
                 writer.write(join_message(host.service.codes()[1]))
                 _, channel = await host.arrivals.get()
-                node = Node(1, "machine 2", channel, "0.1.0")
+                node = NodeHandle(1, "machine 2", channel, "0.1.0")
                 changed = asyncio.Event()
                 node.listen(on_output=lambda *_: None, on_change=changed.set)
                 writer.write(framed(frame))
@@ -185,7 +185,7 @@ def test_hostile_frame_of_the_host_ends_the_connection(frame: bytes) -> None:
             machine = await join(host.service.codes()[1])
             _, channel = await host.arrivals.get()
             await channel._stream.send(frame)  # type: ignore[attr-defined]
-            with pytest.raises(protocol.Garbled):
+            with pytest.raises(protocol.UnreadableMessage):
                 await machine.receive()
             assert await machine.receive() is None
             assert await asyncio.wait_for(channel.receive(), GIVE_UP_S) is None
@@ -198,5 +198,5 @@ def test_hostile_frame_of_the_host_ends_the_connection(frame: bytes) -> None:
     "frame", [DEEP, NESTED, b'{"kind":"welcome","protocol":%b}' % (b"9" * 800)]
 )
 def test_hostile_answer_of_a_host_is_no_answer(frame: bytes) -> None:
-    with pytest.raises(protocol.Garbled):
+    with pytest.raises(protocol.UnreadableMessage):
         token_registry.decode_answer(frame)

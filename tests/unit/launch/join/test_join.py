@@ -37,8 +37,8 @@ def test_messages_go_both_ways_once_a_machine_has_joined() -> None:
     async def story() -> None:
         async with open_host(count=2) as host:
             assert host.service.places == ("machine 2", "machine 3")
-            typed = codes.encode(host.service.codes()[2])
-            machine = await join(codes.decode(typed))
+            typed = codes.encode_code(host.service.codes()[2])
+            machine = await join(codes.decode_code(typed))
             place, channel = await host.arrivals.get()
             assert place == 2
             assert host.service.places[0] == "machine 2"
@@ -153,7 +153,7 @@ def test_several_addresses_share_one_port_and_the_first_to_answer_is_taken() -> 
             assert code.addresses == ("127.0.0.1", "127.0.0.2", "::1")  # there is nothing else
             # 127.0.0.99 refuses: it must not stand in the way.
             addresses = ("127.0.0.99", "::1")
-            machine = await join(codes.Code(**{**vars(code), "addresses": addresses}))
+            machine = await join(codes.JoinCode(**{**vars(code), "addresses": addresses}))
             assert str(machine.host) == f"[::1]:{host.service.port}"
             await machine.close()
 
@@ -228,9 +228,9 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_an_address_that_is_not_of_this_machine_is_named(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match=r"192\.0\.2\.77"):
-        listener.listen(["127.0.0.1", "192.0.2.77"], None)
+        listener.open_listeners(["127.0.0.1", "192.0.2.77"], None)
     with pytest.raises(Impossible, match="'gpu-a'") as refused:
-        listener.listen(["gpu-a"], None)
+        listener.open_listeners(["gpu-a"], None)
     assert refused.value == snapshot
 
 

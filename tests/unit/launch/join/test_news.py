@@ -4,13 +4,13 @@ import asyncio
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.transports.join.connection_handler import News
+from torchmuster.launch.transports.join.connection_handler import JoinNews
 
 
 def test_the_first_is_told_at_once_and_the_others_are_counted(snapshot: SnapshotAssertion) -> None:
     async def story() -> None:
         told: asyncio.Queue[str] = asyncio.Queue()
-        news = News(told.put_nowait, 0.05)
+        news = JoinNews(told.put_nowait, 0.05)
         for number in range(1000):
             news.note("a wrong join code", f"10.0.0.{number % 7}")
         assert told.get_nowait() == snapshot

@@ -1,10 +1,10 @@
 """Places and tokens: one machine per place, one use per token."""
 
-from torchmuster.launch.transports.join.token_registry import Refusal, Roster
+from torchmuster.launch.transports.join.token_registry import Refusal, TokenRegistry
 
 
 def test_a_token_opens_its_own_place_and_no_other() -> None:
-    roster = Roster(1, 2)
+    roster = TokenRegistry(1, 2)
     assert roster.examine(1, roster.token(1)) is None
     assert roster.examine(2, roster.token(1)) == Refusal(by=None)
     assert roster.examine(7, roster.token(1)) == Refusal(by=None)
@@ -12,7 +12,7 @@ def test_a_token_opens_its_own_place_and_no_other() -> None:
 
 
 def test_a_spent_token_says_by_whom_also_after_the_place_was_given_up() -> None:
-    roster = Roster(1, 1)
+    roster = TokenRegistry(1, 1)
     token = roster.token(1)
     guest = roster.seat(1, host="gpu-b", address="10.0.0.3")
     assert roster.examine(1, token) == Refusal(by=guest)
@@ -23,7 +23,7 @@ def test_a_spent_token_says_by_whom_also_after_the_place_was_given_up() -> None:
 
 
 def test_a_free_place_never_has_the_token_of_before() -> None:
-    roster = Roster(1, 1)
+    roster = TokenRegistry(1, 1)
     seen = set()
     for _ in range(50):
         seen.add(roster.token(1))
@@ -34,7 +34,7 @@ def test_a_free_place_never_has_the_token_of_before() -> None:
 
 
 def test_names_are_those_people_know_and_differ() -> None:
-    roster = Roster(1, 4)
+    roster = TokenRegistry(1, 4)
     assert roster.names() == ("machine 2", "machine 3", "machine 4", "machine 5")
     roster.seat(1, host="gpu-b", address="10.0.0.3")
     roster.seat(2, host="localhost", address="10.0.0.4")

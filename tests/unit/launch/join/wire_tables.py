@@ -20,9 +20,9 @@ from torchmuster.launch.transports.join import token_registry
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Sorry),
-    "to a keeper": typing.get_args(typing.get_args(protocol.ToKeeper)[0]),
-    "from a keeper": typing.get_args(typing.get_args(protocol.FromKeeper)[0]),
+    "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Refused),
+    "to a keeper": typing.get_args(typing.get_args(protocol.ToAgent)[0]),
+    "from a keeper": typing.get_args(typing.get_args(protocol.FromAgent)[0]),
 }
 NAMES = {str: "text", int: "integer", float: "number", bool: "boolean", bytes: "base64"}
 

@@ -16,7 +16,11 @@ from syrupy.assertion import SnapshotAssertion
 from text_snapshots import TextFile
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Host, JobSpec
-from torchmuster.launch.schedulers.kubernetes.manifests import first_address, render, to_yaml
+from torchmuster.launch.schedulers.kubernetes.manifests import (
+    first_address,
+    render_manifests,
+    to_yaml,
+)
 from torchmuster.launch.schedulers.kubernetes.request import GpuResource, Kind, KubernetesRequest
 from torchmuster.units import GiB
 from unit.launch.kubernetes.unknown_keys import unknown_keys
@@ -44,7 +48,7 @@ SMALL = KubernetesRequest(name="smoke", image=IMAGE, nodes=2)
 
 
 def container(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> dict[str, Any]:
-    document = render(spec, request, kind)[-1]
+    document = render_manifests(spec, request, kind)[-1]
     if kind == "trainjob":
         return dict(document["spec"]["trainer"])
     return dict(pod(document)["containers"][0])
@@ -62,7 +66,7 @@ def pod(document: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_text(snapshot: SnapshotAssertion, kind: Kind) -> None:
-    assert to_yaml(render(SPEC, REQUEST, kind)) == snapshot.use_extension(YamlFile)
+    assert to_yaml(render_manifests(SPEC, REQUEST, kind)) == snapshot.use_extension(YamlFile)
 
 
 def test_as_text_with_everything(snapshot: SnapshotAssertion) -> None:
@@ -83,12 +87,14 @@ def test_as_text_with_everything(snapshot: SnapshotAssertion) -> None:
         run_as_non_root=True,
         shm_bytes=16 * GiB,
     )
-    assert to_yaml(render(spec, request, "jobset")) == snapshot.use_extension(YamlFile)
+    assert to_yaml(render_manifests(spec, request, "jobset")) == snapshot.use_extension(YamlFile)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_does_not_grow_with_the_pods(kind: Kind) -> None:
-    few, many = (to_yaml(render(SPEC, replace(REQUEST, nodes=n), kind)) for n in (2, 10_000))
+    few, many = (
+        to_yaml(render_manifests(SPEC, replace(REQUEST, nodes=n), kind)) for n in (2, 10_000)
+    )
     assert few.count("\n") == many.count("\n")
     assert len(many) - len(few) <= 3 * len("0000")  # the number itself, three times at most
 
@@ -142,7 +148,7 @@ def test_both_validators_accept_what_is_rendered(kind: Kind, request_: Kubernete
     options = replace(request_, namespace="research", run_as_non_root=True, secret="tokens")
     spec = replace(SPEC, environment={"HF_TOKEN": "x"})
     for one, other in ((SPEC, request_), (spec, options)):
-        for document in yaml.safe_load_all(to_yaml(render(one, other, kind))):
+        for document in yaml.safe_load_all(to_yaml(render_manifests(one, other, kind))):
             validate(document)
 
 
@@ -172,7 +178,7 @@ MISTAKES: dict[Kind, list[list[str | int]]] = {
     ("kind", "path"), [(kind, one) for kind in KINDS for one in MISTAKES[kind]]
 )
 def test_an_unknown_key_is_refused_wherever_it_is(kind: Kind, path: list[str | int]) -> None:
-    document = copy.deepcopy(render(SPEC, REQUEST, kind)[-1])
+    document = copy.deepcopy(render_manifests(SPEC, REQUEST, kind)[-1])
     place: Any = document
     for step in path:
         place = place[step]
@@ -182,7 +188,7 @@ def test_an_unknown_key_is_refused_wherever_it_is(kind: Kind, path: list[str | i
 
 
 def test_the_models_alone_would_accept_it() -> None:
-    document = render(SPEC, REQUEST, "trainjob")[0]
+    document = render_manifests(SPEC, REQUEST, "trainjob")[0]
     document["spec"]["trainer"]["numNode"] = 3
     models.TrainerV1alpha1TrainJob.from_dict(document)
     found = unknown_keys(document, models.TrainerV1alpha1TrainJob)
@@ -190,7 +196,7 @@ def test_the_models_alone_would_accept_it() -> None:
 
 
 def test_a_wrong_type_is_refused() -> None:
-    document = render(SPEC, REQUEST, "trainjob")[0]
+    document = render_manifests(SPEC, REQUEST, "trainjob")[0]
     document["spec"]["trainer"]["numNodes"] = "four"
     with pytest.raises(ValidationError, match="numNodes"):
         validate(document)
@@ -200,7 +206,7 @@ def test_a_wrong_type_is_refused() -> None:
 
 
 def test_the_service_gives_names_to_the_jobs_pods_before_they_are_ready() -> None:
-    service, job = render(SPEC, REQUEST, "job")
+    service, job = render_manifests(SPEC, REQUEST, "job")
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
@@ -229,7 +235,7 @@ def test_a_dollar_of_the_users_stays_a_dollar(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_one_failure_ends_all(kind: Kind) -> None:
-    document = render(SPEC, REQUEST, kind)[-1]
+    document = render_manifests(SPEC, REQUEST, kind)[-1]
     job = document["spec"]
     if kind == "jobset":
         job = job["replicatedJobs"][0]["template"]["spec"]
@@ -239,12 +245,12 @@ def test_one_failure_ends_all(kind: Kind) -> None:
 
 def test_restarts_are_of_all_pods_together() -> None:
     spec = replace(SPEC, max_restarts=3)
-    jobset = render(spec, REQUEST, "jobset")[0]["spec"]
+    jobset = render_manifests(spec, REQUEST, "jobset")[0]["spec"]
     assert jobset["failurePolicy"]["maxRestarts"] == 3
 
 
 def test_a_pod_that_is_taken_away_starts_all_again_and_counts_as_no_failure() -> None:
-    jobset = render(replace(SPEC, max_restarts=3), REQUEST, "jobset")[0]["spec"]
+    jobset = render_manifests(replace(SPEC, max_restarts=3), REQUEST, "jobset")[0]["spec"]
     (rule,) = jobset["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
@@ -252,7 +258,7 @@ def test_a_pod_that_is_taken_away_starts_all_again_and_counts_as_no_failure() ->
     (of_job,) = job["podFailurePolicy"]["rules"]
     assert of_job == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 45
-    never = render(SPEC, REQUEST, "jobset")[0]["spec"]
+    never = render_manifests(SPEC, REQUEST, "jobset")[0]["spec"]
     assert never["failurePolicy"] == {"maxRestarts": 0}
     assert "podFailurePolicy" not in never["replicatedJobs"][0]["template"]["spec"]
 
@@ -283,7 +289,7 @@ def test_threads_are_shared_among_the_ranks_unless_set() -> None:
 )
 def test_shared_memory_has_a_limit(memory: int | None, shared: int | None, expected: str) -> None:
     request = replace(REQUEST, memory_bytes=memory, shm_bytes=shared)
-    (volume,) = pod(render(SPEC, request, "job")[1])["volumes"]
+    (volume,) = pod(render_manifests(SPEC, request, "job")[1])["volumes"]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": expected}
 
 
@@ -302,7 +308,7 @@ def test_a_secret_never_stands_in_a_manifest(kind: Kind, variable: dict[str, str
     (name,) = variable
     spec = replace(SPEC, environment=variable)
     with pytest.raises(Impossible) as caught:
-        render(spec, REQUEST, kind)
+        render_manifests(spec, REQUEST, kind)
     assert caught.value.what.startswith(f"{name} is a secret")
     assert caught.value.fix.startswith("kubectl create secret generic train-secrets ")
     assert f" --from-literal={name}=" in caught.value.fix
@@ -328,20 +334,20 @@ def test_a_name_that_dns_does_not_allow_comes_with_one_that_it_does(
     name: str, fix: str, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        render(SPEC, replace(REQUEST, name=name), "job")
+        render_manifests(SPEC, replace(REQUEST, name=name), "job")
     assert caught.value.fix == fix
     assert str(caught.value) == snapshot
-    render(SPEC, replace(REQUEST, name=fix.removeprefix("--name ")), "job")
+    render_manifests(SPEC, replace(REQUEST, name=fix.removeprefix("--name ")), "job")
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("job", 61), ("jobset", 48), ("trainjob", 48)])
 def test_the_length_of_a_name_is_that_of_the_longest_pod(kind: Kind, longest: int) -> None:
-    render(SPEC, replace(REQUEST, name="n" * longest), kind)
+    render_manifests(SPEC, replace(REQUEST, name="n" * longest), kind)
     with pytest.raises(Impossible, match="is too long by 1") as caught:
-        render(SPEC, replace(REQUEST, name="n" * (longest + 1)), kind)
+        render_manifests(SPEC, replace(REQUEST, name="n" * (longest + 1)), kind)
     assert caught.value.fix == f"--name {'n' * longest}"
     with pytest.raises(Impossible, match="is too long by 1"):  # pod 10 has one digit more
-        render(SPEC, replace(REQUEST, name="n" * longest, nodes=11), kind)
+        render_manifests(SPEC, replace(REQUEST, name="n" * longest, nodes=11), kind)
 
 
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], Kind, str]] = [
@@ -378,6 +384,6 @@ def test_what_no_cluster_would_run_is_refused_here(
     spec: dict[str, Any], request_: dict[str, Any], kind: Kind, what: str
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        render(replace(SPEC, **spec), replace(REQUEST, **request_), kind)
+        render_manifests(replace(SPEC, **spec), replace(REQUEST, **request_), kind)
     assert caught.value.what.startswith(what)
     assert caught.value.fix or caught.value.why

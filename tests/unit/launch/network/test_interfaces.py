@@ -22,7 +22,7 @@ SERVER = [LO, DOCKER, nic("wg0", "10.9.0.5"), ETH0, nic("eth1", "192.168.7.5", u
 
 
 def addresses(machine: Sequence[Interface]) -> list[str]:
-    return [one.address for one in interfaces.candidates(machine)]
+    return [one.address for one in interfaces.interface_candidates(machine)]
 
 
 def test_ordinary_interfaces_come_first_then_vpns_then_bridges_and_never_loopback() -> None:
@@ -30,7 +30,11 @@ def test_ordinary_interfaces_come_first_then_vpns_then_bridges_and_never_loopbac
 
 
 def test_a_candidate_is_told_with_its_interface() -> None:
-    assert [one.interface for one in interfaces.candidates(SERVER)][:3] == ["eth0", "eth0", "wg0"]
+    assert [one.interface for one in interfaces.interface_candidates(SERVER)][:3] == [
+        "eth0",
+        "eth0",
+        "wg0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,15 +114,15 @@ def test_a_name_is_local_if_it_stands_for_an_address_of_this_machine() -> None:
 
 
 def test_a_name_that_is_none_resolves_to_nothing() -> None:
-    assert interfaces.resolve("a" * 300) == []
-    assert "127.0.0.1" in interfaces.resolve("127.0.0.1")
+    assert interfaces.resolve_host("a" * 300) == []
+    assert "127.0.0.1" in interfaces.resolve_host("127.0.0.1")
 
 
 def test_this_machine_has_loopback_and_does_not_tell_it() -> None:
-    machine = interfaces.read()
+    machine = interfaces.read_interfaces()
     assert interfaces.interface_of("127.0.0.1", machine) is not None
     assert not any(address.startswith(("127.", "fe80", "::1")) for address in addresses(machine))
-    assert interfaces.candidates() == interfaces.candidates(machine)
+    assert interfaces.interface_candidates() == interfaces.interface_candidates(machine)
 
 
 def test_each_library_is_told_the_interface_in_its_own_way_of_writing() -> None:

@@ -29,7 +29,7 @@ PLACES = [protocol.Address(address=f"127.0.0.{last}", interface=f"eth{last}") fo
 
 @pytest.fixture(autouse=True)
 def three_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "candidates", lambda known=None: list(PLACES))
+    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: list(PLACES))
 
 
 @pytest.fixture(autouse=True)
@@ -344,7 +344,7 @@ def test_only_the_given_address(snapshot: SnapshotAssertion) -> None:
 
 def test_an_address_may_be_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"head": ["10.0.0.77", "127.0.0.9"]}
-    monkeypatch.setattr(interfaces, "resolve", lambda name: known.get(name, []))
+    monkeypatch.setattr(interfaces, "resolve_host", lambda name: known.get(name, []))
     decision = listening.open_port(0, "head", interfaces=MACHINE)
     addresses = decision.value.addresses
     close(decision.value)
@@ -363,7 +363,7 @@ def test_an_address_that_is_not_here_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str, snapshot: SnapshotAssertion
 ) -> None:
     known = {"head": ["10.0.0.77"]}
-    monkeypatch.setattr(interfaces, "resolve", lambda name: known.get(name, []))
+    monkeypatch.setattr(interfaces, "resolve_host", lambda name: known.get(name, []))
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     with pytest.raises(Impossible) as refusal:
         listening.open_port(0, address, interfaces=MACHINE)
@@ -375,7 +375,7 @@ def test_an_address_that_has_gone_meanwhile_is_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone = protocol.Address(address="203.0.113.7", interface="eth9")
-    monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone, *PLACES])
+    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: [gone, *PLACES])
     decision = listening.open_port(0, interfaces=MACHINE)
     addresses = decision.value.addresses
     close(decision.value)
@@ -384,7 +384,7 @@ def test_an_address_that_has_gone_meanwhile_is_done_without(
 
 def test_no_address_at_all_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = protocol.Address(address="203.0.113.7", interface="eth9")
-    monkeypatch.setattr(interfaces, "candidates", lambda known=None: [gone])
+    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: [gone])
     with pytest.raises(Impossible) as refusal:
         listening.open_port(29400, interfaces=MACHINE)
     assert refusal.value.what == "cannot listen on port 29400"
@@ -406,7 +406,7 @@ def test_a_machine_without_any_network_listens_on_loopback(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     none: Sequence[protocol.Address] = []
-    monkeypatch.setattr(interfaces, "candidates", lambda known=None: none)
+    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: none)
     decision = listening.open_port(0, interfaces=MACHINE)
     addresses = decision.value.addresses
     close(decision.value)

@@ -3,20 +3,22 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.network import reach
-from torchmuster.launch.network.reach import Call, Place
+from torchmuster.launch.network.reach import NodeAddress, ReachCall
 
 A, B, C = (
-    Place(name=name, system="linux", address=f"10.0.0.{last}")
+    NodeAddress(name=name, system="linux", address=f"10.0.0.{last}")
     for name, last in (("a", 2), ("b", 10), ("c", 3))
 )
 
 
-def call(caller: Place, called: Place, problem: str = "", port: int = 40_000) -> Call:
-    return Call(caller=caller, called=called, port=port, problem=problem)
+def call(
+    caller: NodeAddress, called: NodeAddress, problem: str = "", port: int = 40_000
+) -> ReachCall:
+    return ReachCall(caller=caller, called=called, port=port, problem=problem)
 
 
-def check(*calls: Call, both_ways: bool = False) -> str:
-    return reach.check(calls, both_ways=both_ways, port=29400, timeout_s=5)
+def check(*calls: ReachCall, both_ways: bool = False) -> str:
+    return reach.check_reachability(calls, both_ways=both_ways, port=29400, timeout_s=5)
 
 
 def test_all_reach_each_other() -> None:

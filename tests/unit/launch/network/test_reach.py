@@ -29,7 +29,7 @@ def tried(*targets: tuple[str, int], timeout_s: float = GIVE_UP_S) -> list[proto
         targets=tuple(protocol.Target(address=address, port=port) for address, port in targets),
         timeout_s=timeout_s,
     )
-    return list(asyncio.run(reach.try_all(message, interfaces=HERE)).results)
+    return list(asyncio.run(reach.try_all_calls(message, interfaces=HERE)).results)
 
 
 async def answered_by(serve: Serve) -> protocol.ReachResult:
@@ -37,7 +37,7 @@ async def answered_by(serve: Serve) -> protocol.ReachResult:
     async with server:
         target = protocol.Target(address="127.0.0.1", port=server.sockets[0].getsockname()[1])
         message = protocol.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
-        (result,) = (await reach.try_all(message, interfaces=HERE)).results
+        (result,) = (await reach.try_all_calls(message, interfaces=HERE)).results
         return result
 
 
@@ -48,7 +48,7 @@ def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
         target = protocol.Target(address="127.0.0.1", port=port.port)
         message = protocol.Reach(nonce=NONCE, targets=(target, target), timeout_s=60.0)
         try:
-            return (await reach.try_all(message, interfaces=HERE)).results
+            return (await reach.try_all_calls(message, interfaces=HERE)).results
         finally:
             await port.close()
 
@@ -67,7 +67,7 @@ def test_the_port_of_another_run_is_not_taken_for_ours(monkeypatch: pytest.Monke
         target = protocol.Target(address="127.0.0.1", port=port.port)
         message = protocol.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         try:
-            return (await reach.try_all(message, interfaces=HERE)).results[0]
+            return (await reach.try_all_calls(message, interfaces=HERE)).results[0]
         finally:
             await port.close()
 
@@ -301,7 +301,7 @@ def test_the_local_end_of_the_chosen_address() -> None:
     ],
 )
 def test_several(names: list[str], text: str) -> None:
-    assert reach.several(names) == text
+    assert reach.name_several(names) == text
 
 
 # ---- loopback, and services that are not ours

@@ -5,7 +5,7 @@ from pathlib import Path
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm.allocation import earlier_run
-from torchmuster.runfolder import RunFolder, create
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
@@ -15,7 +15,7 @@ def job(*words: str) -> JobSpec:
 
 
 def ran(root: Path, spec: JobSpec, slurm_job: str | None) -> RunFolder:
-    run = create(root, spec.name)
+    run = create_run_folder(root, spec.name)
     run_state.write_job(run, spec, slurm_job=slurm_job)
     return run
 
@@ -25,7 +25,7 @@ def test_the_same_command_of_the_same_job(tmp_path: Path) -> None:
     ran(tmp_path, job("worker", "--set", "a=2"), "7")  # the next line of the same job script
     ran(tmp_path, job("worker", "--set", "a=1"), "8")
     ran(tmp_path, job("worker", "--set", "a=1"), None)
-    create(tmp_path, "torn")  # its launcher died before it wrote anything down
+    create_run_folder(tmp_path, "torn")  # its launcher died before it wrote anything down
     assert earlier_run(job("worker", "--set", "a=1"), tmp_path, AGAIN) == first
 
 

@@ -13,18 +13,18 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import Host, JobSpec
 from torchmuster.launch.schedulers.slurm.allocation import (
     Allocation,
+    allocation_here,
     check_counts,
-    expand,
+    expand_hostlist,
     few_cores,
     gpus_by_node,
-    here,
 )
-from torchmuster.launch.schedulers.slurm.jobs import Answer
+from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 
 JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
-def no_scontrol(command: Sequence[str]) -> Answer | None:
+def no_scontrol(command: Sequence[str]) -> SlurmAnswer | None:
     return None
 
 
@@ -57,7 +57,7 @@ def spec(**changes: Any) -> JobSpec:
     ],
 )
 def test_node_lists_are_written_out(node_list: str, names: list[str]) -> None:
-    assert list(expand(node_list)) == names
+    assert list(expand_hostlist(node_list)) == names
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_node_lists_are_written_out(node_list: str, names: list[str]) -> None:
 )
 def test_what_is_no_node_list_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="node"):
-        expand(text)
+        expand_hostlist(text)
 
 
 @given(st.text(alphabet="n1[]-,", max_size=12))
 def test_any_text_is_a_node_list_or_an_error(text: str) -> None:
     with contextlib.suppress(ValueError):
-        assert all("[" not in name and "," not in name for name in expand(text))
+        assert all("[" not in name and "," not in name for name in expand_hostlist(text))
 
 
 def test_outside_of_slurm_there_is_no_allocation() -> None:
-    assert here({}, no_scontrol) is None
-    assert here({"SLURM_JOB_ID": "41"}, no_scontrol) is None
-    assert here({"SLURM_JOB_ID": "no", "SLURM_JOB_NODELIST": "n1"}, no_scontrol) is None
+    assert allocation_here({}, no_scontrol) is None
+    assert allocation_here({"SLURM_JOB_ID": "41"}, no_scontrol) is None
+    assert allocation_here({"SLURM_JOB_ID": "no", "SLURM_JOB_NODELIST": "n1"}, no_scontrol) is None
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,23 @@ def test_outside_of_slurm_there_is_no_allocation() -> None:
 def test_without_scontrol_the_variables_have_to_do(
     variables: Mapping[str, str], gpus: tuple[int, ...] | None
 ) -> None:
-    found = here({**JOB, **variables}, no_scontrol)
+    found = allocation_here({**JOB, **variables}, no_scontrol)
     assert found is not None
     assert found.nodes == ("n1", "n2")
     assert found.gpus == gpus
 
 
 def test_scontrol_knows_better_than_the_variables() -> None:
-    def scontrol(command: Sequence[str]) -> Answer:
+    def scontrol(command: Sequence[str]) -> SlurmAnswer:
         if command[:3] == ["scontrol", "show", "hostnames"]:
-            return Answer(code=0, out="n1\nn2\n", err="")
+            return SlurmAnswer(code=0, out="n1\nn2\n", err="")
         assert command == ["scontrol", "show", "-d", "job", "41"]
         text = "JobId=41\n     Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:a100:4(IDX:0-3)\n"
-        return Answer(
+        return SlurmAnswer(
             code=0, out=text + "     Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n", err=""
         )
 
-    found = here({**JOB, "SLURM_GPUS_ON_NODE": "4"}, scontrol)
+    found = allocation_here({**JOB, "SLURM_GPUS_ON_NODE": "4"}, scontrol)
     assert found is not None
     assert found.gpus == (4, 1)
     assert found.gpus_per_node is None
@@ -124,13 +124,13 @@ def test_the_rest_comes_from_the_variables() -> None:
         "SLURM_RESTART_COUNT": "2",
         "SLURM_STEP_NUM_TASKS": "8",
     }
-    found = here({**JOB, **variables}, no_scontrol)
+    found = allocation_here({**JOB, **variables}, no_scontrol)
     assert found == allocation(gpus=None, tasks_per_node=4, copies=8, restarts=2)
 
 
 def test_a_broken_node_list_is_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible) as caught:
-        here({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-"}, no_scontrol)
+        allocation_here({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-"}, no_scontrol)
     assert caught.value.what == snapshot
 
 

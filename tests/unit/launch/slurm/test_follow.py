@@ -10,12 +10,18 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
-from torchmuster.launch.schedulers.slurm.follow import LogLine, Poll, Rhythm, follow, left_running
-from torchmuster.launch.schedulers.slurm.jobs import JobState, Kind, require
+from torchmuster.launch.schedulers.slurm.follow import (
+    LogLine,
+    Poll,
+    PollRhythm,
+    follow_job,
+    left_running,
+)
+from torchmuster.launch.schedulers.slurm.jobs import JobState, Kind, require_slurm
 
-FAST = Rhythm(look_s=0.01, poll_s=0.02, say_s=0.1)
+FAST = PollRhythm(look_s=0.01, poll_s=0.02, say_s=0.1)
 # Says nothing twice, however late Slurm's answer comes on a busy machine.
-ONCE = Rhythm(look_s=0.01, poll_s=0.02, say_s=GIVE_UP_S)
+ONCE = PollRhythm(look_s=0.01, poll_s=0.02, say_s=GIVE_UP_S)
 
 
 def state(kind: Kind, log: Path | None = None, reason: str = "") -> JobState:
@@ -29,7 +35,7 @@ def one_after_another(*states: JobState) -> Poll:
 
 
 def test_the_reason_for_waiting_is_said_again() -> None:
-    events = follow("7", rhythm=FAST, poll=lambda job: state("pending", reason="Priority"))
+    events = follow_job("7", rhythm=FAST, poll=lambda job: state("pending", reason="Priority"))
     times = []
     for event in events:
         assert isinstance(event, JobState)
@@ -49,7 +55,7 @@ def test_a_controller_that_takes_its_time_does_not_make_us_silent() -> None:
         answered.wait(GIVE_UP_S)
         return state("done")
 
-    events = follow("7", rhythm=FAST, poll=poll)
+    events = follow_job("7", rhythm=FAST, poll=poll)
     assert next(events) == JobState(job="7", kind="unknown", words="Slurm is asked for job 7")
     answered.set()
     *before, last = [one.kind for one in events if isinstance(one, JobState)]
@@ -59,7 +65,7 @@ def test_a_controller_that_takes_its_time_does_not_make_us_silent() -> None:
 
 def test_every_line_comes_once_and_the_unfinished_one_at_the_end(tmp_path: Path) -> None:
     log = tmp_path / "slurm-7.log"
-    events = follow("7", rhythm=ONCE, poll=one_after_another(state("running", log)))
+    events = follow_job("7", rhythm=ONCE, poll=one_after_another(state("running", log)))
     assert next(events) == state("running", log)
     log.write_bytes(b"first\nsec")
     assert next(events) == LogLine(text="first")
@@ -70,7 +76,7 @@ def test_every_line_comes_once_and_the_unfinished_one_at_the_end(tmp_path: Path)
     events.close()  # type: ignore[attr-defined]
     with log.open("ab") as stream:
         stream.write(b"end")
-    seen = list(follow("7", rhythm=ONCE, poll=one_after_another(state("done", log))))
+    seen = list(follow_job("7", rhythm=ONCE, poll=one_after_another(state("done", log))))
     assert seen[0] == state("done", log)
     assert [one.text for one in seen[1:] if isinstance(one, LogLine)] == [
         "first",
@@ -84,7 +90,7 @@ def test_a_log_that_begins_again_is_read_from_its_beginning(tmp_path: Path) -> N
     log = tmp_path / "log"
     log.write_text("a long first line\n")
     over = threading.Event()
-    events = follow(
+    events = follow_job(
         "7", rhythm=ONCE, poll=lambda job: state("done" if over.is_set() else "running", log)
     )
     assert [next(events), next(events)][1] == LogLine(text="a long first line")
@@ -97,7 +103,7 @@ def test_a_log_that_begins_again_is_read_from_its_beginning(tmp_path: Path) -> N
 def test_when_slurm_does_not_answer_the_log_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     polls = one_after_another(state("running", log), state("unknown"))
-    events = follow("7", rhythm=ONCE, poll=polls)
+    events = follow_job("7", rhythm=ONCE, poll=polls)
     assert next(events) == state("running", log)
     assert next(events) == state("unknown", log)
     log.write_text("still here\n")
@@ -107,11 +113,11 @@ def test_when_slurm_does_not_answer_the_log_goes_on(tmp_path: Path) -> None:
 
 def test_an_error_of_the_poll_is_raised_to_the_follower() -> None:
     def poll(job: str) -> JobState:
-        require(["no-such-client"])
+        require_slurm(["no-such-client"])
         raise AssertionError
 
     with pytest.raises(Impossible, match="no-such-client"):
-        list(follow("7", rhythm=FAST, poll=poll))
+        list(follow_job("7", rhythm=FAST, poll=poll))
 
 
 def test_leaving_says_how_to_stop_the_job(snapshot: SnapshotAssertion) -> None:
@@ -120,5 +126,5 @@ def test_leaving_says_how_to_stop_the_job(snapshot: SnapshotAssertion) -> None:
 
 
 def test_nobody_waits_ten_seconds_for_a_word() -> None:
-    usual = Rhythm()
+    usual = PollRhythm()
     assert usual.say_s + usual.look_s < 10

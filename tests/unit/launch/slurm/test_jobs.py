@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.schedulers.slurm import jobs
-from torchmuster.launch.schedulers.slurm.jobs import Answer
+from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 
 
 def text(
@@ -77,29 +77,36 @@ def text(
     ],
 )
 def test_states_are_told_in_plain_words(shown: str, kind: str, snapshot: SnapshotAssertion) -> None:
-    state = jobs.read("7", shown)
+    state = jobs.read_job_states("7", shown)
     assert state.kind == kind
     assert state.words == snapshot
 
 
 def test_the_numbers_are_kept() -> None:
-    state = jobs.read("7", text("FAILED", "NonZeroExitCode", restarts=3, exit_code="5:0"))
+    state = jobs.read_job_states(
+        "7", text("FAILED", "NonZeroExitCode", restarts=3, exit_code="5:0")
+    )
     assert (state.exit_code, state.signal, state.restarts) == (5, None, 3)
     assert state.log == Path("/home/me/a runs/slurm-7.log")
-    assert jobs.read("7", text("RUNNING")).exit_code is None
+    assert jobs.read_job_states("7", text("RUNNING")).exit_code is None
 
 
 def test_a_jobs_name_cannot_say_that_it_is_done() -> None:
     shown = text("RUNNING", name="x JobState=COMPLETED Reason=None ExitCode=0:0 NodeList=evil")
-    assert jobs.read("7", shown) == jobs.read("7", text("RUNNING"))
+    assert jobs.read_job_states("7", shown) == jobs.read_job_states("7", text("RUNNING"))
 
 
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Answer(code=1, out="", err="slurm_load_jobs error: Invalid job id specified"), "gone"),
         (
-            Answer(code=1, out="", err="slurm_load_jobs error: Unable to contact slurm controller"),
+            SlurmAnswer(code=1, out="", err="slurm_load_jobs error: Invalid job id specified"),
+            "gone",
+        ),
+        (
+            SlurmAnswer(
+                code=1, out="", err="slurm_load_jobs error: Unable to contact slurm controller"
+            ),
             "unknown",
         ),
         (None, "unknown"),
@@ -107,13 +114,13 @@ def test_a_jobs_name_cannot_say_that_it_is_done() -> None:
     ids=["not known", "no controller", "no scontrol"],
 )
 def test_no_answer_is_not_an_end(
-    answer: Answer | None, kind: str, snapshot: SnapshotAssertion
+    answer: SlurmAnswer | None, kind: str, snapshot: SnapshotAssertion
 ) -> None:
-    def ask(command: Sequence[str]) -> Answer | None:
+    def ask(command: Sequence[str]) -> SlurmAnswer | None:
         assert command == ["scontrol", "show", "job", "7"]
         return answer
 
-    state = jobs.poll("7", ask)
+    state = jobs.poll_job("7", ask)
     assert state.kind == kind
     assert state.words == snapshot
     assert state.final == (kind == "gone")

@@ -8,24 +8,26 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle
 from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue, would_not_get_on
-from torchmuster.launch.schedulers.slurm.jobs import Answer
+from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 
 
 class Slurm:
     """Answers as scontrol does."""
 
-    def __init__(self, shown: Answer | None, requeued: Answer | None = None) -> None:
+    def __init__(self, shown: SlurmAnswer | None, requeued: SlurmAnswer | None = None) -> None:
         self._answers = {"show": shown, "requeue": requeued}
         self.asked: list[Sequence[str]] = []
 
-    def __call__(self, command: Sequence[str]) -> Answer | None:
+    def __call__(self, command: Sequence[str]) -> SlurmAnswer | None:
         self.asked.append(command)
         return self._answers[command[1]]
 
 
-MAY = Answer(code=0, out="JobId=7 JobName=train\n   Requeue=1 Restarts=0 BatchFlag=1\n", err="")
-MAY_NOT = Answer(code=0, out="JobId=7 JobName=train\n   Requeue=0 Restarts=0\n", err="")
-GOOD = Answer(code=0, out="", err="")
+MAY = SlurmAnswer(
+    code=0, out="JobId=7 JobName=train\n   Requeue=1 Restarts=0 BatchFlag=1\n", err=""
+)
+MAY_NOT = SlurmAnswer(code=0, out="JobId=7 JobName=train\n   Requeue=0 Restarts=0\n", err="")
+GOOD = SlurmAnswer(code=0, out="", err="")
 
 
 def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
@@ -41,7 +43,7 @@ def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize("shown", [MAY_NOT, None], ids=["may not", "no scontrol"])
 def test_one_that_may_not_says_what_to_do(
-    shown: Answer | None, snapshot: SnapshotAssertion
+    shown: SlurmAnswer | None, snapshot: SnapshotAssertion
 ) -> None:
     chosen = may_go_back("7", Slurm(shown))
     assert not chosen.value
@@ -52,13 +54,13 @@ def test_one_that_may_not_says_what_to_do(
     ("answer", "said"),
     [
         (
-            Answer(code=1, out="", err="Access/permission denied for job 7"),
+            SlurmAnswer(code=1, out="", err="Access/permission denied for job 7"),
             "Access/permission denied for job 7",
         ),
         (None, "scontrol is gone"),
     ],
 )
-def test_one_that_slurm_does_not_take_back_says_so(answer: Answer | None, said: str) -> None:
+def test_one_that_slurm_does_not_take_back_says_so(answer: SlurmAnswer | None, said: str) -> None:
     assert requeue("7", Slurm(MAY, answer)).endswith(f": {said}")
 
 

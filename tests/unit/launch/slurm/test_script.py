@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from text_snapshots import TextFile
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Host, JobSpec
-from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render
+from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script
 
 
 class SbatchFile(TextFile):
@@ -34,7 +34,7 @@ def spec(**changes: Any) -> JobSpec:
 
 
 SCRIPTS = {
-    "gpu": render(
+    "gpu": render_script(
         spec(device="gpu"),
         SlurmRequest(
             nodes=4,
@@ -50,10 +50,10 @@ SCRIPTS = {
         [*MUSTER, "train.py", "--lr", "3e-4"],
         Path("runs"),
     ),
-    "cpu": render(
+    "cpu": render_script(
         spec(device="cpu", ranks=2), SlurmRequest(nodes=2), [*MUSTER, "smoke.py"], Path("runs")
     ),
-    "hostile": render(
+    "hostile": render_script(
         spec(name='it\'s "mine" \\ # $(id)', folder="/home/me/a 'b' #c"),
         SlurmRequest(partition="a b; rm -rf /", time="1:00:00"),
         [*MUSTER, "train.py", "$(touch x)", "it's", "a\n#SBATCH --nodes=99\nb", "`id`", "*", ""],
@@ -82,7 +82,7 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
 
 def test_the_script_does_not_grow_with_the_nodes() -> None:
     def size(nodes: int) -> int:
-        return len(render(spec(), SlurmRequest(nodes=nodes), MUSTER, Path("runs")))
+        return len(render_script(spec(), SlurmRequest(nodes=nodes), MUSTER, Path("runs")))
 
     assert size(9000) == size(1000)
     assert size(1000) - size(1) == len("1000") - len("1")
@@ -90,30 +90,30 @@ def test_the_script_does_not_grow_with_the_nodes() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
 def test_every_word_arrives_as_it_was_typed(words: list[str]) -> None:
-    script = render(spec(), SlurmRequest(), [*MUSTER, *words], Path("runs"))
+    script = render_script(spec(), SlurmRequest(), [*MUSTER, *words], Path("runs"))
     _, _, command = script.partition("\nexec ")
     assert shlex.split(command) == [*MUSTER, *words]
 
 
 @given(st.text())
 def test_no_name_can_add_a_line_to_the_script(name: str) -> None:
-    usual = render(spec(), SlurmRequest(), MUSTER, Path("runs"))
+    usual = render_script(spec(), SlurmRequest(), MUSTER, Path("runs"))
     try:
-        script = render(spec(name=name), SlurmRequest(), MUSTER, Path("runs"))
+        script = render_script(spec(name=name), SlurmRequest(), MUSTER, Path("runs"))
     except Impossible:
         return
     assert len(script.splitlines()) == len(usual.splitlines())
 
 
 def test_runs_elsewhere_have_their_log_there() -> None:
-    script = render(spec(), SlurmRequest(), MUSTER, Path("/scratch/runs"))
+    script = render_script(spec(), SlurmRequest(), MUSTER, Path("/scratch/runs"))
     assert "#SBATCH --output=/scratch/runs/slurm-%j.log\n" in script
-    script = render(spec(), SlurmRequest(), MUSTER, Path("/home/me/work/out/runs"))
+    script = render_script(spec(), SlurmRequest(), MUSTER, Path("/home/me/work/out/runs"))
     assert "#SBATCH --output=out/runs/slurm-%j.log\n" in script
 
 
 def test_gpus_follow_from_the_ranks_where_gpus_are_meant() -> None:
-    script = render(spec(device="gpu", ranks=4), SlurmRequest(), MUSTER, Path("runs"))
+    script = render_script(spec(device="gpu", ranks=4), SlurmRequest(), MUSTER, Path("runs"))
     assert "#SBATCH --gpus-per-node=4\n" in script
 
 
@@ -138,11 +138,13 @@ def test_what_cannot_be_meant_is_refused(
     snapshot: SnapshotAssertion,
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        render(spec(**changes), SlurmRequest(**request_), MUSTER, Path(run_root))
+        render_script(spec(**changes), SlurmRequest(**request_), MUSTER, Path(run_root))
     assert fix in caught.value.fix
     assert str(caught.value) == snapshot
 
 
 def test_shared_gpus_may_have_more_ranks() -> None:
     request = SlurmRequest(gpus_per_node=1)
-    assert "--gpus-per-node=1\n" in render(spec(ranks=4, share=True), request, MUSTER, Path("runs"))
+    assert "--gpus-per-node=1\n" in render_script(
+        spec(ranks=4, share=True), request, MUSTER, Path("runs")
+    )

@@ -13,7 +13,7 @@ from patience import GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Channel, Transport
-from torchmuster.launch.transports.srun import SrunTransport, command, environment_for_srun
+from torchmuster.launch.transports.srun import SrunTransport, environment_for_srun, srun_command
 from torchmuster.launch.transports.srun_step import addressed
 
 ALLOCATION = Allocation(
@@ -28,7 +28,7 @@ ALLOCATION = Allocation(
 
 
 def test_one_step_over_all_nodes_with_all_their_gpus() -> None:
-    words = command(ALLOCATION, ["keeper"])
+    words = srun_command(ALLOCATION, ["keeper"])
     assert words[:5] == ["srun", "--jobid=41", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert "--gres=gpu:8" in words
     assert "--unbuffered" not in words  # it cuts lines
@@ -36,7 +36,7 @@ def test_one_step_over_all_nodes_with_all_their_gpus() -> None:
 
 
 def test_one_node_again() -> None:
-    words = command(ALLOCATION, ["keeper"], place=1)
+    words = srun_command(ALLOCATION, ["keeper"], place=1)
     assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--gres=gpu:8"} <= set(words)
     assert words[-3:] == ["keeper", "--place", "1"]
 
@@ -81,7 +81,7 @@ def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    async def scene() -> protocol.FromKeeper | None:
+    async def scene() -> protocol.FromAgent | None:
         arrivals: asyncio.Queue[Channel] = asyncio.Queue()
         transport = SrunTransport(ALLOCATION)
         await transport.open(lambda place, channel: arrivals.put_nowait(channel))
@@ -94,7 +94,7 @@ def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
 
 def test_the_keepers_are_started_with_this_python() -> None:
     words = [sys.executable, "-m", "torchmuster.launch.node", "--place", "0"]
-    assert command(ALLOCATION, place=0)[-5:] == words
+    assert srun_command(ALLOCATION, place=0)[-5:] == words
 
 
 def test_without_srun_every_place_is_given_up(

@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible, NotNow
-from torchmuster.launch.schedulers.slurm.submit import cancel, submit
+from torchmuster.launch.schedulers.slurm.submit import cancel_job, submit_job
 
 
 def client(folder: Path, name: str, script: str) -> None:
@@ -29,7 +29,7 @@ def test_without_sbatch_the_way_out_is_told(
     only_here: Path, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        submit("#!/bin/sh\n", run_root=tmp_path / "runs")
+        submit_job("#!/bin/sh\n", run_root=tmp_path / "runs")
     assert str(caught.value) == snapshot
 
 
@@ -40,11 +40,11 @@ def test_a_controller_that_does_not_answer_can_be_tried_again(
     client(only_here, "sbatch", f"echo 'sbatch: error: {words}' >&2; exit 1")
     client(only_here, "scancel", f"echo 'scancel: error: {words}' >&2")
     with pytest.raises(NotNow) as caught:
-        submit("#!/bin/sh\n", run_root=tmp_path / "runs")
+        submit_job("#!/bin/sh\n", run_root=tmp_path / "runs")
     assert caught.value.exit_code == ExitCode.NOT_NOW
     assert words in caught.value.why
     with pytest.raises(NotNow, match="job 7 could not be cancelled"):
-        cancel("7")
+        cancel_job("7")
 
 
 def test_a_site_filter_that_refuses_is_quoted(
@@ -52,7 +52,7 @@ def test_a_site_filter_that_refuses_is_quoted(
 ) -> None:
     client(only_here, "sbatch", "echo 'sbatch: error: Ask Bob first' >&2; exit 1")
     with pytest.raises(Impossible) as caught:
-        submit("#!/bin/sh\n", run_root=tmp_path / "runs")
+        submit_job("#!/bin/sh\n", run_root=tmp_path / "runs")
     assert caught.value.what.endswith(": Ask Bob first")
     assert str(caught.value) == snapshot
 
@@ -61,11 +61,11 @@ def test_the_number_is_the_first_word_and_the_log_has_its_folder(
     only_here: Path, tmp_path: Path
 ) -> None:
     client(only_here, "sbatch", "echo 'a banner' >&2; echo '812;cluster2'")
-    assert submit("#!/bin/sh\n", run_root=tmp_path / "a" / "runs") == "812"
+    assert submit_job("#!/bin/sh\n", run_root=tmp_path / "a" / "runs") == "812"
     assert (tmp_path / "a" / "runs").is_dir()
 
 
 def test_a_folder_that_cannot_be_made_is_told_before(only_here: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Impossible, match=re.escape(str(tmp_path / "file" / "runs"))):
-        submit("#!/bin/sh\n", run_root=tmp_path / "file" / "runs")
+        submit_job("#!/bin/sh\n", run_root=tmp_path / "file" / "runs")

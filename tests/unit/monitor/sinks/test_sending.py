@@ -153,7 +153,7 @@ def test_what_could_not_be_sent_is_sent_when_the_tracker_is_back(
     assert far is not None
     assert (far.trouble, far.failing_s(far.at_unix_s)) == ("", 0.0)
     assert tracker.steps == [1, 2, 3, 4]
-    lost, back = [str(event.facts["what"]) for event in run_state.events(written.run)]
+    lost, back = [str(event.facts["what"]) for event in run_state.read_events(written.run)]
     assert "ConnectionError" in lost
     assert "token=[redacted]" in lost
     assert [lost, back] == snapshot

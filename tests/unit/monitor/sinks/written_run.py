@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchmuster.runfolder import RunFolder, create, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 
 
 class WrittenRun:
     """Writes lines about steps and evaluations, and cuts them off as a restart does."""
 
     def __init__(self, folder: Path) -> None:
-        self.run: RunFolder = create(folder / "runs", "llm")
+        self.run: RunFolder = create_run_folder(folder / "runs", "llm")
         self._now = 1_700_000_000.0
 
     def steps(self, *steps: int, loss: float | None = 2.0, **more: object) -> None:

@@ -19,7 +19,7 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.kubernetes.request import (
     Kind,
     KubernetesRequest,
-    check,
+    check_kubernetes_request,
     port_of,
     ranks_of,
     shared_memory_bytes_of,
@@ -39,9 +39,9 @@ _NO_TEXTS = {"yes", "no", "on", "off", "true", "false", "null"}
 Document = dict[str, Any]
 
 
-def render(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> list[Document]:
+def render_manifests(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> list[Document]:
     """Return the objects to create, in the order in which to create them."""
-    check(spec, request, kind)
+    check_kubernetes_request(spec, request, kind)
     if kind == "job":
         return [_service(spec, request), _job(spec, request)]
     if kind == "jobset":

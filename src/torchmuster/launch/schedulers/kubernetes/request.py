@@ -61,7 +61,7 @@ def shared_memory_bytes_of(request: KubernetesRequest) -> int:
     return 8 * GiB if request.memory_bytes is None else request.memory_bytes // 2
 
 
-def check(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> None:
+def check_kubernetes_request(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> None:
     """Refuse what the cluster would refuse later, or accept and never start."""
     _check_names(request, kind)
     _check_amounts(spec, request)

@@ -34,7 +34,9 @@ def would_not_get_on(
     return ""
 
 
-def may_go_back(job: str, ask: jobs.Ask = jobs.ask, *, why_not: str = "") -> Decision[bool]:
+def may_go_back(
+    job: str, ask: jobs.Ask = jobs.run_slurm_command, *, why_not: str = ""
+) -> Decision[bool]:
     """Decide whether the job that this process runs in goes back into the queue.
 
     ``why_not``: it is known that it should not.
@@ -54,7 +56,7 @@ def may_go_back(job: str, ask: jobs.Ask = jobs.ask, *, why_not: str = "") -> Dec
     )
 
 
-def requeue(job: str, ask: jobs.Ask = jobs.ask) -> str:
+def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str:
     """Put the job that this process runs in back into the queue; return what went wrong, "" if nothing.
 
     Slurm ends the job for it, and with it this process, perhaps before this returns: what is to be
@@ -110,7 +112,9 @@ class Allocation:
         return self.gpus[0] if self.gpus and len(set(self.gpus)) == 1 else None
 
 
-def here(environment: Mapping[str, str], ask: jobs.Ask = jobs.ask) -> Allocation | None:
+def allocation_here(
+    environment: Mapping[str, str], ask: jobs.Ask = jobs.run_slurm_command
+) -> Allocation | None:
     """Return the allocation that this process runs in; None if it is not in one."""
     job = environment.get("SLURM_JOB_ID", "")
     node_list = environment.get("SLURM_JOB_NODELIST", "")
@@ -169,7 +173,7 @@ def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
     )
 
 
-def expand(node_list: str) -> tuple[str, ...]:
+def expand_hostlist(node_list: str) -> tuple[str, ...]:
     """Write out ``node[01-03,7],login`` as Slurm does; raises ValueError if it is not a node list."""
     names: list[str] = []
     place = 0
@@ -206,7 +210,7 @@ def gpus_by_node(job_text: str) -> dict[str, int]:
     for share in _SHARE.finditer(job_text):
         # An index list may hold commas: gpu:a100:2(IDX:0,3)
         gres = re.sub(r"\([^)]*\)", "", share["gres"].strip())
-        for node in expand(share["nodes"]):
+        for node in expand_hostlist(share["nodes"]):
             found[node] = _count_gpus(gres)
     return found
 
@@ -249,7 +253,7 @@ def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
     if answer is not None and answer.code == 0 and answer.out.split():
         return tuple(answer.out.split())
     try:
-        return expand(node_list)
+        return expand_hostlist(node_list)
     except ValueError as error:
         raise Impossible(
             f"SLURM_JOB_NODELIST is {node_list!r}, which is not a node list",

@@ -25,7 +25,7 @@ class LogLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rhythm:
+class PollRhythm:
     """How often to do what, in seconds."""
 
     look_s: float = 0.25  # into the log
@@ -33,11 +33,11 @@ class Rhythm:
     say_s: float = 8.0  # say why there is nothing to see
 
 
-USUAL = Rhythm()
+USUAL = PollRhythm()
 
 
-def follow(
-    job: str, *, rhythm: Rhythm = USUAL, poll: Poll = jobs.poll
+def follow_job(
+    job: str, *, rhythm: PollRhythm = USUAL, poll: Poll = jobs.poll_job
 ) -> Iterator[jobs.JobState | LogLine]:
     """Yield each change of the job's state and each line of its log, until the job has ended.
 

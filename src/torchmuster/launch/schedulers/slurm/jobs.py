@@ -24,7 +24,7 @@ _NO_ANSWER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class SlurmAnswer:
     """How a client ended and what it said."""
 
     code: int
@@ -37,12 +37,12 @@ class Answer:
         return any(text in self.err.lower() for text in _NO_ANSWER)
 
 
-Ask = Callable[[Sequence[str]], Answer | None]
+Ask = Callable[[Sequence[str]], SlurmAnswer | None]
 
 
-def ask(
+def run_slurm_command(
     command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
-) -> Answer | None:
+) -> SlurmAnswer | None:
     """Run a client to its end; None if there is no such program here."""
     if shutil.which(command[0]) is None:
         return None
@@ -58,15 +58,15 @@ def ask(
         )
     except subprocess.TimeoutExpired:
         words = f"{command[0]}: Socket timed out: no answer in {PATIENCE_S:.0f} s"
-        return Answer(code=1, out="", err=words)
-    return Answer(code=done.returncode, out=done.stdout, err=done.stderr.strip())
+        return SlurmAnswer(code=1, out="", err=words)
+    return SlurmAnswer(code=done.returncode, out=done.stdout, err=done.stderr.strip())
 
 
-def require(
+def require_slurm(
     command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
-) -> Answer:
+) -> SlurmAnswer:
     """Run a client to its end; it is an error if there is no such program here."""
-    answer = ask(command, stdin=stdin, environment=environment)
+    answer = run_slurm_command(command, stdin=stdin, environment=environment)
     if answer is None:
         raise Impossible(
             f"Slurm's {command[0]} is not on this machine",
@@ -202,11 +202,11 @@ class JobState:
         return self.kind in _FINAL
 
 
-def poll(job: str, ask: Ask = require) -> JobState:
+def poll_job(job: str, ask: Ask = require_slurm) -> JobState:
     """Ask Slurm how a job is doing. If Slurm does not answer, the state is ``unknown``."""
     answer = ask(["scontrol", "show", "job", job])
     if answer is not None and answer.code == 0 and "JobState=" in answer.out:
-        return read(job, answer.out)
+        return read_job_states(job, answer.out)
     said = answer.err if answer is not None else "scontrol is not on this machine"
     if "Invalid job id" in said:
         words = f"Slurm does not know job {job}, or no longer; it forgets jobs some minutes after their end"
@@ -214,7 +214,7 @@ def poll(job: str, ask: Ask = require) -> JobState:
     return JobState(job=job, kind="unknown", words=f"Slurm does not answer: {said or 'no words'}")
 
 
-def read(job: str, text: str) -> JobState:
+def read_job_states(job: str, text: str) -> JobState:
     """Read what ``scontrol show job`` says.
 
     A job's name, folder and comment may hold anything, so a value is only looked for in the line that

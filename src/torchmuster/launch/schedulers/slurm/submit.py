@@ -36,7 +36,7 @@ class SlurmRequest:
     warn_s: int | None = None
 
 
-def render(
+def render_script(
     spec: JobSpec, request: SlurmRequest, muster_command: Sequence[str], run_root: Path
 ) -> str:
     """Return the script; ``muster_command`` is the ``muster run …`` to become inside the job."""
@@ -185,7 +185,7 @@ def _directive(option: str, value: object) -> str:
 _NOT_OF_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"}
 
 
-def submit(script: str, *, run_root: Path, environment: Mapping[str, str] | None = None) -> str:
+def submit_job(script: str, *, run_root: Path, environment: Mapping[str, str] | None = None) -> str:
     """Hand a script to Slurm and return the job's number.
 
     The folder of its log is made first: without it Slurm would start the job and end it at once.
@@ -204,7 +204,7 @@ def submit(script: str, *, run_root: Path, environment: Mapping[str, str] | None
         for name, value in environment.items()
         if not name.startswith("SLURM_") or name in _NOT_OF_A_JOB
     }
-    answer = jobs.require(["sbatch", "--parsable"], stdin=script, environment=kept)
+    answer = jobs.require_slurm(["sbatch", "--parsable"], stdin=script, environment=kept)
     if answer.unreachable:
         raise NotNow(
             "Slurm's controller did not answer, so it is not certain whether it took the job",
@@ -240,15 +240,15 @@ def _way_out(said: str) -> str:
 
 
 def _partitions(shape: str) -> str:
-    answer = jobs.ask(["sinfo", "--noheader", f"--format={shape}"])
+    answer = jobs.run_slurm_command(["sinfo", "--noheader", f"--format={shape}"])
     lines = answer.out.splitlines() if answer is not None and answer.code == 0 else []
     return "; ".join(dict.fromkeys(line.strip() for line in lines)) or "sinfo does not answer"
 
 
-def cancel(job: str) -> None:
+def cancel_job(job: str) -> None:
     """Stop a job. One that has already ended is left in peace."""
     # Without --verbose scancel says nothing of a job that does not exist, and ends well.
-    answer = jobs.require(["scancel", "--verbose", job])
+    answer = jobs.require_slurm(["scancel", "--verbose", job])
     if "error:" not in answer.err or "already completing or completed" in answer.err:
         return
     kind = NotNow if answer.unreachable else MusterError

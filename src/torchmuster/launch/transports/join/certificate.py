@@ -29,7 +29,7 @@ class Certificate:
     fingerprint: bytes
 
 
-def make() -> Certificate:
+def make_certificate() -> Certificate:
     """Make a new key and a certificate for it (ECDSA, P-256), and load both into a server context."""
     try:
         from cryptography import x509

@@ -21,9 +21,9 @@ from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.join import certificate, listener, token_registry
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.stream import Stream, open_stream
-from torchmuster.launch.transports.join.token_registry import Join, Sorry
+from torchmuster.launch.transports.join.token_registry import Join, Refused
 from torchmuster.redaction import printable
 
 CONNECT_S = 3.0
@@ -47,7 +47,7 @@ _IN_WORDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class JoinTarget:
     """Where the host may be."""
 
     address: str
@@ -59,10 +59,10 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class JoinProblem:
     """Why the host was not reached at one of its addresses."""
 
-    target: Target
+    target: JoinTarget
     kind: Kind
 
     def __str__(self) -> str:
@@ -70,21 +70,21 @@ class Problem:
 
 
 async def first_to_answer(
-    targets: Sequence[Target], fingerprint: bytes, *, patience_s: float
-) -> tuple[Stream, Target] | list[Problem]:
+    targets: Sequence[JoinTarget], fingerprint: bytes, *, patience_s: float
+) -> tuple[Stream, JoinTarget] | list[JoinProblem]:
     """Return the first connection to the host with this certificate, or what went wrong everywhere."""
     tries = {asyncio.create_task(_try(target, fingerprint, patience_s)) for target in targets}
-    problems: list[Problem] = []
+    problems: list[JoinProblem] = []
     try:
         while tries:
             done, tries = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
             outcomes = [task.result() for task in done]
-            streams = [one for one in outcomes if not isinstance(one, Problem)]
+            streams = [one for one in outcomes if not isinstance(one, JoinProblem)]
             for stream, _ in streams[1:]:
                 stream.abort("another address was faster")
             if streams:
                 return streams[0]
-            problems += [one for one in outcomes if isinstance(one, Problem)]
+            problems += [one for one in outcomes if isinstance(one, JoinProblem)]
         return sorted(problems, key=lambda problem: targets.index(problem.target))
     finally:
         for task in tries:
@@ -95,8 +95,8 @@ async def first_to_answer(
 
 
 async def _try(
-    target: Target, fingerprint: bytes, patience_s: float
-) -> tuple[Stream, Target] | Problem:
+    target: JoinTarget, fingerprint: bytes, patience_s: float
+) -> tuple[Stream, JoinTarget] | JoinProblem:
     try:
         async with asyncio.timeout(CONNECT_S):
             connected = await _connected(target)
@@ -107,14 +107,14 @@ async def _try(
             handshake_s=math.ceil(max(1.0, min(HANDSHAKE_S, patience_s))),
         )
     except OSError as error:
-        return Problem(target=target, kind=_kind(error))
+        return JoinProblem(target=target, kind=_kind(error))
     if not certificate.is_known(stream.peer_certificate(), fingerprint):
         stream.abort("another certificate")
-        return Problem(target=target, kind="stranger")
+        return JoinProblem(target=target, kind="stranger")
     return stream, target
 
 
-async def _connected(target: Target) -> socket.socket:
+async def _connected(target: JoinTarget) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(
         target.address, target.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )[0]
@@ -154,17 +154,17 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 class HostChannel:
     """The keeper's end of the connection to the launcher; ``host`` is where that was reached."""
 
-    def __init__(self, stream: Stream, host: Target) -> None:
+    def __init__(self, stream: Stream, host: JoinTarget) -> None:
         self._stream = stream
         self.host = host
 
-    async def send(self, message: protocol.FromKeeper) -> None:
+    async def send(self, message: protocol.FromAgent) -> None:
         """Send a message; on a closed channel this does nothing."""
         await self._stream.send(protocol.encode(message))
 
-    async def receive(self) -> protocol.ToKeeper | None:
+    async def receive(self) -> protocol.ToAgent | None:
         """Return the next message, or None when the host has gone. Raises ``wire.Garbled``."""
-        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_to_keeper)
+        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_to_agent)
 
     def why_closed(self) -> str:
         """Say, after ``receive`` gave None, what is known of the cause."""
@@ -175,8 +175,8 @@ class HostChannel:
         await self._stream.close()
 
 
-async def connect(
-    code: Code,
+async def connect_to_host(
+    code: JoinCode,
     *,
     on_event: Callable[[str], None],
     open_firewall: Callable[[int], str],
@@ -194,7 +194,7 @@ async def connect(
             why="with a short code the host is looked for on the local network, which was turned off",
             fix="use the long code that muster host printed",
         )
-    targets = [Target(address=address, port=code.port) for address in code.addresses]
+    targets = [JoinTarget(address=address, port=code.port) for address in code.addresses]
     pause_s = _SHORTEST_PAUSE_S
     # Others on the network are bothered only if the addresses in the code were of no use.
     look = not targets
@@ -262,12 +262,12 @@ class _Progress:
 
 
 async def _round(
-    code: Code, targets: Sequence[Target], *, look: bool, progress: _Progress
-) -> tuple[HostChannel | list[Problem], list[Target]]:
+    code: JoinCode, targets: Sequence[JoinTarget], *, look: bool, progress: _Progress
+) -> tuple[HostChannel | list[JoinProblem], list[JoinTarget]]:
     """Try every address once, and meanwhile look for more of them."""
     looking = asyncio.create_task(_look_for(code)) if look else None
     try:
-        answered: tuple[Stream, Target] | list[Problem] = []
+        answered: tuple[Stream, JoinTarget] | list[JoinProblem] = []
         if targets:
             answered = await first_to_answer(targets, code.fingerprint, patience_s=progress.left_s)
         if isinstance(answered, list):
@@ -281,9 +281,9 @@ async def _round(
             await asyncio.gather(looking, return_exceptions=True)
 
 
-async def _look_for(code: Code) -> list[Target]:
+async def _look_for(code: JoinCode) -> list[JoinTarget]:
     try:
-        found = await listener.find(code.fingerprint, timeout_s=FIND_S)
+        found = await listener.find_hosts(code.fingerprint, timeout_s=FIND_S)
     except Impossible:  # zeroconf is not installed
         if not code.addresses:
             raise
@@ -292,10 +292,10 @@ async def _look_for(code: Code) -> list[Target]:
         return []
     if found is None:
         return []
-    return [Target(address=address, port=found.port) for address in found.addresses]
+    return [JoinTarget(address=address, port=found.port) for address in found.addresses]
 
 
-async def _ask(stream: Stream, target: Target, code: Code) -> HostChannel | Problem:
+async def _ask(stream: Stream, target: JoinTarget, code: JoinCode) -> HostChannel | JoinProblem:
     """Ask the host, which is known by now, to be let in."""
     join = Join(
         protocol=protocol.PROTOCOL,
@@ -305,10 +305,10 @@ async def _ask(stream: Stream, target: Target, code: Code) -> HostChannel | Prob
         torchmuster=__version__,
     )
     try:
-        await stream.send(token_registry.encode(join))
+        await stream.send(token_registry.encode_join_message(join))
         async with asyncio.timeout(ANSWER_S):
             answer = await stream.receive(protocol.MESSAGE_LIMIT, token_registry.decode_answer)
-    except (TimeoutError, protocol.Garbled):
+    except (TimeoutError, protocol.UnreadableMessage):
         answer = None
     except BaseException:
         stream.abort("given up")
@@ -316,12 +316,12 @@ async def _ask(stream: Stream, target: Target, code: Code) -> HostChannel | Prob
     if isinstance(answer, token_registry.Welcome):
         return HostChannel(stream, target)
     await stream.close()
-    if isinstance(answer, Sorry):
+    if isinstance(answer, Refused):
         raise _not_let_in(answer)
-    return Problem(target=target, kind="turned-away")
+    return JoinProblem(target=target, kind="turned-away")
 
 
-def _not_let_in(sorry: Sorry) -> Impossible:
+def _not_let_in(sorry: Refused) -> Impossible:
     why = printable([sorry.why])
     if sorry.reason == "other-protocol":
         version = printable([sorry.torchmuster])
@@ -343,7 +343,7 @@ def _not_let_in(sorry: Sorry) -> Impossible:
     )
 
 
-def _stranger(problems: Iterable[Problem]) -> MusterError:
+def _stranger(problems: Iterable[JoinProblem]) -> MusterError:
     where = ", ".join(str(problem.target) for problem in problems)
     return MusterError(
         f"someone else than the host answers at {where}",
@@ -353,7 +353,7 @@ def _stranger(problems: Iterable[Problem]) -> MusterError:
     )
 
 
-def _not_yet(problems: Iterable[Problem]) -> str:
+def _not_yet(problems: Iterable[JoinProblem]) -> str:
     tried = "; ".join(str(problem) for problem in problems)
     if not tried:
         return "the host is not found on the local network yet"
@@ -361,7 +361,7 @@ def _not_yet(problems: Iterable[Problem]) -> str:
 
 
 def _unreachable(
-    problems: Sequence[Problem], patience_s: float, open_firewall: Callable[[int], str]
+    problems: Sequence[JoinProblem], patience_s: float, open_firewall: Callable[[int], str]
 ) -> MusterError:
     if not problems:
         return MusterError(

@@ -32,7 +32,7 @@ _CHECK_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
+class JoinCode:
     """What a join code says. Without addresses and port the host is looked for on the local network."""
 
     place: int
@@ -41,12 +41,12 @@ class Code:
     port: int = 0
     addresses: tuple[str, ...] = ()
 
-    def short(self) -> "Code":
+    def short(self) -> "JoinCode":
         """Return the code without addresses, for machines on one local network."""
         return replace(self, port=0, addresses=())
 
 
-def encode(code: Code) -> str:
+def encode_code(code: JoinCode) -> str:
     """Write a code as text, in groups: ``04002E-…``."""
     packed = [ipaddress.ip_address(address).packed for address in code.addresses]
     if len(packed) > MOST_ADDRESSES:
@@ -60,7 +60,7 @@ def encode(code: Code) -> str:
     return "-".join(letters[start : start + _GROUP] for start in range(0, len(letters), _GROUP))
 
 
-def decode(text: str) -> Code:
+def decode_code(text: str) -> JoinCode:
     """Read a code as people type or paste it; raises Impossible that says what is wrong with it."""
     letters = "".join(text.split()).upper().translate(_READ_AS)
     if not letters:
@@ -127,7 +127,7 @@ def _from_letters(letters: str) -> bytes | None:
     return (number >> spare).to_bytes(len(letters) * 5 // 8, "big")
 
 
-def _from_bytes(data: bytes) -> Code:
+def _from_bytes(data: bytes) -> JoinCode:
     number, kinds = data[0] >> 3 & 0b11, data[0] & 0b111
     place, rest = int.from_bytes(data[1:3], "big"), data[3:]
     port, addresses = 0, []
@@ -137,7 +137,7 @@ def _from_bytes(data: bytes) -> Code:
             size = 16 if kinds >> one & 1 else 4
             addresses.append(str(ipaddress.ip_address(rest[:size])))
             rest = rest[size:]
-    return Code(
+    return JoinCode(
         place=place,
         port=port,
         addresses=tuple(addresses),

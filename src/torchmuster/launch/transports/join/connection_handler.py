@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.join import token_registry
 from torchmuster.launch.transports.join.stream import Stream, open_stream
-from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT, Join, Sorry, Welcome
+from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT, Join, Refused, Welcome
 
 LISTENED_TO = 256
 IN_LINE = 1024
@@ -39,7 +39,7 @@ def source_of(address: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn(Generic[Who]):
+class ConnectionTurn(Generic[Who]):
     """Whom to listen to from now on, and whom to cut off for that."""
 
     begin: tuple[Who, ...]
@@ -47,7 +47,7 @@ class Turn(Generic[Who]):
 
 
 @dataclass(kw_only=True)
-class Door(Generic[Who]):
+class ConnectionLimiter(Generic[Who]):
     """Those who are listened to, oldest first, and those in line. Times are of one steady clock."""
 
     listened_to: int = LISTENED_TO
@@ -71,7 +71,7 @@ class Door(Generic[Who]):
         longest = max(self._line, key=lambda one: len(self._line[one]))
         return self._pop(longest, last=True)
 
-    def turn(self, now_s: float) -> Turn[Who]:
+    def turn(self, now_s: float) -> ConnectionTurn[Who]:
         """Let in as many as there is room for; call this after every change, and now and then."""
         begin, cut_off = [], []
         while self._line:
@@ -84,7 +84,7 @@ class Door(Generic[Who]):
             who = self._next_in_line()
             self._since_s[who] = now_s
             begin.append(who)
-        return Turn(begin=tuple(begin), cut_off=tuple(cut_off))
+        return ConnectionTurn(begin=tuple(begin), cut_off=tuple(cut_off))
 
     def leave(self, who: Who) -> None:
         """Forget one who was listened to; nothing happens if that is done already."""
@@ -106,7 +106,7 @@ class Door(Generic[Who]):
         return who
 
 
-class News:
+class JoinNews:
     """Passes the first of a kind on at once, and counts what follows until the interval is over."""
 
     def __init__(self, tell: Callable[[str], None], every_s: float) -> None:
@@ -153,10 +153,10 @@ _PAUSE_S = 0.1
 _TICK_S = 0.25
 
 # Decides, at once and for good, about a machine that asks to be let in, and its address.
-Decide = Callable[[Join, str, Stream], Welcome | Sorry]
+Decide = Callable[[Join, str, Stream], Welcome | Refused]
 
 
-class Reception:
+class ConnectionHandler:
     """Greets everybody who connects. ``decide`` gives places away; what it welcomes is told so."""
 
     def __init__(
@@ -165,8 +165,8 @@ class Reception:
         listeners: Sequence[socket.socket],
         context: ssl.SSLContext,
         decide: Decide,
-        news: News,
-        door: Door[socket.socket],
+        news: JoinNews,
+        door: ConnectionLimiter[socket.socket],
     ) -> None:
         self._context = context
         self._decide = decide
@@ -266,7 +266,7 @@ class Reception:
                 if isinstance(answer, Welcome):
                     # From here on it need not make way for those who wait.
                     self._door.leave(newcomer)
-                await stream.send(token_registry.encode(answer))
+                await stream.send(token_registry.encode_join_message(answer))
                 if isinstance(answer, Welcome):
                     return
             await stream.close()
@@ -280,6 +280,6 @@ class Reception:
                 return await stream.receive(JOIN_LIMIT, token_registry.decode_join)
         except TimeoutError:
             self._news.note("a connection that said nothing in time", address)
-        except protocol.Garbled:
+        except protocol.UnreadableMessage:
             self._news.note("a connection that did not ask to join", address)
         return None

@@ -22,7 +22,7 @@ _SILENCE_S = 5
 _TRIES = 20
 
 
-def listen(addresses: Sequence[str], port: int | None) -> list[socket.socket]:
+def open_listeners(addresses: Sequence[str], port: int | None) -> list[socket.socket]:
     """Return a socket for each address. None as the port means any that is free on all of them."""
     for _ in range(_TRIES):
         sockets: list[socket.socket] = []
@@ -106,7 +106,7 @@ SERVICE_TYPE = "_torchmuster._tcp.local."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class HostFound:
     """Where the host says it is."""
 
     addresses: tuple[str, ...]
@@ -141,7 +141,7 @@ async def announce(fingerprint: bytes, *, port: int, addresses: Sequence[str]) -
         await multicast.async_close()
 
 
-async def find(fingerprint: bytes, *, timeout_s: float) -> Found | None:
+async def find_hosts(fingerprint: bytes, *, timeout_s: float) -> HostFound | None:
     """Look for the host with this certificate; None if it does not answer in time."""
     multicast = _multicast(None)
     from zeroconf.asyncio import AsyncServiceInfo
@@ -151,7 +151,7 @@ async def find(fingerprint: bytes, *, timeout_s: float) -> Found | None:
         if not await service.async_request(multicast.zeroconf, timeout_s * 1000):
             return None
         addresses = tuple(service.parsed_scoped_addresses())
-        return Found(addresses=addresses, port=service.port) if service.port else None
+        return HostFound(addresses=addresses, port=service.port) if service.port else None
     finally:
         await multicast.async_close()
 

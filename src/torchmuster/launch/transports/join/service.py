@@ -13,16 +13,16 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive, make_room_for
 from torchmuster.launch.transports.join import certificate, code, listener, token_registry
-from torchmuster.launch.transports.join.code import Code
+from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.connection_handler import (
     IN_LINE,
     LISTENED_TO,
-    Door,
-    News,
-    Reception,
+    ConnectionHandler,
+    ConnectionLimiter,
+    JoinNews,
 )
 from torchmuster.launch.transports.join.stream import Stream
-from torchmuster.launch.transports.join.token_registry import Join, Roster, Sorry, Welcome
+from torchmuster.launch.transports.join.token_registry import Join, Refused, TokenRegistry, Welcome
 from torchmuster.redaction import printable
 
 
@@ -43,15 +43,15 @@ class JoinedChannel:
     def _lost(self) -> None:
         self._on_lost(self._started)
 
-    async def send(self, message: protocol.ToKeeper) -> None:
+    async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing."""
         if isinstance(message, protocol.Start | protocol.Leave):
             self._started = True
         await self._stream.send(protocol.encode(message))
 
-    async def receive(self) -> protocol.FromKeeper | None:
+    async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the machine has gone. Raises ``wire.Garbled``."""
-        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_from_keeper)
+        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_from_agent)
 
     def why_closed(self) -> str:
         """Say what is known of the cause."""
@@ -79,7 +79,7 @@ class JoinService:
         count: int,
         addresses: Sequence[str],
         on_event: Callable[[str], None],
-        on_code: Callable[[int, Code], None],
+        on_code: Callable[[int, JoinCode], None],
         first_place: int = 1,
         port: int | None = None,
         announce: bool = True,
@@ -95,12 +95,12 @@ class JoinService:
         self._announce = announce
         self._on_event = on_event
         self._on_code = on_code
-        self._news = News(on_event, NEWS_EVERY_S)
-        self._roster = Roster(first_place, count)
+        self._news = JoinNews(on_event, NEWS_EVERY_S)
+        self._roster = TokenRegistry(first_place, count)
         self._channels: dict[int, JoinedChannel] = {}
         self._lost_at_s: dict[int, float] = {}
         self._opened_at_s = time.monotonic()
-        self._reception: Reception | None = None
+        self._reception: ConnectionHandler | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -114,16 +114,16 @@ class JoinService:
         # All machines of a large run may come at once; they should wait rather than be turned away.
         in_line = make_room_for(self._count + LISTENED_TO, wanted=self._count + IN_LINE)
         self._arrive = arrive
-        self._certificate = certificate.make()
-        listeners = listener.listen(self._addresses, self._port)
+        self._certificate = certificate.make_certificate()
+        listeners = listener.open_listeners(self._addresses, self._port)
         self._port = listeners[0].getsockname()[1]
         self._opened_at_s = time.monotonic()
-        self._reception = Reception(
+        self._reception = ConnectionHandler(
             listeners=listeners,
             context=self._certificate.context,
             decide=self._decide,
             news=self._news,
-            door=Door(in_line=in_line),
+            door=ConnectionLimiter(in_line=in_line),
         )
         if self._announce:
             self._announcing = asyncio.create_task(self._announce_until_cancelled(self._port))
@@ -179,12 +179,12 @@ class JoinService:
         assert self._port is not None, "not open yet"
         return self._port
 
-    def codes(self) -> dict[int, Code]:
+    def codes(self) -> dict[int, JoinCode]:
         """Return the code of every place that is free."""
         return {place: self._code(place) for place in self._roster.missing()}
 
-    def _code(self, place: int) -> Code:
-        return Code(
+    def _code(self, place: int) -> JoinCode:
+        return JoinCode(
             place=place,
             port=self.port,
             addresses=listener.in_codes(self._addresses, code.MOST_ADDRESSES),
@@ -192,18 +192,22 @@ class JoinService:
             fingerprint=self._certificate.fingerprint,
         )
 
-    def _decide(self, join: Join, address: str, stream: Stream) -> Welcome | Sorry:
+    def _decide(self, join: Join, address: str, stream: Stream) -> Welcome | Refused:
         refusal = self._roster.examine(join.place, join.token)
         if refusal is not None and refusal.by is None:
             self._news.note("a wrong join code", address)
-            return token_registry.sorry("unknown-code", "this host has not given out such a code")
+            return token_registry.refused_message(
+                "unknown-code", "this host has not given out such a code"
+            )
         if refusal is not None:
             self._news.note("a join code that was used before", address)
-            return token_registry.sorry("used-code", f"this code has been used by {refusal.by}")
+            return token_registry.refused_message(
+                "used-code", f"this code has been used by {refusal.by}"
+            )
         host = printable([join.host])
         if join.protocol != protocol.PROTOCOL:
             self._news.note(f"a machine with torchmuster {join.torchmuster!r}", address)
-            return token_registry.sorry(
+            return token_registry.refused_message(
                 "other-protocol",
                 f"{host} speaks protocol {join.protocol}, the host speaks {protocol.PROTOCOL}",
             )

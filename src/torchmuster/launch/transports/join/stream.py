@@ -75,7 +75,7 @@ class Stream:
                 )
             size = self._next_size
             if not 0 < size <= limit_bytes:
-                raise protocol.Garbled(
+                raise protocol.UnreadableMessage(
                     f"a message of {size} bytes; at most {limit_bytes} are taken"
                 )
             data = await self._reader.readexactly(size)
@@ -87,7 +87,7 @@ class Stream:
         except OSError as error:
             self._because(f"the connection broke: {error}")
             return None
-        except protocol.Garbled:
+        except protocol.UnreadableMessage:
             self.abort("what came was not a message")
             raise
 
@@ -98,7 +98,9 @@ class Stream:
         too long, the connection is ended, so that whoever sends to many is not held up by one.
         """
         if len(data) > protocol.MESSAGE_LIMIT:
-            raise protocol.Garbled(f"a message of {len(data)} bytes is too long to be sent")
+            raise protocol.UnreadableMessage(
+                f"a message of {len(data)} bytes is too long to be sent"
+            )
         if self.lost or self.writer.is_closing():
             return
         self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)

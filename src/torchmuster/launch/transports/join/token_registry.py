@@ -45,7 +45,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     place: Number
 
 
-class Sorry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sorry"):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sorry"):
     """The machine is not let in, and why. The connection is closed after this."""
 
     reason: Reason
@@ -56,10 +56,10 @@ class Sorry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="so
 
 _encode = msgspec.json.Encoder().encode
 _joins = msgspec.json.Decoder(Join)
-_answers: msgspec.json.Decoder[Welcome | Sorry] = msgspec.json.Decoder(Welcome | Sorry)
+_answers: msgspec.json.Decoder[Welcome | Refused] = msgspec.json.Decoder(Welcome | Refused)
 
 
-def encode(message: Join | Welcome | Sorry) -> bytes:
+def encode_join_message(message: Join | Welcome | Refused) -> bytes:
     """Return a message as JSON."""
     return _encode(message)
 
@@ -69,14 +69,14 @@ def decode_join(data: bytes) -> Join:
     return protocol.read_with(_joins.decode, data)
 
 
-def decode_answer(data: bytes) -> Welcome | Sorry:
+def decode_answer(data: bytes) -> Welcome | Refused:
     """Read the host's answer; raises ``wire.Garbled``."""
     return protocol.read_with(_answers.decode, data)
 
 
-def sorry(reason: Reason, why: str) -> Sorry:
+def refused_message(reason: Reason, why: str) -> Refused:
     """Return a refusal in the name of this torchmuster."""
-    return Sorry(reason=reason, why=why, protocol=protocol.PROTOCOL, torchmuster=__version__)
+    return Refused(reason=reason, why=why, protocol=protocol.PROTOCOL, torchmuster=__version__)
 
 
 # More used tokens than this are not remembered for a place; they are then as unknown as any other.
@@ -89,7 +89,7 @@ def new_token() -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
+class JoinedHost:
     """A machine that has, or had, a place."""
 
     host: str
@@ -103,8 +103,8 @@ class Guest:
 @dataclass(kw_only=True)
 class _Place:
     token: bytes = field(repr=False)
-    guest: Guest | None = None
-    used: deque[tuple[bytes, Guest]] = field(
+    guest: JoinedHost | None = None
+    used: deque[tuple[bytes, JoinedHost]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False
     )
 
@@ -113,10 +113,10 @@ class _Place:
 class Refusal:
     """Why a token does not open a place; ``by`` is who used it before."""
 
-    by: Guest | None
+    by: JoinedHost | None
 
 
-class Roster:
+class TokenRegistry:
     """The places from ``first`` on, by number."""
 
     def __init__(
@@ -158,10 +158,10 @@ class Roster:
         before = [guest for used, guest in place.used if hmac.compare_digest(used, token)]
         return Refusal(by=before[0] if before else None)
 
-    def seat(self, number: int, *, host: str, address: str) -> Guest:
+    def seat(self, number: int, *, host: str, address: str) -> JoinedHost:
         """Give a place to a machine whose token was examined, and spend the token."""
         place = self._places[number]
-        guest = Guest(host=host, address=address, since=time.strftime("%H:%M:%S"))
+        guest = JoinedHost(host=host, address=address, since=time.strftime("%H:%M:%S"))
         place.used.append((place.token, guest))
         place.guest = guest
         return guest
