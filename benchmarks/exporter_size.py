@@ -2,7 +2,7 @@
 
     python benchmarks/exporter_size.py --ranks 8 64 512
 
-Simulated ranks: the files that keepers write, with as many ranks in them. Each number in a process of its own.
+Simulated ranks: the files that node agents write, with as many ranks in them. Each number in a process of its own.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def measure(ranks: int) -> dict[str, float]:
         now = time.time()
         state = {"phase": "running", "since_unix_s": now, "started_unix_s": now}
         write_atomically(run.state, json.dumps(state))
-        pulses = tuple(
+        heartbeats = tuple(
             Heartbeat(
                 rank=rank,
                 pid=rank,
@@ -53,7 +53,9 @@ def measure(ranks: int) -> dict[str, float]:
         collector = Collector(run.path.parent, take_snapshot, clock=lambda: float(next(clock)))
         taken_s, size, series = [], 0, 0
         for _ in range(_SCRAPES):
-            content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=now + 100, ranks=pulses)
+            content = node_records.NodeRanks(
+                host="a", attempt=0, at_unix_s=now + 100, ranks=heartbeats
+            )
             path = node_records.node_record_path(run, socket.gethostname(), 0)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.encode(content))

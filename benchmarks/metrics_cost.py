@@ -11,7 +11,7 @@ On a machine whose speed changes by more than that from block to block the diffe
 spends inside those calls is taken as well, the clock's own included: the middle over the blocks. What is not a call is only in the
 difference: two words that say where the training is, and DDP's look at every tenth step.
 
-Beside it: how long a pulse takes, which a thread of each rank makes once a second, and with ``--sinks`` the share of a core
+Beside it: how long a heartbeat takes, which a thread of each rank makes once a second, and with ``--sinks`` the share of a core
 that the process beside rank 0 takes to send the numbers to TensorBoard's files.
 """
 
@@ -54,7 +54,7 @@ _BARS = {"small": "at most 20 µs", "large": "at most 0.5 %"}
 _BLOCKS = {"small": 100, "large": 10}
 _PAIRS = {"small": 100, "large": 20}
 _QUICK_PAIRS = 4
-_PULSES = 50
+_HEARTBEATS = 50
 
 
 class Switch:
@@ -209,11 +209,11 @@ def _figures(blocks: Blocks) -> dict[str, float]:
     }
 
 
-def pulse_us(folder: Path) -> float:
+def heartbeat_us(folder: Path) -> float:
     """Return how long one look of the thread takes that tells what a rank is doing."""
     writer = HeartbeatWriter(0, folder)
     taken = []
-    for _ in range(_PULSES):
+    for _ in range(_HEARTBEATS):
         begun = time.perf_counter()
         writer.beat()
         taken.append(time.perf_counter() - begun)
@@ -238,7 +238,7 @@ def be_rank(out: Path, asked: argparse.Namespace) -> None:
                     )
                 )
         if world.is_first:
-            content = {"results": results, "pulse_us": pulse_us(Path(folder))}
+            content = {"results": results, "heartbeat_us": heartbeat_us(Path(folder))}
             out.write_text(json.dumps(content))
 
 
@@ -277,7 +277,7 @@ def page(measured: dict[int, dict[str, Any]], words: str) -> str:
     lines.append("")
     for ranks, content in measured.items():
         lines.append(
-            f"- A look of the thread that tells once a second what a rank is doing, {ranks} ranks: {content['pulse_us']:.0f} µs."
+            f"- A look of the thread that tells once a second what a rank is doing, {ranks} ranks: {content['heartbeat_us']:.0f} µs."
         )
     for one in (one for content in measured.values() for one in content["results"]):
         if one["sinks_core_share"] is not None:

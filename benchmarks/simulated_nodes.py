@@ -47,7 +47,7 @@ class SimulatedNode:
             host=self._name,
             attempt=0,
             at_unix_s=time.time(),
-            ranks=tuple(self._pulse(self._first + place, step) for place in range(PER_NODE)),
+            ranks=tuple(self._heartbeat(self._first + place, step) for place in range(PER_NODE)),
         )
         if self._of_run is not None:
             found += collector.rank_number([ranks], labels)
@@ -94,7 +94,7 @@ class SimulatedNode:
         cpu = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="cpu")
         return Node(hostname=self._name, taken_unix_s=time.time(), accelerators=gpus, cpu=cpu)
 
-    def _pulse(self, rank: int, step: int) -> Heartbeat:
+    def _heartbeat(self, rank: int, step: int) -> Heartbeat:
         draw = self._random
         return Heartbeat(
             rank=rank,

@@ -1,4 +1,4 @@
-"""Run folders as launchers, keepers and ranks leave them, of runs that never were."""
+"""Run folders as launchers, node agents and ranks leave them, of runs that never were."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def add_ranks(
 ) -> None:
     """Write what ranks are doing: each waits for others 40 % of its time, but the slow one."""
     drawn = random.Random(0)
-    pulses = tuple(
+    heartbeats = tuple(
         Heartbeat(
             rank=rank,
             pid=rank,
@@ -95,7 +95,7 @@ def add_ranks(
         )
         for rank in range(count)
     )
-    content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=pulses)
+    content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=now, ranks=heartbeats)
     path = node_records.node_record_path(run, host, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.encode(content))

@@ -32,7 +32,7 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/hosts/test_kills.py": [
         "test_a_kill_ends_the_run_everywhere_and_is_named[running-rank-1-node2]",
-        "test_a_kill_ends_the_run_everywhere_and_is_named[running-keeper-node1]",
+        "test_a_kill_ends_the_run_everywhere_and_is_named[running-node agent-node1]",
     ],
     "tests/hosts/test_lab.py": [
         "test_hosts_have_names_addresses_and_processes_of_their_own",
@@ -115,7 +115,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_every_phase_of_a_step_is_seen_without_a_change_of_the_script",
         "test_what_it_was_that_trained_is_written_down",
     ],
-    "tests/ranks/test_pulse.py": ["test_what_ranks_do_is_known_and_kept"],
+    "tests/ranks/test_heartbeat.py": ["test_what_ranks_do_is_known_and_kept"],
     "tests/ranks/test_quiet_output.py": ["test_every_line_is_ours[train-ddp]"],
     "tests/ranks/test_run_devices.py": [
         "test_gpus_are_the_run_s_alone_until_it_ends[2]",
@@ -160,9 +160,9 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/slurm/test_preemption.py": [],
     "tests/slurm/test_srun.py": [
-        "test_keepers_come_in_the_order_of_the_nodes",
+        "test_agents_come_in_the_order_of_the_nodes",
         "test_long_and_foreign_messages_arrive_whole_both_ways",
-        "test_a_keeper_that_is_killed_is_named_and_the_others_go_on",
+        "test_an_agent_that_is_killed_is_named_and_the_others_go_on",
     ],
 }
 # Of these files the tests named here run in the full tier only.

@@ -70,7 +70,7 @@ def picture(ranks: int) -> TopPicture:
         steps.write_text(json.dumps(_LINE) + "\n")
         os.utime(steps, (NOW - 1, NOW - 1))
         told = node_records.NodeRanks(
-            host=HOST, attempt=0, at_unix_s=NOW, ranks=tuple(map(_pulse, range(ranks)))
+            host=HOST, attempt=0, at_unix_s=NOW, ranks=tuple(map(_heartbeat, range(ranks)))
         )
         place = node_records.node_record_path(run, HOST, 0)
         place.parent.mkdir(parents=True)
@@ -106,7 +106,7 @@ def _figures() -> HostFigures:
     return HostFigures(name=HOST, values=values, received_bytes_s=1.4 * GIB, sent_bytes_s=1.3 * GIB)
 
 
-def _pulse(rank: int) -> Heartbeat:
+def _heartbeat(rank: int) -> Heartbeat:
     phases = ("forward", "backward", "backward", "backward")
     return Heartbeat(
         rank=rank,

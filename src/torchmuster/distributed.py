@@ -328,7 +328,7 @@ def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
     else:
         devices = [find_device(node, one, os.environ) for one in gpu_ids]
     for device in devices:
-        print(_line(device))
+        print(_distributed_line(device))
 
 
 def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
@@ -375,7 +375,7 @@ def _used_percent(device: Device) -> float:
     return 100 * (device.used_bytes or 0) / device.total_bytes if device.total_bytes else 0.0
 
 
-def _line(device: Device) -> str:
+def _distributed_line(device: Device) -> str:
     if device.trouble:
         return f"GPU {device.number}: {device.name} (does not answer: {device.trouble})"
     parts = []

@@ -118,16 +118,16 @@ def test_work_that_ends_in_time_gives_its_answer_or_its_error() -> None:
 
 
 def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
-    pulse, release = ProbeHeartbeat(), threading.Event()
+    heartbeat, release = ProbeHeartbeat(), threading.Event()
 
     def steady() -> str:
         for _ in range(22):
             release.wait(0.5)
-            pulse.beat()
+            heartbeat.beat()
         return "done"
 
     # Each beat may come far later than it should; all of them together take longer than this.
-    assert in_time(steady, 10.0, pulse) == "done"
+    assert in_time(steady, 10.0, heartbeat) == "done"
     stuck = threading.Event()
     with pytest.raises(Hangs, match=r"no answer within 0.5 s"):
         in_time(stuck.wait, 0.5, ProbeHeartbeat())

@@ -83,7 +83,7 @@ class Run:
     def wait_for_phase(self, phase: str) -> None:
         """Wait until the run has come so far; ``calling`` is before anybody has answered."""
         if phase == "calling":
-            self.await_one("node2", is_keeper)
+            self.await_one("node2", is_node_agent)
             return
         self.transcript.wait_for(_REACHED[phase])
         if phase == "ending":
@@ -169,8 +169,8 @@ def runs_module(module: str) -> Callable[[int], bool]:
     return lambda pid: bool(pattern.match(command_line(pid)))
 
 
-is_keeper = runs_module("torchmuster.launch.node")
-is_watchman = runs_module("torchmuster.launch.node.reaper")
+is_node_agent = runs_module("torchmuster.launch.node")
+is_reaper = runs_module("torchmuster.launch.node.reaper")
 is_agent = runs_module("torchmuster.launch.node.elastic_agent")
 
 
@@ -221,8 +221,8 @@ class Kill:
 
 _MATCHES: dict[str, Callable[[int], bool]] = {
     "agent": is_agent,
-    "keeper": is_keeper,
-    "watchman": is_watchman,
+    "node agent": is_node_agent,
+    "reaper": is_reaper,
     "ssh session": is_ssh_session,
 }
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_watchman
+from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_reaper
 from hosts.lab import Lab
 from hosts.namespaces import await_true
 
 _RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
 _AGENT = r"{host} failed: torchrun's agent was ended by SIGKILL"
-_KEEPER = r"{host} was lost: its keeper was killed, or ended without a word"
+_NODE_AGENT = r"{host} was lost: its node agent was killed, or ended without a word"
 _SESSION = r"{host} was lost: Connection to 10\.77\.0\.12 closed by remote host"
 _SILENCE = r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone"
 
@@ -36,17 +36,17 @@ CASES = [
     Case(phase="calling", victim="link", host="node1", says="node2"),
     Case(phase="starting", victim="rank 1", says=_RANK),
     Case(phase="starting", victim="agent", host="node1", says=_AGENT),
-    Case(phase="starting", victim="keeper", says=_KEEPER),
+    Case(phase="starting", victim="node agent", says=_NODE_AGENT),
     Case(phase="starting", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="rank 1", says=_RANK),
     Case(phase="running", victim="agent", says=_AGENT),
-    Case(phase="running", victim="keeper", host="node1", says=_KEEPER),
+    Case(phase="running", victim="node agent", host="node1", says=_NODE_AGENT),
     Case(phase="running", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="ssh session", says=_SESSION),
     Case(phase="running", victim="host", host="node1", says=None),
     Case(phase="ending", victim="rank 1", says=_RANK),
     Case(phase="ending", victim="agent", says=_AGENT),
-    Case(phase="ending", victim="keeper", says=_KEEPER),
+    Case(phase="ending", victim="node agent", says=_NODE_AGENT),
     Case(phase="ending", victim="launcher", host="node1", says=None),
     Case(phase="ending", victim="link", says=_SILENCE),
 ]
@@ -69,15 +69,15 @@ def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_
         assert code == 1
 
 
-def test_a_watchman_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path: Path) -> None:
+def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
     run.await_one("node2", is_rank(1))
-    first = run.await_one("node2", is_watchman)
-    Kill(victim="watchman").strike(run)
-    await_true("another", lambda: any(one != first for one in run.find("node2", is_watchman)))
+    first = run.await_one("node2", is_reaper)
+    Kill(victim="reaper").strike(run)
+    await_true("another", lambda: any(one != first for one in run.find("node2", is_reaper)))
     assert run.process.poll() is None
-    # Killed with the keeper go the ranks, but not what they started in sessions of their own.
-    killed_s = Kill(victim="keeper").strike(run)
+    # Killed with the node agent go the ranks, but not what they started in sessions of their own.
+    killed_s = Kill(victim="node agent").strike(run)
     run.seconds_until_clean(killed_s)
     assert run.end() == 1
 
@@ -155,7 +155,7 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
     assert run.end() == 130
 
 
-def test_a_flood_of_output_does_not_keep_a_keeper_whose_link_was_cut(
+def test_a_flood_of_output_does_not_keep_an_agent_whose_link_was_cut(
     lab2: Lab, tmp_path: Path
 ) -> None:
     script = (

@@ -303,7 +303,7 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
         assert said.longest_silence_s() < 10 + BUSY_S
         assert "trained" not in said.text()
         assert leftovers(lab2) == {}
-        await_true("the keepers have gone", lambda: strays(lab2) == {})
+        await_true("the node agents have gone", lambda: strays(lab2) == {})
 
 
 def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:

@@ -304,4 +304,4 @@ def _flat(text: str) -> str:
 
 def _assert_nothing_left(lab: Lab) -> None:
     assert leftovers(lab) == {}
-    await_true("the keepers have gone", lambda: strays(lab) == {})
+    await_true("the node agents have gone", lambda: strays(lab) == {})

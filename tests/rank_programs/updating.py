@@ -127,8 +127,8 @@ def warnings_of_fp16(world: World) -> list[str]:
             said.append(record.getMessage())
 
     logger = logging.getLogger("torchmuster.train")
-    keeper = Keep()
-    logger.addHandler(keeper)
+    agent = Keep()
+    logger.addHandler(agent)
     strategy = strategy_of("ddp", world)
     model = strategy.prepare(seeded_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -141,7 +141,7 @@ def warnings_of_fp16(world: World) -> list[str]:
         outcome = _one_step(update, model, portion(4, world), 4, factor)
         if bad:
             overflowed.append(outcome.overflowed)
-    logger.removeHandler(keeper)
+    logger.removeHandler(agent)
     said.append(f"overflowed: {overflowed}")
     return said
 

@@ -216,7 +216,7 @@ def test_nothing_is_left_of_a_kernel_that_is_killed(with_ranks: Kernel, busy: bo
     if busy:
         kernel.begin("%%ranks\nimport time\nprint('there')\ntime.sleep(600)")
         kernel.wait_for("there")
-    assert len(_children(kernel)) >= 4  # the launcher, the keeper, the agent, the ranks
+    assert len(_children(kernel)) >= 4  # the launcher, the node agent, the agent, the ranks
     kernel.kill()
     assert wait_until_nothing_lives(kernel.mark, 15) < 15 + BUSY_S
 

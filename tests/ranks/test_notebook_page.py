@@ -155,7 +155,7 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         see(page, 3, "[all 2 ranks] 'here again'")
         page.picture(pictures / "notebook-again.png")
         before = [one for one in living(server.mark) if not _is_kernel(one)]
-        assert len(before) >= 5  # the server, the launcher, the keeper, the agent, the ranks
+        assert len(before) >= 5  # the server, the launcher, the node agent, the agent, the ranks
         kernel = server.kernel()
         ranks = [one for one in kernel.children(recursive=True) if one.is_running()]
         kernel.kill()

@@ -134,11 +134,11 @@ def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -
     assert (state.phase, state.headline) == ("died", "the launcher was killed")
 
 
-def test_a_killed_keeper_is_told_and_leaves_nothing(folder: Path) -> None:
+def test_a_killed_agent_is_told_and_leaves_nothing(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py")) as run:
         run.wait_for("waiting 0", "waiting 1")
-        (keeper,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.node"]
-        keeper.kill()
+        (agent,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.node"]
+        agent.kill()
         result = run.end()
         run.wait_until_nothing_lives(5.0)
     assert result.code == 1, run

@@ -13,11 +13,11 @@ from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
 
-# muster, with a keeper that takes this system for Windows.
+# muster, with a node agent that takes this system for Windows.
 MUSTER = """\
 import sys
 from torchmuster.launch.transports import local
-local.KEEPER = ("-c", '''
+local.NODE_AGENT = ("-c", '''
 import asyncio, os
 from torchmuster.launch.node.connection import PipeConnection
 from torchmuster.launch.node.node_agent import NodeAgent

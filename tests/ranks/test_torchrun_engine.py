@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keeper_attempt import Attempt
+from agent_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import engines, process_cleanup

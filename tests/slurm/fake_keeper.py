@@ -1,4 +1,4 @@
-"""A keeper that keeps nothing: it says hello, answers, and ends as it is told to."""
+"""A node agent that keeps nothing: it says hello, answers, and ends as it is told to."""
 
 import argparse
 import os

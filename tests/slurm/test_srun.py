@@ -1,4 +1,4 @@
-"""One srun carries the messages of all keepers, on a real cluster."""
+"""One srun carries the messages of all node agents, on a real cluster."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Channel
 from torchmuster.launch.transports.srun import SrunTransport
 
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_keeper.py")))
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_agent.py")))
 
 
 def allocate(cluster: SlurmLab, *options: str) -> Allocation:
@@ -32,7 +32,7 @@ def allocate(cluster: SlurmLab, *options: str) -> Allocation:
     return found
 
 
-class Keepers:
+class Agents:
     """The channels of those who have come, by place."""
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ class Keepers:
 
 
 @asynccontextmanager
-async def keepers_on(transport: SrunTransport, count: int) -> AsyncIterator[Keepers]:
-    keepers = Keepers()
+async def agents_on(transport: SrunTransport, count: int) -> AsyncIterator[Agents]:
+    agents = Agents()
     try:
-        await transport.open(keepers.arrive)
-        await keepers.all_here(count)
-        yield keepers
+        await transport.open(agents.arrive)
+        await agents.all_here(count)
+        yield agents
     finally:
         await transport.close()
 
@@ -90,14 +90,14 @@ async def prepared(channel: Channel, *variables: str) -> protocol.Prepared:
     return answer
 
 
-def test_keepers_come_in_the_order_of_the_nodes(cluster: SlurmLab) -> None:
+def test_agents_come_in_the_order_of_the_nodes(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
+        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE)
         assert transport.places == ("node1", "node2", "node3")
-        async with keepers_on(transport, 3) as keepers:
-            hosts = [keepers.hellos[place].record.host for place in range(3)]
+        async with agents_on(transport, 3) as agents:
+            hosts = [agents.hellos[place].record.host for place in range(3)]
             assert hosts == ["node1", "node2", "node3"]
-            for place, channel in keepers.channels.items():
+            for place, channel in agents.channels.items():
                 answer = await prepared(channel, "SLURM_PROCID", "SLURMD_NODENAME")
                 assert answer.reasons == (str(place), f"node{place + 1}")
 
@@ -114,16 +114,14 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
     async def scene() -> None:
         # With this, srun would cut lines.
         environment = {**os.environ, "SLURM_UNBUFFEREDIO": "1"}
-        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE, environment=environment)
-        async with keepers_on(transport, 3) as keepers:
+        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE, environment=environment)
+        async with agents_on(transport, 3) as agents:
 
             async def echo(place: int) -> None:
                 for turn in range(3):
-                    await keepers.channels[place].send(
-                        protocol.Stop(grace_s=turn, why=texts[place])
-                    )
+                    await agents.channels[place].send(protocol.Stop(grace_s=turn, why=texts[place]))
                 for turn in range(3):
-                    answer = await hear(keepers.channels[place])
+                    answer = await hear(agents.channels[place])
                     assert answer == protocol.Output(rank=turn, text=texts[place])
 
             await asyncio.gather(*(echo(place) for place in texts))
@@ -133,10 +131,10 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
 
 def test_what_is_said_to_all_at_once_reaches_each_once(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
+        async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
             message = protocol.Stop(grace_s=7, why="to all of you")
-            await asyncio.gather(*(one.send(message) for one in keepers.channels.values()))
-            for channel in keepers.channels.values():
+            await asyncio.gather(*(one.send(message) for one in agents.channels.values()))
+            for channel in agents.channels.values():
                 assert await hear(channel) == protocol.Output(rank=7, text="to all of you")
                 await channel.send(protocol.Alive())
                 assert await hear(channel) == protocol.Alive()  # so nothing came twice
@@ -153,81 +151,81 @@ def test_what_is_said_to_all_at_once_reaches_each_once(cluster: SlurmLab) -> Non
         ("-N3", "--ntasks-per-node=4", "--gpus-per-task=1", "--gpu-bind=single:1"),
     ],
 )
-def test_every_keeper_has_all_gpus_of_its_node(cluster: SlurmLab, options: Sequence[str]) -> None:
+def test_every_agent_has_all_gpus_of_its_node(cluster: SlurmLab, options: Sequence[str]) -> None:
     async def scene() -> None:
         allocation = allocate(cluster, *options)
         assert allocation.gpus == (4, 4, 4)
         # As inside a job: srun would take these for its own options.
         inherited = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "12"}
-        transport = SrunTransport(allocation, keeper=FAKE, environment={**os.environ, **inherited})
-        async with keepers_on(transport, 3) as keepers:
-            for channel in keepers.channels.values():
+        transport = SrunTransport(allocation, agent=FAKE, environment={**os.environ, **inherited})
+        async with agents_on(transport, 3) as agents:
+            for channel in agents.channels.values():
                 assert (await prepared(channel)).devices == ("0", "1", "2", "3")
 
     asyncio.run(scene())
 
 
-def test_a_keeper_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab) -> None:
+def test_an_agent_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE)
-        async with keepers_on(transport, 3) as keepers:
-            await keepers.channels[1].send(protocol.Signal(name="KILL"))
-            assert await hear(keepers.channels[1]) is None
-            assert await hear(keepers.channels[1]) is None
-            assert keepers.channels[1].why_closed() == "srun: error: node2: task 1: Killed"
-            await keepers.channels[1].send(protocol.Alive())  # does nothing
+        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE)
+        async with agents_on(transport, 3) as agents:
+            await agents.channels[1].send(protocol.Signal(name="KILL"))
+            assert await hear(agents.channels[1]) is None
+            assert await hear(agents.channels[1]) is None
+            assert agents.channels[1].why_closed() == "srun: error: node2: task 1: Killed"
+            await agents.channels[1].send(protocol.Alive())  # does nothing
             for place in (0, 2):
-                await keepers.channels[place].send(protocol.Alive())
-                assert await hear(keepers.channels[place]) == protocol.Alive()
-            del keepers.channels[1]
+                await agents.channels[place].send(protocol.Alive())
+                assert await hear(agents.channels[place]) == protocol.Alive()
+            del agents.channels[1]
             await transport.reopen(1)
-            await keepers.all_here(3)
-            assert keepers.hellos[1].record.host == "node2"
-            await keepers.channels[1].send(protocol.Stop(grace_s=1, why="again"))
-            assert await hear(keepers.channels[1]) == protocol.Output(rank=1, text="again")
+            await agents.all_here(3)
+            assert agents.hellos[1].record.host == "node2"
+            await agents.channels[1].send(protocol.Stop(grace_s=1, why="again"))
+            assert await hear(agents.channels[1]) == protocol.Output(rank=1, text="again")
 
     asyncio.run(scene())
 
 
-def test_a_keeper_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
+def test_an_agent_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
-            await keepers.channels[2].send(protocol.Signal(name="FAIL"))
-            assert await hear(keepers.channels[2]) == protocol.Waiting(words="last words")
-            assert await hear(keepers.channels[2]) is None
-            own, slurms = keepers.channels[2].why_closed().splitlines()
+        async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
+            await agents.channels[2].send(protocol.Signal(name="FAIL"))
+            assert await hear(agents.channels[2]) == protocol.Waiting(words="last words")
+            assert await hear(agents.channels[2]) is None
+            own, slurms = agents.channels[2].why_closed().splitlines()
             assert own == "no reason to live"
             assert slurms.startswith("srun: error: node3: ")
 
     asyncio.run(scene())
 
 
-def test_the_keepers_end_with_their_srun(cluster: SlurmLab) -> None:
+def test_the_agents_end_with_their_srun(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        async with keepers_on(SrunTransport(allocate(cluster, "-N3"), keeper=FAKE), 3) as keepers:
+        async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
             (srun,) = [one for one in psutil.Process().children() if one.name() == "srun"]
             srun.send_signal(signal.SIGKILL)
-            for channel in keepers.channels.values():
+            for channel in agents.channels.values():
                 assert await hear(channel) is None
                 assert channel.why_closed() == "srun ended with exit code -9"
-            pids = [hello.record.pid for hello in keepers.hellos.values()]
-            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the keepers are gone")
+            pids = [hello.record.pid for hello in agents.hellos.values()]
+            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the node agents are gone")
 
     asyncio.run(scene())
 
 
-def test_the_real_keeper_is_reached_on_every_node(cluster: SlurmLab) -> None:
+def test_the_real_agent_is_reached_on_every_node(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        async with keepers_on(SrunTransport(allocate(cluster, "-N3")), 3) as keepers:
-            hosts = [keepers.hellos[place].record.host for place in range(3)]
+        async with agents_on(SrunTransport(allocate(cluster, "-N3")), 3) as agents:
+            hosts = [agents.hellos[place].record.host for place in range(3)]
             assert hosts == ["node1", "node2", "node3"]
             await asyncio.gather(
                 *(
                     one.send(protocol.Leave(exit_code=0, words=""))
-                    for one in keepers.channels.values()
+                    for one in agents.channels.values()
                 )
             )
-            for channel in keepers.channels.values():
+            for channel in agents.channels.values():
                 while await hear(channel) is not None:
                     pass
                 assert channel.why_closed() == "srun ended with exit code 0"
@@ -235,12 +233,12 @@ def test_the_real_keeper_is_reached_on_every_node(cluster: SlurmLab) -> None:
     asyncio.run(scene())
 
 
-def test_closing_lets_the_keepers_end_by_themselves(cluster: SlurmLab) -> None:
+def test_closing_lets_the_agents_end_by_themselves(cluster: SlurmLab) -> None:
     async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), keeper=FAKE, patience_s=GIVE_UP_S)
-        async with keepers_on(transport, 3) as keepers:
+        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE, patience_s=GIVE_UP_S)
+        async with agents_on(transport, 3) as agents:
             await transport.close()
-            for place, channel in keepers.channels.items():
+            for place, channel in agents.channels.items():
                 assert await hear(channel) is None
                 assert f"place {place} heard the end" in channel.why_closed()
 
@@ -250,30 +248,30 @@ def test_closing_lets_the_keepers_end_by_themselves(cluster: SlurmLab) -> None:
 def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab) -> None:
     async def scene() -> None:
         allocation = allocate(cluster, "-N3")
-        async with keepers_on(SrunTransport(allocation, keeper=FAKE), 3) as keepers:
+        async with agents_on(SrunTransport(allocation, agent=FAKE), 3) as agents:
             cluster.run("scancel", allocation.job)
-            for channel in keepers.channels.values():
+            for channel in agents.channels.values():
                 assert await hear(channel) is None
-            assert "CANCELLED" in keepers.channels[0].why_closed()
+            assert "CANCELLED" in agents.channels[0].why_closed()
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize(
-    ("keeper", "why", "fix"),
+    ("node agent", "why", "fix"),
     [
         (("/no/such/python",), "No such file or directory", "path on every node"),
         ((*FAKE, "--silent"), "cannot begin\nsrun: error: node", "srun --jobid="),
     ],
 )
 def test_what_cannot_be_started_is_given_up_with_the_cause(
-    cluster: SlurmLab, keeper: Sequence[str], why: str, fix: str
+    cluster: SlurmLab, agent: Sequence[str], why: str, fix: str
 ) -> None:
     async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), keeper=keeper)
-        keepers = Keepers()
+        transport = SrunTransport(allocate(cluster, "-N3"), agent=agent)
+        agents = Agents()
         try:
-            await transport.open(keepers.arrive)
+            await transport.open(agents.arrive)
             assert re.match(r"srun .*, \d+ s", transport.waiting_for(0))
             while any(transport.gave_up(place) is None for place in range(3)):
                 await asyncio.wait_for(asyncio.sleep(0.05), GIVE_UP_S)
@@ -286,7 +284,7 @@ def test_what_cannot_be_started_is_given_up_with_the_cause(
                 assert fix in trouble.fix
         finally:
             await transport.close()
-        assert keepers.channels == {}
+        assert agents.channels == {}
 
     asyncio.run(scene())
 
@@ -295,9 +293,9 @@ def test_a_job_that_has_ended_is_given_up(cluster: SlurmLab) -> None:
     async def scene() -> None:
         allocation = allocate(cluster, "-N3")
         cluster.clear()
-        transport = SrunTransport(allocation, keeper=FAKE)
+        transport = SrunTransport(allocation, agent=FAKE)
         try:
-            await transport.open(Keepers().arrive)
+            await transport.open(Agents().arrive)
             while transport.gave_up(0) is None:
                 await asyncio.wait_for(asyncio.sleep(0.05), GIVE_UP_S)
             trouble = transport.gave_up(0)

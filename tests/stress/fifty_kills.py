@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts.killing import BOUND_S, SCRIPTS, Kill, Run, is_watchman
+from hosts.killing import BOUND_S, SCRIPTS, Kill, Run, is_reaper
 from hosts.lab import Lab
 from hosts.namespaces import await_true
 
-VICTIMS = ("rank", "agent", "keeper", "ssh session", "watchman", "launcher", "host", "link")
+VICTIMS = ("rank", "agent", "node agent", "ssh session", "reaper", "launcher", "host", "link")
 PHASES = ("starting", "running", "ending")
 # The launcher reaches its own machine without ssh.
 _ONLY_ON = {"launcher": "node1", "ssh session": "node2"}
-_RESTARTABLE = ("rank", "agent", "keeper", "ssh session")
+_RESTARTABLE = ("rank", "agent", "node agent", "ssh session")
 _CAUSES = {
     "rank": r"rank {rank} on {host} failed: killed \(SIGKILL\)",
     "agent": r"{host} failed: torchrun's agent was ended by SIGKILL",
-    "keeper": r"{host} was lost: its keeper was killed, or ended without a word",
+    "node agent": r"{host} was lost: its node agent was killed, or ended without a word",
     "ssh session": r"{host} was lost: Connection to \S+ closed by remote host",
     "host": r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone",
     "link": r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone",
@@ -45,7 +45,7 @@ class Event:
     @property
     def says(self) -> str | None:
         """What the launcher must say; None where it is gone, or has nothing to say."""
-        silent = self.victim in ("launcher", "watchman") or (self.victim, self.host) == (
+        silent = self.victim in ("launcher", "reaper") or (self.victim, self.host) == (
             "host",
             "node1",
         )
@@ -94,8 +94,8 @@ def happen(event: Event, folder: Path) -> Outcome:
     with Lab(2) as lab:
         run = Run.launch(lab, folder, SCRIPTS[event.phase], options=options)
         run.wait_for_phase(event.phase)
-        if event.victim == "watchman":
-            killed_s = _replaced_watchman(event, run)
+        if event.victim == "reaper":
+            killed_s = _replaced_reaper(event, run)
         else:
             killed_s = event.kill.strike(run)
         if event.restarts:
@@ -116,11 +116,11 @@ def happen(event: Event, folder: Path) -> Outcome:
         return Outcome(event=event, seconds=seconds, said=headlines[0])
 
 
-def _replaced_watchman(event: Event, run: Run) -> float:
-    """Kill the watchman; then, as soon as there is another, the launcher."""
-    first = run.await_one(event.host, is_watchman)
+def _replaced_reaper(event: Event, run: Run) -> float:
+    """Kill the reaper; then, as soon as there is another, the launcher."""
+    first = run.await_one(event.host, is_reaper)
     event.kill.strike(run)
-    await_true("another", lambda: any(one != first for one in run.find(event.host, is_watchman)))
+    await_true("another", lambda: any(one != first for one in run.find(event.host, is_reaper)))
     return Kill(victim="launcher", host="node1").strike(run)
 
 

@@ -1,4 +1,4 @@
-"""A roll-call of many simulated machines on loopback; run as a program.
+"""A node registry of many simulated machines on loopback; run as a program.
 
 ``host N`` opens the join service for N machines, starts two crowds of clients as processes of their
 own, and drives every machine through join, hello, prepare, prepared and start. It prints one JSON
@@ -121,7 +121,7 @@ class RollCall:
 
 
 async def host(nodes: int) -> None:
-    roll_call = RollCall(nodes)
+    registry = RollCall(nodes)
     events: list[str] = []
     service = JoinService(
         count=nodes,
@@ -131,7 +131,7 @@ async def host(nodes: int) -> None:
         on_event=events.append,
         on_code=lambda place, code: events.append(f"place {place} was lost"),
     )
-    await service.open(roll_call.arrive)
+    await service.open(registry.arrive)
     lines = [codes.encode_code(code) + "\n" for code in service.codes().values()]
     crowds = [
         await asyncio.create_subprocess_exec(
@@ -152,9 +152,9 @@ async def host(nodes: int) -> None:
         assert crowd.stdin is not None
         crowd.stdin.write("".join(lines[number::CROWDS]).encode())
         crowd.stdin.close()
-    await roll_call.everybody_arrived.wait()
+    await registry.everybody_arrived.wait()
     joined_s = time.monotonic() - began_s
-    await asyncio.gather(*roll_call.tasks)
+    await asyncio.gather(*registry.tasks)
     started = 0
     for crowd in crowds:
         assert crowd.stdout is not None
@@ -167,7 +167,7 @@ async def host(nodes: int) -> None:
         "join_seconds": round(joined_s, 2),
         "host_cpu_seconds": round(time.process_time() - began_cpu_s, 2),
         "memory_per_node_bytes": (psutil.Process().memory_info().rss - memory_bytes) // nodes,
-        "messages_per_node": roll_call.messages / nodes,
+        "messages_per_node": registry.messages / nodes,
         "still_missing": len(service.codes()),
         "events": events[:10],
     }

@@ -1,4 +1,4 @@
-"""A roll-call of up to 10,000 machines: time, memory and messages grow in step with their number."""
+"""A node registry of up to 10,000 machines: time, memory and messages grow in step with their number."""
 
 import json
 import os
@@ -13,13 +13,13 @@ import pytest
 
 from patience import GIVE_UP_S
 
-CROWD = Path(__file__).with_name("roll_call_crowd.py")
+CROWD = Path(__file__).with_name("registry_crowd.py")
 
 LARGEST = int(os.environ.get("ROLL_CALL_NODES", "10000"))
 SIZES = [size for size in (100, 1000) if size < LARGEST] + [LARGEST]
 
 
-def roll_call(nodes: int) -> dict[str, Any]:
+def registry(nodes: int) -> dict[str, Any]:
     host = subprocess.Popen(
         [sys.executable, CROWD, "host", str(nodes)],
         stdout=subprocess.PIPE,
@@ -51,11 +51,11 @@ def table(results: list[dict[str, Any]]) -> str:
 
 @pytest.mark.stress
 @pytest.mark.alone
-def test_a_roll_call_costs_in_step_with_the_number_of_machines() -> None:
+def test_a_registry_costs_in_step_with_the_number_of_machines() -> None:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < LARGEST + 1024:
         pytest.fail(f"at most {files} files may be open; run with ROLL_CALL_NODES={files - 1024}")
-    results = [roll_call(size) for size in SIZES]
+    results = [registry(size) for size in SIZES]
     print("\n" + table(results))
     for one in results:
         assert one["started"] == one["nodes"]

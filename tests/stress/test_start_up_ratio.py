@@ -20,7 +20,7 @@ MORE_ROUNDS = 12
 LIMIT = 1.15
 PROCESSES = {
     "torch.distributed.run ": "agent",
-    "launch.keeper ": "keeper",
+    "launch.node ": "node agent",
     "launch.agent ": "agent",
 }
 

@@ -1,6 +1,6 @@
-"""The launcher's own work with 10,000 machines: roll-call, comparison, meeting place, start, end.
+"""The launcher's own work with 10,000 machines: node registry, comparison, meeting place, start, end.
 
-The machines are simulated in this process and answer at once, so what is measured is the supervisor.
+The machines are simulated in this process and answer at once, so what is measured is the job runner.
 """
 
 import asyncio
@@ -147,12 +147,12 @@ class Cost:
 
 
 def measure(size: int, logs: Path) -> Cost:
-    voice, fleet = Silent(), Fleet(size)
+    console, fleet = Silent(), Fleet(size)
     spec = JobSpec(name="big", command=("train.py",), folder="/", device="cpu")
 
     async def run() -> bool:
-        supervisor = JobRunner(spec, fleet, voice, run_id="r", logs=str(logs))
-        return (await supervisor.run()).good
+        runner = JobRunner(spec, fleet, console, run_id="r", logs=str(logs))
+        return (await runner.run()).good
 
     gc.collect()
     gc.disable()  # what Python's collector adds depends on what else is in this process
@@ -165,9 +165,9 @@ def measure(size: int, logs: Path) -> Cost:
     cpu_s = time.process_time() - began
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     # What is said does not grow with the machines, apart from a digit more.
-    assert max(map(len, voice.words)) < 700, voice.words
-    assert f"{size:,} of {size:,} joined" in voice.words[0]
-    assert voice.size == 8 * size
+    assert max(map(len, console.words)) < 700, console.words
+    assert f"{size:,} of {size:,} joined" in console.words[0]
+    assert console.size == 8 * size
     messages = sum(machine.messages for machine in fleet.machines) / size
     return Cost(size, cpu_s, grown_kib / size, messages)
 

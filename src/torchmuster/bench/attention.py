@@ -169,20 +169,22 @@ def attention_report(
     return Report(
         bench="attention",
         question=f"which attention is best on {name}: {shape}, {mask}, {answer.number_type}?",
-        findings=tuple(_findings(answer)),
+        findings=tuple(_attention_findings(answer)),
         choices=(Decision(value=f"measured on {name}", reason=where.reason), chosen),
         tables=(
-            _table(answer, "forward and backward", _training_cell),
-            _table(answer, "forward alone", _forward_cell),
-            _table(answer, "memory of forward and backward, beside the inputs", _memory_cell),
+            _attention_table(answer, "forward and backward", _training_cell),
+            _attention_table(answer, "forward alone", _forward_cell),
+            _attention_table(
+                answer, "memory of forward and backward, beside the inputs", _memory_cell
+            ),
         ),
-        pictures=tuple(_pictures(answer, name)),
+        pictures=tuple(_attention_pictures(answer, name)),
         record=BenchRecord(
             bench="attention",
             date=date,
             settings=settings,
             environment=environment,
-            series=tuple(series for one in answer.measured for series in _series(one)),
+            series=tuple(series for one in answer.measured for series in _attention_series(one)),
             facts={
                 "device": answer.device_name,
                 "number_type": answer.number_type,
@@ -206,7 +208,7 @@ def _errors(answer: AttentionAnswer) -> dict[str, float]:
     return errors
 
 
-def _series(one: MeasuredAttention) -> Iterator[Series]:
+def _attention_series(one: MeasuredAttention) -> Iterator[Series]:
     labels: dict[str, str | int | float] = {"kind": one.kind, "length": one.length}
     for name, samples in (
         ("forward", one.forward_s),
@@ -224,7 +226,7 @@ def _series(one: MeasuredAttention) -> Iterator[Series]:
             )
 
 
-def _findings(answer: AttentionAnswer) -> Iterator[Finding]:
+def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
     wrong = [one for one in answer.measured if not one.right]
     if wrong:
         kinds = ", ".join(dict.fromkeys(one.kind for one in wrong))
@@ -324,7 +326,9 @@ def _kinds(answer: AttentionAnswer) -> list[str]:
     return list(dict.fromkeys(one.kind for one in answer.measured))
 
 
-def _table(answer: AttentionAnswer, title: str, cell: Callable[[MeasuredAttention], str]) -> Table:
+def _attention_table(
+    answer: AttentionAnswer, title: str, cell: Callable[[MeasuredAttention], str]
+) -> Table:
     by_key = {(one.length, one.kind): one for one in answer.measured}
     kinds = _kinds(answer)
     rows = []
@@ -336,8 +340,8 @@ def _table(answer: AttentionAnswer, title: str, cell: Callable[[MeasuredAttentio
     return Table(title=title, head=("length", *kinds), rows=tuple(rows))
 
 
-def _pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
-    times = [_curve(answer, kind) for kind in _kinds(answer)]
+def _attention_pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
+    times = [_attention_curve(answer, kind) for kind in _kinds(answer)]
     yield Picture(
         title="time by length",
         svg=line_chart(
@@ -372,7 +376,7 @@ def _pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]:
     )
 
 
-def _curve(answer: AttentionAnswer, kind: str) -> Curve:
+def _attention_curve(answer: AttentionAnswer, kind: str) -> Curve:
     mine = [one for one in answer.measured if one.kind == kind and one.training_s]
     found = [estimate(one.training_s) for one in mine]
     return Curve(

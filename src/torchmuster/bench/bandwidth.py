@@ -39,7 +39,7 @@ def fit_alpha_beta(times: Mapping[int, Sequence[float]]) -> AlphaBeta | None:
     if len(times) < 3:
         return None
     medians = {size: estimate(samples).median for size, samples in times.items()}
-    latency_s, byte_s = _line(medians)
+    latency_s, byte_s = _bandwidth_line(medians)
     drawn = _drawn_again(times)
     latencies = sorted(one[0] for one in drawn)
     rates = sorted(1 / one[1] if one[1] > 0 else math.inf for one in drawn)
@@ -61,7 +61,7 @@ def _drawn_again(times: Mapping[int, Sequence[float]]) -> list[tuple[float, floa
     """Return the lines of samples drawn from the samples, with repetition: how much chance there is in them."""
     draw = random.Random(0)
     return [
-        _line(
+        _bandwidth_line(
             {
                 size: estimate(draw.choices(samples, k=len(samples))).median
                 for size, samples in times.items()
@@ -71,7 +71,7 @@ def _drawn_again(times: Mapping[int, Sequence[float]]) -> list[tuple[float, floa
     ]
 
 
-def _line(medians: Mapping[int, float]) -> tuple[float, float]:
+def _bandwidth_line(medians: Mapping[int, float]) -> tuple[float, float]:
     """Return latency and seconds per byte, neither below 0, that are relatively nearest to the times."""
     # Weighed by 1/t^2, the sums of the normal equations.
     weights = {size: 1 / took**2 for size, took in medians.items()}

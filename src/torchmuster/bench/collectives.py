@@ -85,17 +85,17 @@ def run_probe_on_machines(
     )
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as place:
         run = create_run_folder(Path(place), spec.name)
-        voice = _Listening(run, say)
-        code = launch_job(spec, transport, run, lambda _: voice)
+        console = _Listening(run, say)
+        code = launch_job(spec, transport, run, lambda _: console)
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if code != ExitCode.GOOD:
-        raise _failed(doing, voice.findings)
-    found = answers_in(voice.texts, answer)
-    if not found or len(found) != len(voice.texts):
+        raise _failed(doing, console.findings)
+    found = answers_in(console.texts, answer)
+    if not found or len(found) != len(console.texts):
         raise MusterError(
             f"{doing} failed",
-            why=f"{len(found)} of {len(voice.texts)} ranks told what they saw",
+            why=f"{len(found)} of {len(console.texts)} ranks told what they saw",
             fix="try again; nothing was kept of it",
         )
     return found

@@ -40,18 +40,18 @@ def collectives_report(
     took_s: float,
 ) -> Report:
     """Return the report of a measurement."""
-    seen = [_look(measured, operation) for operation in measured.times]
+    seen = [_look_collectives_report(measured, operation) for operation in measured.times]
     return Report(
         bench=BENCH,
         question=f"How fast do {measured.ranks} ranks on {_places(measured)} talk to each other?",
         findings=(
-            *_values(measured),
-            *(_verdict(one, measured) for one in seen),
+            *_collectives_report_values(measured),
+            *(_collectives_report_verdict(one, measured) for one in seen),
             *(finding for one in seen for finding in _oddities(one)),
             *_circumstances(measured, environment),
         ),
         tables=(_lines_table(seen), *_by_size_tables(measured, seen)),
-        pictures=tuple(_pictures(seen)),
+        pictures=tuple(_collectives_report_pictures(seen)),
         record=BenchRecord(
             bench=BENCH,
             date=date,
@@ -80,7 +80,7 @@ def collectives_report(
     )
 
 
-def _look(measured: MeasuredCollective, operation: str) -> _Seen:
+def _look_collectives_report(measured: MeasuredCollective, operation: str) -> _Seen:
     times = measured.times[operation]
     factor = OPERATIONS[operation].bus_factor(measured.ranks)
     points = points_of(times, factor)
@@ -98,7 +98,7 @@ def _places(measured: MeasuredCollective) -> str:
     return hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines"
 
 
-def _values(measured: MeasuredCollective) -> Iterator[Finding]:
+def _collectives_report_values(measured: MeasuredCollective) -> Iterator[Finding]:
     if not measured.wrong:
         yield Finding(
             name="values",
@@ -123,7 +123,7 @@ def _values(measured: MeasuredCollective) -> Iterator[Finding]:
     )
 
 
-def _verdict(one: _Seen, measured: MeasuredCollective) -> Finding:
+def _collectives_report_verdict(one: _Seen, measured: MeasuredCollective) -> Finding:
     smallest, samples = min(measured.times[one.operation].items())
     half = one.shape.half_at_bytes
     reached = (
@@ -260,7 +260,7 @@ def _by_size_tables(measured: MeasuredCollective, seen: list[_Seen]) -> tuple[Ta
     )
 
 
-def _pictures(seen: list[_Seen]) -> Iterator[Picture]:
+def _collectives_report_pictures(seen: list[_Seen]) -> Iterator[Picture]:
     size = Axis(title="size of the message", unit="B", log=True)
     curves = [
         Curve(

@@ -124,7 +124,7 @@ def _change(
 ) -> MetricChange:
     series = before[0]
     by_records = counted != "samples"
-    a, b = (_values(side, by_records=by_records) for side in (before, after))
+    a, b = (_comparison_values(side, by_records=by_records) for side in (before, after))
     confidence = 1 - (1 - CONFIDENCE) / compared
     found = _unmistakable(a, b, exact=series.unit in _EXACT)
     if found is None and counted == "pairs":
@@ -149,7 +149,7 @@ def _change(
     )
 
 
-def _values(side: Sequence[Series], *, by_records: bool) -> list[float]:
+def _comparison_values(side: Sequence[Series], *, by_records: bool) -> list[float]:
     if by_records:
         return [statistics.median(one.samples) for one in side]
     return [sample for one in side for sample in one.samples]

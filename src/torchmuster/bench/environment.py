@@ -105,7 +105,7 @@ def _differences(a: Environment, b: Environment) -> Iterator[str]:
     for key, name in names.items():
         one, other = getattr(a, key), getattr(b, key)
         if one != other:
-            yield f"not the same {name}: {_words(key, one)} and {_words(key, other)}"
+            yield f"not the same {name}: {_environment_text(key, one)} and {_environment_text(key, other)}"
     one, other = _most_busy(a), _most_busy(b)
     if one is not None and other is not None and abs(one - other) >= _BUSY_CORES:
         yield f"not the same load: {one:.1f} and {other:.1f} cores were busy with other things"
@@ -130,7 +130,7 @@ def _most_busy(one: Environment) -> float | None:
     return max(known, default=None)
 
 
-def _words(key: str, value: object) -> str:
+def _environment_text(key: str, value: object) -> str:
     if value is None:
         return "not set" if key == "threads" else "unknown"
     if isinstance(value, tuple):

@@ -193,11 +193,11 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
             chosen = min(enough, key=_cost)
             return Decision(
                 value=chosen,
-                reason=f"{_rate(chosen)}, and {needed_samples_s:,.0f} are needed",
+                reason=f"{_loader_rate(chosen)}, and {needed_samples_s:,.0f} are needed",
             )
         return Decision(
             value=fastest,
-            reason=f"{_rate(fastest)}, the most of all tried, and less than the "
+            reason=f"{_loader_rate(fastest)}, the most of all tried, and less than the "
             f"{needed_samples_s:,.0f} that are needed with a little room",
         )
     as_good = min(fastest.rate.low, fastest.rate.median * (1 - EQUALLY_FAST))
@@ -205,14 +205,15 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
     chosen = min(equal, key=_cost)
     beside = [one for one in reads if one is not chosen]
     words = ", ".join(
-        f"{one.reading.name} {_rate(one, short=True)} ({_percent(one, chosen)})" for one in beside
+        f"{one.reading.name} {_loader_rate(one, short=True)} ({_loader_percent(one, chosen)})"
+        for one in beside
     )
     why = "the fastest" if chosen is fastest else "as fast as any, with fewer processes"
     if chosen is not fastest and chosen.reading.workers == fastest.reading.workers:
         why = "as fast as any, with fewer batches in memory"
     return Decision(
         value=chosen,
-        reason=f"{_rate(chosen)}, {why}" + (f"; {words}" if words else ""),
+        reason=f"{_loader_rate(chosen)}, {why}" + (f"; {words}" if words else ""),
     )
 
 
@@ -220,11 +221,11 @@ def _cost(one: Read) -> tuple[int, int]:
     return one.reading.workers, one.reading.prefetch
 
 
-def _rate(one: Read, *, short: bool = False) -> str:
+def _loader_rate(one: Read, *, short: bool = False) -> str:
     return f"{one.rate.median:,.0f}" + ("" if short else " samples/s")
 
 
-def _percent(one: Read, other: Read) -> str:
+def _loader_percent(one: Read, other: Read) -> str:
     return f"{(one.rate.median / other.rate.median - 1) * 100:+.0f} %"
 
 

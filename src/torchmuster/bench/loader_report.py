@@ -47,16 +47,16 @@ def loader_report(
     return Report(
         bench="data",
         question=f"how fast can {measured.data} be read, and by how many workers?",
-        findings=tuple(_findings(measured)),
+        findings=tuple(_loader_report_findings(measured)),
         choices=tuple(_choices(measured, where)),
         tables=tuple(_tables(measured)),
-        pictures=tuple(_pictures(measured)),
+        pictures=tuple(_loader_report_pictures(measured)),
         record=BenchRecord(
             bench="data",
             date=date,
             settings=settings,
             environment=environment,
-            series=tuple(_series(measured)),
+            series=tuple(_loader_report_series(measured)),
             facts={
                 "best_workers": chosen.reading.workers,
                 "best_prefetch": None
@@ -90,7 +90,7 @@ def _choices(measured: MeasuredLoader, where: Decision[str]) -> Iterator[Decisio
         )
 
 
-def _findings(measured: MeasuredLoader) -> Iterator[Finding]:
+def _loader_report_findings(measured: MeasuredLoader) -> Iterator[Finding]:
     chosen = measured.chosen.value
     yield loader.feeding(
         chosen,
@@ -153,7 +153,7 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
             *("workers", "samples/s", "±", "against 0", "first batch", "next epoch"),
             *("busy cores", "threads"),
         ),
-        rows=tuple(_row(one, measured.by_workers[0]) for one in measured.by_workers),
+        rows=tuple(_loader_report_row(one, measured.by_workers[0]) for one in measured.by_workers),
         note=f"Nothing is computed beside reading, on {measured.cores} cores. Threads are those that "
         "compute in one worker, or without workers in the rank.",
     )
@@ -173,7 +173,7 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
         )
 
 
-def _row(one: Read, first: Read) -> tuple[str, ...]:
+def _loader_report_row(one: Read, first: Read) -> tuple[str, ...]:
     ratio = one.rate.median / first.rate.median
     return (
         str(one.reading.workers),
@@ -187,7 +187,7 @@ def _row(one: Read, first: Read) -> tuple[str, ...]:
     )
 
 
-def _pictures(measured: MeasuredLoader) -> Iterator[Picture]:
+def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
     reads = [*measured.by_workers, *measured.by_prefetch]
     shown = {one.reading: one for one in reads}.values()
     yield Picture(
@@ -210,7 +210,7 @@ def _pictures(measured: MeasuredLoader) -> Iterator[Picture]:
     )
 
 
-def _series(measured: MeasuredLoader) -> Iterator[Series]:
+def _loader_report_series(measured: MeasuredLoader) -> Iterator[Series]:
     reads = {one.reading: one for one in (*measured.by_prefetch, *measured.by_workers)}
     for one in reads.values():
         labels: dict[str, str | int | float] = {

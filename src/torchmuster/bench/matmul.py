@@ -228,16 +228,16 @@ def matmul_report(
     return Report(
         bench="matmul",
         question=f"{question}?",
-        findings=tuple(_findings(answer, rates, card, name)),
+        findings=tuple(_matmul_findings(answer, rates, card, name)),
         choices=(Decision(value=f"measured on {name}", reason=where.reason), chosen),
         tables=tuple(_tables(answer, rates)),
-        pictures=tuple(_pictures(rates, name)),
+        pictures=tuple(_matmul_pictures(rates, name)),
         record=BenchRecord(
             bench="matmul",
             date=date,
             settings=settings,
             environment=environment,
-            series=tuple(_series(one) for one in rates),
+            series=tuple(_matmul_series(one) for one in rates),
             facts={
                 "device": answer.device_name,
                 "threads": answer.threads,
@@ -258,7 +258,7 @@ def matmul_report(
     )
 
 
-def _series(rate: Rate) -> Series:
+def _matmul_series(rate: Rate) -> Series:
     product, shape = rate.product, rate.product.shape
     labels: dict[str, str | int | float] = {
         "shape": f"{shape.rows}x{shape.inner}x{shape.columns}",
@@ -276,7 +276,7 @@ def _series(rate: Rate) -> Series:
     )
 
 
-def _findings(
+def _matmul_findings(
     answer: MatmulAnswer, rates: Sequence[Rate], card: Gpu | None, name: str
 ) -> Iterator[Finding]:
     wrong = [one for one in answer.products if not one.right]
@@ -411,7 +411,7 @@ def _cell(rate: Rate | None) -> str:
     return f"{amount_text(rate.flops_s.median, 'FLOP/s')} ±{rate.flops_s.noise:.0%}{share}"
 
 
-def _pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
+def _matmul_pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
     if any(one.product.shape.layer for one in rates):
         yield Picture(
             title="rate by layer",
@@ -437,7 +437,7 @@ def _pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
             f"Products of square matrices on {name}",
             Axis(title="rows and columns", log=True),
             Axis(title="rate", unit="FLOP/s", log=True),
-            [_curve(rates, kind, on_cpu) for kind, on_cpu in _curves(rates)],
+            [_matmul_curve(rates, kind, on_cpu) for kind, on_cpu in _curves(rates)],
         ),
         caption="Small products do not fill the machine; from where a curve is flat, larger ones gain nothing.",
     )
@@ -458,7 +458,7 @@ def _curves(rates: Sequence[Rate]) -> list[tuple[str, bool]]:
     return list(dict.fromkeys((one.product.number_type, one.product.on_cpu) for one in rates))
 
 
-def _curve(rates: Sequence[Rate], number_type: str, on_cpu: bool) -> Curve:
+def _matmul_curve(rates: Sequence[Rate], number_type: str, on_cpu: bool) -> Curve:
     mine = [
         one
         for one in rates

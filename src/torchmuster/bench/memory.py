@@ -328,7 +328,7 @@ def memory_tables(measured: MeasuredMemory) -> Iterator[Table]:
                 one.title,
                 *map(format_bytes, (one.before_bytes, one.peak_bytes, one.after_bytes)),
                 *map(format_bytes, one.parts.values()),
-                _size(beside.get((one.step, one.micro_batch, one.name))),
+                _memory_size(beside.get((one.step, one.micro_batch, one.name))),
             )
             for one in main.stages
         ),
@@ -340,7 +340,7 @@ def memory_tables(measured: MeasuredMemory) -> Iterator[Table]:
     yield Table(
         title=f"what computing again saves, of {answer.blocks} blocks, {answer.precision}",
         head=("computed again", "blocks", "peak", "forecast", "a step", "±", "memory", "time"),
-        rows=tuple(_row(one, plain, measured.planned_bytes) for one in answer.ways),
+        rows=tuple(_memory_row(one, plain, measured.planned_bytes) for one in answer.ways),
         note="Selective keeps the results of matrix products, convolutions and attention.",
     )
 
@@ -349,11 +349,11 @@ def _short_parts() -> tuple[str, ...]:
     return ("parameters", "gradients", "states", "rest")
 
 
-def _size(stage: StageTaken | None) -> str:
+def _memory_size(stage: StageTaken | None) -> str:
     return _UNKNOWN if stage is None else format_bytes(stage.peak_bytes)
 
 
-def _row(
+def _memory_row(
     way: RecomputeMode, plain: RecomputeMode | None, planned: Mapping[Recompute, int]
 ) -> tuple[str, ...]:
     forecast = planned.get(way.recompute)

@@ -40,7 +40,7 @@ def memory_report(
         bench="memory",
         question=f"what fills memory in a training step of {measured.model}, and what does computing "
         "again save?",
-        findings=tuple(_findings(measured, chosen)),
+        findings=tuple(_memory_report_findings(measured, chosen)),
         choices=tuple(choices),
         tables=tuple(memory.memory_tables(measured)),
         pictures=tuple(memory.memory_pictures(measured)),
@@ -67,7 +67,7 @@ def _setting(way: RecomputeMode) -> str:
     return f"compute again: {way.name} (train.activation_checkpointing: {way.recompute})"
 
 
-def _findings(
+def _memory_report_findings(
     measured: MeasuredMemory, chosen: Decision[RecomputeMode] | None
 ) -> Iterator[Finding]:
     answer = measured.answer

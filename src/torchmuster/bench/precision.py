@@ -221,15 +221,18 @@ def precision_report(
     compared = compare_precisions(answer)
     chosen = choose_fastest_precision(answer, units)
     name = environment.cpu if answer.device == "cpu" else answer.device_name
-    tables, pictures = [_table(request, answer, compared)], [*_pictures(compared)]
+    tables, pictures = (
+        [_precision_table(request, answer, compared)],
+        [*_precision_pictures(compared)],
+    )
     if answer.courses:
         tables.append(stability.stability_table(answer.courses))
         pictures += stability.stability_pictures(answer.courses)
     return Report(
         bench="precision",
-        question=f"in which precision should {_model(request, answer)} be trained on {name}?",
+        question=f"in which precision should {_precision_model(request, answer)} be trained on {name}?",
         findings=(
-            *_findings(answer, compared, chosen),
+            *_precision_findings(answer, compared, chosen),
             *stability.stability_findings(answer.courses),
         ),
         choices=(Decision(value=f"measured on {name}", reason=where.reason), chosen),
@@ -240,7 +243,7 @@ def precision_report(
             date=date,
             settings=settings,
             environment=environment,
-            series=tuple(_series(request, answer)),
+            series=tuple(_precision_series(request, answer)),
             facts={
                 "device": answer.device_name,
                 "chosen": chosen.value,
@@ -268,7 +271,7 @@ def precision_report(
     )
 
 
-def _model(request: PrecisionRequest, answer: PrecisionAnswer) -> str:
+def _precision_model(request: PrecisionRequest, answer: PrecisionAnswer) -> str:
     work = request.work
     named = work.model_name_or_path or work.build or "the model"
     if named.startswith("torchmuster."):
@@ -276,7 +279,7 @@ def _model(request: PrecisionRequest, answer: PrecisionAnswer) -> str:
     return f"{named} ({answer.parameter_count / 1e6:.3g} million parameters)"
 
 
-def _series(request: PrecisionRequest, answer: PrecisionAnswer) -> Iterator[Series]:
+def _precision_series(request: PrecisionRequest, answer: PrecisionAnswer) -> Iterator[Series]:
     for way in answer.ways:
         labels = {"precision": way.precision}
         yield Series(name="step", unit="s", better="lower", samples=way.step_s, labels=labels)
@@ -289,7 +292,7 @@ def _series(request: PrecisionRequest, answer: PrecisionAnswer) -> Iterator[Seri
         )
 
 
-def _findings(
+def _precision_findings(
     answer: PrecisionAnswer, compared: Sequence[ComparedPrecision], chosen: Decision[str]
 ) -> Iterator[Finding]:
     allowed = allowed_difference(answer)
@@ -337,7 +340,7 @@ def _of_order(answer: PrecisionAnswer) -> str:
     return "?" if changed is None else f"{changed:+.2%}"
 
 
-def _table(
+def _precision_table(
     request: PrecisionRequest, answer: PrecisionAnswer, compared: Sequence[ComparedPrecision]
 ) -> Table:
     rows = []
@@ -370,7 +373,7 @@ def _table(
     )
 
 
-def _pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
+def _precision_pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
     yield Picture(
         title="time of a step",
         svg=bar_chart(

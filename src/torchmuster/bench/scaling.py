@@ -147,7 +147,9 @@ def join_scaling_times(passes: Sequence[Sequence[ScalingTimes]]) -> OnRanks:
         shards=first.shards,
         backend=first.backend,
         by_portion={
-            portion: _taken([[one.by_portion[portion] for one in ranks] for ranks in passes])
+            portion: _scaling_taken(
+                [[one.by_portion[portion] for one in ranks] for ranks in passes]
+            )
             for portion in first.by_portion
         },
         messages_s={
@@ -161,7 +163,7 @@ def join_scaling_times(passes: Sequence[Sequence[ScalingTimes]]) -> OnRanks:
     )
 
 
-def _taken(passes: Sequence[Sequence[StepTimes]]) -> Taken:
+def _scaling_taken(passes: Sequence[Sequence[StepTimes]]) -> Taken:
     def rounds(
         of: Callable[[StepTimes], tuple[float, ...]], join: Callable[[tuple[float, ...]], float]
     ) -> tuple[float, ...]:
@@ -218,7 +220,7 @@ class Scaled:
     @property
     def efficiency(self) -> Estimate:
         """The speed-up over the number of ranks."""
-        return _times(self.speed_up, 1 / self.ranks)
+        return _scaling_times(self.speed_up, 1 / self.ranks)
 
     @property
     def worst_loss(self) -> str | None:
@@ -247,11 +249,11 @@ def scaled(study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mod
             high=throughput.high / alone.low,
             count=min(throughput.count, alone.count),
         ),
-        parts_s=_parts(study, measured, ranks, mode),
+        parts_s=_scaling_parts(study, measured, ranks, mode),
     )
 
 
-def _parts(
+def _scaling_parts(
     study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode
 ) -> dict[str, float]:
     portion = study.portion(ranks, mode)
@@ -293,7 +295,7 @@ def _over(amount: float, time: Estimate) -> Estimate:
     )
 
 
-def _times(one: Estimate, factor: float) -> Estimate:
+def _scaling_times(one: Estimate, factor: float) -> Estimate:
     return Estimate(
         median=one.median * factor, low=one.low * factor, high=one.high * factor, count=one.count
     )

@@ -60,7 +60,7 @@ def scaling_report(
         bench=BENCH,
         question=f"What do more ranks bring to {what}?",
         findings=(
-            *(_verdict(mode, seen) for mode in MODES),
+            *(_scaling_report_verdict(mode, seen) for mode in MODES),
             *_crowd(study),
             *(_on_forecast(one) for one in checks),
             *(_outlook(one, seen) for one in next_ones),
@@ -68,13 +68,13 @@ def scaling_report(
         ),
         choices=tuple(choices),
         tables=(_speed_table(seen), _loss_table(seen)),
-        pictures=tuple(_pictures(seen, checks)),
+        pictures=tuple(_scaling_report_pictures(seen, checks)),
         record=BenchRecord(
             bench=BENCH,
             date=date,
             settings=_settings(study, what),
             environment=environment,
-            series=tuple(_series(measured)),
+            series=tuple(_scaling_report_series(measured)),
             facts={
                 "parts_s": {f"{one.mode} {one.ranks}": dict(one.parts_s) for one in seen},
                 "speed_up": {f"{one.mode} {one.ranks}": one.speed_up.median for one in seen},
@@ -113,7 +113,7 @@ def _settings(study: ScalingStudy, what: str) -> dict[str, object]:
     }
 
 
-def _series(measured: Mapping[int, OnRanks]) -> Iterator[Series]:
+def _scaling_report_series(measured: Mapping[int, OnRanks]) -> Iterator[Series]:
     for ranks, one in measured.items():
         for portion, taken in one.by_portion.items():
             labels = {"ranks": ranks, "samples_of_a_rank": portion}
@@ -132,13 +132,13 @@ def _series(measured: Mapping[int, OnRanks]) -> Iterator[Series]:
             )
 
 
-def _verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
+def _scaling_report_verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
     of_mode = [one for one in seen if one.mode == mode]
     last = of_mode[-1]
     best = max(of_mode, key=lambda one: one.throughput.median)
     words = (
         f"{mode} scaling: {last.ranks} ranks are {last.speed_up.median:.2f} times as fast as one "
-        f"({_rate(last.throughput.median)}): {last.efficiency.median:.0%} of {last.ranks} times"
+        f"({_scaling_report_rate(last.throughput.median)}): {last.efficiency.median:.0%} of {last.ranks} times"
     )
     worst = last.worst_loss
     share = 0.0 if worst is None else last.parts_s[worst] / last.step_s.median
@@ -149,7 +149,7 @@ def _verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
     status = Status.OK if last.efficiency.median >= _GOOD_EFFICIENCY else Status.NOTE
     if best is not last and last.throughput.high < best.throughput.low:
         status = Status.WARNING
-        words += f"; {best.ranks} are faster ({_rate(best.throughput.median)})"
+        words += f"; {best.ranks} are faster ({_scaling_report_rate(best.throughput.median)})"
     return Finding(name=f"{mode}-scaling", status=status, what=words, why=why, fix=fix)
 
 
@@ -176,8 +176,8 @@ def _on_forecast(one: CheckedForecast) -> Finding:
     return Finding(
         name="forecast",
         status=Status.OK if good else Status.NOTE,
-        what=f"{one.forecast.mode}: from {few} ranks alone, {_rate(one.forecast.throughput)} would have "
-        f"been forecast for {one.forecast.ranks}; measured: {_rate(one.measured.throughput.median)} "
+        what=f"{one.forecast.mode}: from {few} ranks alone, {_scaling_report_rate(one.forecast.throughput)} would have "
+        f"been forecast for {one.forecast.ranks}; measured: {_scaling_report_rate(one.measured.throughput.median)} "
         f"({one.error:+.0%})",
         why="" if good else "so do not trust forecasts for still more ranks here",
     )
@@ -189,11 +189,11 @@ def _outlook(one: ScalingForecast, seen: Sequence[Scaled]) -> Finding:
         name="outlook",
         status=Status.NOTE,
         what=f"{one.mode}: {one.ranks} ranks with links and devices as here would have "
-        f"{_rate(one.throughput)}, {one.throughput / alone:.2f} times one (forecast, not measured)",
+        f"{_scaling_report_rate(one.throughput)}, {one.throughput / alone:.2f} times one (forecast, not measured)",
     )
 
 
-def _rate(samples_s: float) -> str:
+def _scaling_report_rate(samples_s: float) -> str:
     return amount_text(samples_s, "samples/s")
 
 
@@ -216,7 +216,7 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
                 str(one.ranks),
                 str(one.portion),
                 f"{amount_text(one.step_s.median, 's')} ± {one.step_s.noise:.0%}",
-                _rate(one.throughput.median),
+                _scaling_report_rate(one.throughput.median),
                 f"{one.speed_up.median:.2f}",
                 f"{one.speed_up.low:.2f} to {one.speed_up.high:.2f}",
                 f"{one.efficiency.median:.0%}",
@@ -245,7 +245,9 @@ def _loss_table(seen: Sequence[Scaled]) -> Table:
     )
 
 
-def _pictures(seen: Sequence[Scaled], checks: Sequence[CheckedForecast]) -> Iterator[Picture]:
+def _scaling_report_pictures(
+    seen: Sequence[Scaled], checks: Sequence[CheckedForecast]
+) -> Iterator[Picture]:
     most = max(one.ranks for one in seen)
     alone = next(one for one in seen if one.ranks == 1).throughput.median
     curves = [

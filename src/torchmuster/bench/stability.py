@@ -101,8 +101,8 @@ def stability_table(courses: Sequence[Course]) -> Table:
             (
                 one.case,
                 one.precision,
-                _loss(one.losses[0]),
-                _loss(one.losses[-1]),
+                _bench_stability_loss(one.losses[0]),
+                _bench_stability_loss(one.losses[-1]),
                 f"{len(one.skipped)} of {len(one.losses)}",
                 f"{one.culprit} ({one.kind})" if one.culprit else "-",
             )
@@ -111,7 +111,7 @@ def stability_table(courses: Sequence[Course]) -> Table:
     )
 
 
-def _loss(value: float | None) -> str:
+def _bench_stability_loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 

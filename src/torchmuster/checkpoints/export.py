@@ -83,7 +83,7 @@ def export_weights(
     The folder appears when it is complete and ``finish``, which may check or change it, has returned. ``on_bytes``
     is called for each piece. Of tied parameters the first is written.
     """
-    index = _weights(store, name)
+    index = _export_weights(store, name)
     adapter = not as_it_is and beside is not None and (beside / ADAPTER_CONFIG).is_file()
     if not as_it_is:
         index = _adapter(store, name, index) if adapter else _without_adapter(store, name, index)
@@ -95,7 +95,7 @@ def export_weights(
         files = (
             {ADAPTER_WEIGHTS: list(index.tensors)}
             if adapter
-            else _files(index, most_in_a_file_bytes)
+            else _export_files(index, most_in_a_file_bytes)
         )
         places = _write_heads(unfinished, files, index)
         _copy_chunks(store, name, unfinished, index, places, on_bytes)
@@ -139,7 +139,7 @@ def contiguous_runs(
     return math.prod(shape[first:]), starts
 
 
-def _weights(store: Store, name: str) -> Index:
+def _export_weights(store: Store, name: str) -> Index:
     """Return the index of the model's tensors alone, under the names that the model has for them."""
     try:
         index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_BYTES))
@@ -212,7 +212,7 @@ def _refuse_what_cannot_be(folder: Path, index: Index) -> None:
         )
 
 
-def _files(index: Index, most_bytes: int) -> dict[str, list[str]]:
+def _export_files(index: Index, most_bytes: int) -> dict[str, list[str]]:
     """Divide the tensors among files, in their order."""
     groups: list[list[str]] = [[]]
     filled = 0

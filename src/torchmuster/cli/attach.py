@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parsers.add_run_argument(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_attach)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_attach(options: argparse.Namespace) -> int:
     run = find_run(options.which, options.runs)
     try:
         return follow(run)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm_run.add_flags(parser)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(
-        run=_run,
+        run=_run_check,
         command=None,
         name="check",
         grace=2.0,
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_check(options: argparse.Namespace) -> int:
     if options.join_timeout is None:
         options.join_timeout = _JOINING_S if options.join else _CALLED_S
     if options.html is not None and not options.html.absolute().parent.is_dir():
@@ -143,7 +143,7 @@ def examine(
     made: list[GroupCheck] = []
 
     def make(*words: Any, **named: Any) -> "GroupCheck":
-        # Imported once the machines have been called: their keepers start meanwhile.
+        # Imported once the machines have been called: their node agents start meanwhile.
         from torchmuster.diagnose.group import GroupCheck
 
         made.append(GroupCheck(*words, **named, quick=quick))
@@ -153,11 +153,11 @@ def examine(
     result = made[0].result if made else None
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)
-        _tell(result, run, html=html, as_json=as_json, shown=shown)
+        _tell_check(result, run, html=html, as_json=as_json, shown=shown)
     return code
 
 
-def _tell(
+def _tell_check(
     result: "GroupResult", run: RunFolder, *, html: Path | None, as_json: bool, shown: bool
 ) -> None:
     """Write the report and show the result, unless the launcher has said already what is wrong."""

@@ -224,16 +224,16 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    meant = _place(options)
+    meant = _checkpoint_place(options)
     rows = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
     if options.json:
-        output.print_json([_as_json(*row) for row in rows])
+        output.print_json([_checkpoint_as_json(*row) for row in rows])
         return ExitCode.GOOD
     if not rows:
         print(f"no checkpoints in {meant.store.where}")
         return ExitCode.GOOD
     table: list[tuple[str, ...]] = [("step", "saved", "ranks", "strategy", "size", "state", "name")]
-    table += [_cells(*row) for row in rows]
+    table += [_checkpoint_cells(*row) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(_aligned(row, widths)).rstrip())
@@ -251,8 +251,10 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def _cells(name: str, manifest: Manifest | None, findings: list[Finding]) -> tuple[str, ...]:
-    step, state = str(step_of(name)), _state(findings)
+def _checkpoint_cells(
+    name: str, manifest: Manifest | None, findings: list[Finding]
+) -> tuple[str, ...]:
+    step, state = str(step_of(name)), _checkpoint_state(findings)
     if manifest is None:
         return step, "-", "-", "-", "-", state, name
     saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
@@ -261,7 +263,7 @@ def _cells(name: str, manifest: Manifest | None, findings: list[Finding]) -> tup
     return step, f"{saved:%Y-%m-%d %H:%M:%S}", ranks, strategy, size, state, name
 
 
-def _state(findings: list[Finding]) -> str:
+def _checkpoint_state(findings: list[Finding]) -> str:
     if not findings:
         return "complete"
     return "damaged" if any(_is_damage(one) for one in findings) else "unfinished"
@@ -271,11 +273,13 @@ def _is_damage(finding: Finding) -> bool:
     return finding.name != "checkpoint-unfinished"
 
 
-def _as_json(name: str, manifest: Manifest | None, findings: list[Finding]) -> dict[str, object]:
+def _checkpoint_as_json(
+    name: str, manifest: Manifest | None, findings: list[Finding]
+) -> dict[str, object]:
     return {
         "name": name,
         "step": step_of(name),
-        "state": _state(findings),
+        "state": _checkpoint_state(findings),
         "made_unix_s": manifest.made_unix_s if manifest else None,
         "world_size": manifest.world_size if manifest else None,
         "strategy": manifest.strategy if manifest else None,
@@ -286,7 +290,7 @@ def _as_json(name: str, manifest: Manifest | None, findings: list[Finding]) -> d
 
 
 def _verify(options: argparse.Namespace) -> int:
-    meant = _place(options)
+    meant = _checkpoint_place(options)
     rows = []
     for name in meant.names():
         manifest, _ = look_at_checkpoint(meant.store, name)
@@ -297,15 +301,17 @@ def _verify(options: argparse.Namespace) -> int:
         if not options.json:
             _show_verdict(name, manifest, findings)
     if options.json:
-        output.print_json([_as_json(*row) | {"state": _verdict(row[2])} for row in rows])
+        output.print_json(
+            [_checkpoint_as_json(*row) | {"state": _checkpoint_verdict(row[2])} for row in rows]
+        )
     elif not rows:
         print(f"no checkpoints in {meant.store.where}")
     failed = [one for _, _, findings in rows for one in findings if meant.wanted or _is_damage(one)]
     return ExitCode.FAILED if failed else ExitCode.GOOD
 
 
-def _verdict(findings: list[Finding]) -> str:
-    return _state(findings) if findings else "good"
+def _checkpoint_verdict(findings: list[Finding]) -> str:
+    return _checkpoint_state(findings) if findings else "good"
 
 
 def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding]) -> None:
@@ -317,7 +323,7 @@ def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding])
 
 
 def _export(options: argparse.Namespace) -> int:
-    meant = _place(options)
+    meant = _checkpoint_place(options)
     beside = meant.model_files()
     if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
         raise Impossible(
@@ -392,7 +398,7 @@ def _good_one(meant: Meant) -> str:
     )
 
 
-def _place(options: argparse.Namespace) -> Meant:
+def _checkpoint_place(options: argparse.Namespace) -> Meant:
     return meant_by(options.place, getattr(options, "name", ""), runs=options.runs)
 
 

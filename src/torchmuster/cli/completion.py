@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument("shell", choices=SHELLS, help="which shell")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_completion)
 
 
-def _run(options: argparse.Namespace) -> ExitCode:
+def _run_completion(options: argparse.Namespace) -> ExitCode:
     import shtab
 
     from torchmuster.cli.main import root_parser

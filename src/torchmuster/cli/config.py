@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_setting_flags(show)
     parsers.add_json_flag(show)
-    show.set_defaults(run=_show)
+    show.set_defaults(run=_show_config)
 
     check = parsers.add_action(
         parts,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("file", type=Path, metavar="FILE", help="a YAML file")
     parsers.add_json_flag(check)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check_config)
 
     schema = parsers.add_action(
         parts,
@@ -99,7 +99,7 @@ def settings_from(options: argparse.Namespace) -> Resolved:
     return resolve_settings(file=options.config, environment=os.environ, flags=flags)
 
 
-def _show(options: argparse.Namespace) -> ExitCode:
+def _show_config(options: argparse.Namespace) -> ExitCode:
     resolved = settings_from(options)
     values = redact_mapping(resolved.values())
     if options.json:
@@ -110,7 +110,7 @@ def _show(options: argparse.Namespace) -> ExitCode:
             }
         )
         return ExitCode.GOOD
-    words = {path: printable([_words(value)]) for path, value in values.items()}
+    words = {path: printable([_config_text(value)]) for path, value in values.items()}
     widths = max(map(len, words)), max(map(len, words.values()))
     colour = output.wants_colour(sys.stdout)
     for path, text in words.items():
@@ -119,7 +119,7 @@ def _show(options: argparse.Namespace) -> ExitCode:
     return ExitCode.GOOD
 
 
-def _words(value: object) -> str:
+def _config_text(value: object) -> str:
     """Write a value as it would stand in the file."""
     if value is None:
         return "-"
@@ -137,7 +137,7 @@ def _source(path: str, source: Source, colour: bool) -> str:
     return source.where
 
 
-def _check(options: argparse.Namespace) -> ExitCode:
+def _check_config(options: argparse.Namespace) -> ExitCode:
     resolved = resolve_settings(file=options.file)
     given = sum(source.strength is Strength.FILE for source in resolved.sources.values())
     total = len(fields.leaves())

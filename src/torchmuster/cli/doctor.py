@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--list", action="store_true", help="say what is looked at, and do not look")
     parsers.add_json_flag(how)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_doctor)
 
 
-def _run(options: argparse.Namespace) -> ExitCode:
+def _run_doctor(options: argparse.Namespace) -> ExitCode:
     if options.explain is not None:
         return _explain(options)
     return _list(options.only) if options.list else _examine(options)
@@ -102,7 +102,7 @@ def _examine(options: argparse.Namespace) -> ExitCode:
     if options.json:
         _print_json(findings, seconds)
     else:
-        _show(findings, seconds)
+        _show_doctor(findings, seconds)
     return exit_code(finding for some in findings.values() for finding in some)
 
 
@@ -131,22 +131,22 @@ def _worst(findings: Sequence[Finding]) -> Status:
 # ---- for people
 
 
-def _show(findings: dict[str, list[Finding]], seconds: float) -> None:
+def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
     colour = output.wants_colour(sys.stdout)
     # One line each on a screen; whole where a program or a file takes it.
     room = max(shutil.get_terminal_size().columns - 9, 40) if sys.stdout.isatty() else None
     for subject, some in findings.items():
-        line = _shortened(f"{subject:<22}{_words(some)}", room)
+        line = _shortened(f"{subject:<22}{_doctor_text(some)}", room)
         seen = Finding(name=subject, status=_worst(some), what=line)
         print(render([seen], colour=colour))
     told = [one for some in findings.values() for one in some if one.status is not Status.OK]
     if told:
         print()
         output.show_findings(told, sys.stdout)
-    print(f"\n{_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
+    print(f"\n{_doctor_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
 
 
-def _words(findings: Sequence[Finding]) -> str:
+def _doctor_text(findings: Sequence[Finding]) -> str:
     """Say what was seen of a subject; how many findings it has is said where there are any."""
     seen = [one.what for one in findings if one.status is Status.OK and one.what]
     return "; ".join([*_counts(findings), *seen]) or "nothing to look at"
@@ -165,7 +165,7 @@ def _shortened(text: str, room: int | None) -> str:
     return text if room is None or len(text) <= room else f"{text[: room - 1].rstrip()}…"
 
 
-def _verdict(told: Sequence[Finding]) -> str:
+def _doctor_verdict(told: Sequence[Finding]) -> str:
     counts = ", ".join(_counts(told))
     match worst_first(told)[0].status if told else Status.OK:
         case Status.FAILURE:

@@ -15,7 +15,7 @@ from torchmuster.launch.launcher.session import environment_of
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.node import device_lease, engines
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
-from torchmuster.launch.transports.local import KEEPER
+from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.ssh import is_this_host, node_agent_command
 from torchmuster.redaction import redact_command, redact_mapping
 from torchmuster.units import plural
@@ -93,7 +93,7 @@ def _print(machine: Machine) -> None:
         print(f"  {reason}")
     print(f"  reached by:\n    {shlex.join(machine.reached_by)}")
     print(f"  which starts, in {machine.folder}:")
-    print("    " + " \\\n      ".join(map(shlex.join, _lines(machine.command))))
+    print("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
     print("  with, in the environment:")
     for name, value in machine.environment.items():
         print(f"    {name}={shlex.quote(str(value))}")
@@ -101,7 +101,7 @@ def _print(machine: Machine) -> None:
         print(f"  and without: {', '.join(machine.without)}")
 
 
-def _lines(command: Sequence[str]) -> list[list[str]]:
+def _dry_run_lines(command: Sequence[str]) -> list[list[str]]:
     """Divide the agent's command so that it can be read: a flag on each line, then the rank's own."""
     lines: list[list[str]] = [[]]
     ranks_own = len(command)
@@ -129,8 +129,8 @@ def _stands_in(word: str, text: str) -> bool:
 def _alone(spec: JobSpec, runs: Path) -> Machine:
     prepare = _prepare(spec, None)
     held = device_lease.look_at_devices(prepare)
-    keeper = (sys.executable, *KEEPER)
-    return _machine(
+    agent = (sys.executable, *NODE_AGENT)
+    return _dry_run_machine(
         spec,
         "this machine",
         prepare,
@@ -139,7 +139,7 @@ def _alone(spec: JobSpec, runs: Path) -> Machine:
         sizes=[held.ranks],
         logs=runs.resolve() / "RUN" / "logs",
         python=sys.executable,
-        reached_by=keeper,
+        reached_by=agent,
     )
 
 
@@ -153,9 +153,9 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             devices=(),
             variables={},
             threads=0,
-            reasons=("its devices and threads are chosen when it answers the roll-call",),
+            reasons=("its devices and threads are chosen when it answers the node registry",),
         )
-        machine = _machine(
+        machine = _dry_run_machine(
             spec,
             host.name,
             prepare,
@@ -164,7 +164,7 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             sizes=sizes,
             logs=Path("RECORDS", "logs"),
             python=remote_python,
-            reached_by=(sys.executable, *KEEPER)
+            reached_by=(sys.executable, *NODE_AGENT)
             if is_this_host(host.name)
             else node_agent_command(
                 host.name, remote_python, lost_after_s=spec.limits.lost_after_s
@@ -192,7 +192,7 @@ def _prepare(spec: JobSpec, host: Host | None) -> protocol.Prepare:
     )
 
 
-def _machine(
+def _dry_run_machine(
     spec: JobSpec,
     name: str,
     prepare: protocol.Prepare,
@@ -204,7 +204,7 @@ def _machine(
     python: str,
     reached_by: Sequence[str],
 ) -> Machine:
-    share = _share(spec, prepare, held, place, sizes, logs)
+    share = _dry_run_share(spec, prepare, held, place, sizes, logs)
     added = engines.agent_environment(share, {}, held.variables, held.threads)
     if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
         del added["OMP_NUM_THREADS"]  # not known before the machine answers
@@ -231,7 +231,7 @@ def _machine(
     )
 
 
-def _share(
+def _dry_run_share(
     spec: JobSpec,
     prepare: protocol.Prepare,
     held: device_lease.DeviceLease,

@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dumps", type=Path, metavar="DIR", help="compare these dumps of flight recorders instead"
     )
     parsers.add_json_flag(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_explain)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_explain(options: argparse.Namespace) -> int:
     if options.dumps is not None:
         return _compare_dumps(options.dumps, as_json=options.json)
     from torchmuster.launch.history.failure_report import failure_report_of
@@ -56,11 +56,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(account)
     else:
-        _show(account)
+        _show_explain(account)
     return ExitCode.GOOD
 
 
-def _show(account: "FailureReport") -> None:
+def _show_explain(account: "FailureReport") -> None:
     from torchmuster.launch.history.failure_report import timeline_text
 
     run, moments = account.story.run, account.story.moments()

@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tell of other machines' ranks too: where this is the only exporter for a shared folder",
     )
     parser.add_argument("--once", action="store_true", help="print the metrics once, and end")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_exporter)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_exporter(options: argparse.Namespace) -> int:
     from torchmuster.devices import snapshot
     from torchmuster.monitor.collecting.collector import Collector
     from torchmuster.monitor.metric import exposition

@@ -47,15 +47,17 @@ def add_parser(actions: Any) -> None:
         ],
     )
     parser.add_argument(
-        "--num", type=_count, metavar="N", help="how many (default: 1, or all --gpu-ids)"
+        "--num", type=_gpus_count, metavar="N", help="how many (default: 1, or all --gpu-ids)"
     )
     parser.add_argument("--gpu-ids", nargs="+", metavar="ID", help="from these: numbers or UUIDs")
-    parser.add_argument("--min-free", type=_size, metavar="SIZE", help="memory free on each: 30GiB")
     parser.add_argument(
-        "--min-total", type=_size, metavar="SIZE", help="memory of each in all: 40GiB"
+        "--min-free", type=_gpus_size, metavar="SIZE", help="memory free on each: 30GiB"
     )
     parser.add_argument(
-        "--for-model", type=_size, metavar="SIZE", help="as many as train weights of this size"
+        "--min-total", type=_gpus_size, metavar="SIZE", help="memory of each in all: 40GiB"
+    )
+    parser.add_argument(
+        "--for-model", type=_gpus_size, metavar="SIZE", help="as many as train weights of this size"
     )
     parser.add_argument("--share", action="store_true", help="also GPUs on which others compute")
     parser.add_argument(
@@ -84,7 +86,7 @@ def _run_pick(options: argparse.Namespace) -> int:
     if options.watch:
         raise Impossible("--watch shows GPUs and picks none", fix="leave out --watch, or pick")
     claims = Claims.here(os.environ)
-    request, story = _request(options, claims)
+    request, story = _gpus_request(options, claims)
     if not options.command and not options.wait:  # nothing is taken, so nothing needs to be locked
         node = snapshot.take_snapshot_with_history()
         taken = claims.glance(one.uuid for one in node.accelerators).in_the_way
@@ -113,7 +115,7 @@ class _Story:
     words: str = ""
 
 
-def _request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRequest, _Story]:
+def _gpus_request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRequest, _Story]:
     request = DeviceRequest(
         ids=None if options.gpu_ids is None else _ids(options.gpu_ids),
         count=options.num,
@@ -202,14 +204,14 @@ def _reporter(request: DeviceRequest) -> Callable[[MusterError], None]:
     return report
 
 
-def _count(text: str) -> int:
+def _gpus_count(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; write 1, 2, 3, …")
     return number
 
 
-def _size(text: str) -> int:
+def _gpus_size(text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
@@ -249,15 +251,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--links", action="store_true", help="show how the GPUs are joined")
     parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_gpus)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
     add_parser(actions)
 
 
-def _run(options: argparse.Namespace) -> ExitCode:
+def _run_gpus(options: argparse.Namespace) -> ExitCode:
     if options.watch:
         return _watch(options)
-    node, held = _look()
+    node, held = _look_gpus()
     shown = visible(node.accelerators, os.environ)
     if options.json:
         from torchmuster.devices.as_json import node_as_json
@@ -270,7 +272,7 @@ def _run(options: argparse.Namespace) -> ExitCode:
     return exit_code((*node.findings, *shown.findings))
 
 
-def _look() -> tuple[Node, dict[str, Claim]]:
+def _look_gpus() -> tuple[Node, dict[str, Claim]]:
     node = snapshot.take_snapshot_with_history()
     return node, Claims.here(os.environ).glance(one.uuid for one in node.accelerators).claimed
 
@@ -280,6 +282,6 @@ def _watch(options: argparse.Namespace) -> ExitCode:
 
     with nvml.keep_nvml_open(), gpus_table.live(links=options.links, uuids=options.uuids) as update:
         while True:
-            node, held = _look()
+            node, held = _look_gpus()
             update(node, visible(node.accelerators, os.environ), held)
             time.sleep(options.interval)

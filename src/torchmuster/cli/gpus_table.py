@@ -75,7 +75,7 @@ def screen(
     """Return everything that ``muster gpus`` shows, to be printed by rich."""
     parts: list[RenderableType] = []
     if node.accelerators:
-        parts += [Text(), _table(node, shown, claims, uuids, width)]
+        parts += [Text(), _cli_table(node, shown, claims, uuids, width)]
         if links:
             parts += [Text(), _link_matrix(node)]
         parts += [Text(), _hint(node, shown, claims)]
@@ -129,9 +129,9 @@ def _columns(uuids: bool, width: int) -> Iterator[_Column]:
     yield _Column("name", "left", lambda one: Text(_short_name(one)))
     if roomy:
         yield _Column("memory", "left", _bar)
-    yield _Column("" if roomy else "memory", "right", lambda one: Text(_memory(one)))
+    yield _Column("" if roomy else "memory", "right", lambda one: Text(_gpus_table_memory(one)))
     if roomy:
-        yield _Column("busy", "right", lambda one: _percent(one.utilisation_percent))
+        yield _Column("busy", "right", lambda one: _gpus_table_percent(one.utilisation_percent))
     if wide:
         yield _Column("temp", "right", _temperature)
         yield _Column("power", "right", lambda one: Text(_power(one)))
@@ -139,7 +139,7 @@ def _columns(uuids: bool, width: int) -> Iterator[_Column]:
         yield _Column("uuid", "left", lambda one: Text(one.uuid, overflow="fold"))
 
 
-def _table(
+def _cli_table(
     node: Node, shown: Visible, claims: Mapping[str, Claim], uuids: bool, width: int
 ) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False, expand=True)
@@ -172,14 +172,14 @@ def _bar(device: Device, length: int = 10) -> Text:
     return bar.append("─" * (length - filled), style="bright_black")
 
 
-def _memory(device: Device) -> str:
+def _gpus_table_memory(device: Device) -> str:
     if device.total_bytes is None:
         return "-"
     total = f"{device.total_bytes / GiB:.0f} GiB"
     return total if device.used_bytes is None else f"{device.used_bytes / GiB:.1f} / {total}"
 
 
-def _percent(value: int | None) -> Text:
+def _gpus_table_percent(value: int | None) -> Text:
     if value is None:
         return Text("-", style="dim")
     return Text(f"{value} %", style="bold" if value >= 50 else "dim" if value == 0 else "")
@@ -205,11 +205,11 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
         return Text(f"does not answer: {device.trouble}", style="bold red")
     if claim is not None:
         held = f"claimed {format_seconds(max(now - claim.since_unix_s, 0))}"
-        return _line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
+        return _gpus_table_line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
     if device.mig_enabled and device.mig_index is None:
         return Text("split into slices", style="dim")
     if device.compute_processes:
-        return _processes(device.compute_processes, now)
+        return _gpus_table_processes(device.compute_processes, now)
     if hidden_by := shown.hidden_by.get(device.uuid):
         return Text(f"hidden by {hidden_by.partition('=')[0]}")
     if user := in_use_by(device):
@@ -217,7 +217,7 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
     return Text("free", style="green")
 
 
-def _processes(processes: tuple[DeviceProcess, ...], now: float) -> Text:
+def _gpus_table_processes(processes: tuple[DeviceProcess, ...], now: float) -> Text:
     """Show the process with the most memory, and how many others there are."""
     main = max(processes, key=lambda one: one.memory_bytes or 0)
     age = age_s(main, now)
@@ -229,10 +229,10 @@ def _processes(processes: tuple[DeviceProcess, ...], now: float) -> Text:
     if len(processes) > 1:
         parts.append((f"+{len(processes) - 1} more", ""))
     parts.append((main.command or "", "dim"))
-    return _line(parts)
+    return _gpus_table_line(parts)
 
 
-def _line(parts: list[tuple[str, str]]) -> Text:
+def _gpus_table_line(parts: list[tuple[str, str]]) -> Text:
     return Text("  ").join(Text(text, style=style) for text, style in parts if text)
 
 

@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     job_flags.add_run_flags(parser)
     # People walk from one machine to the next.
-    parser.set_defaults(run=_run, command=None, join_timeout=1800.0)
+    parser.set_defaults(run=_run_host, command=None, join_timeout=1800.0)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_host(options: argparse.Namespace) -> int:
     script = script_from(options, Path.cwd())
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
@@ -110,7 +110,7 @@ def transport_for_guests(
         port=port,
         announce=announce,
         on_event=lambda words: output.say(f"muster: {words}"),
-        on_code=lambda place, code: _show(place, code.short() if short else code, stream),
+        on_code=lambda place, code: _show_host(place, code.short() if short else code, stream),
     )
 
 
@@ -131,7 +131,7 @@ def machines(text: str) -> int:
     return number
 
 
-def _show(place: int, code: "JoinCode", stream: TextIO) -> None:
+def _show_host(place: int, code: "JoinCode", stream: TextIO) -> None:
     from torchmuster.launch.transports.join.code import encode_code
 
     print(f"on machine {place + 1}, in a folder with the same code, paste:", file=stream)

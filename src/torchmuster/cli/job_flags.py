@@ -177,13 +177,13 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
     ids = settings.distributed.gpu_ids
     hosts = parse_hosts(settings.launch.hosts) if settings.launch.hosts else ()
     return JobSpec(
-        name=_name(options, resolved, script),
+        name=_job_flags_name(options, resolved, script),
         command=script.command,
         module=script.module,
         typed=_typed(options),
         folder=str(Path.cwd()),
-        device=_device(options, resolved),
-        ranks=_ranks(options, resolved),
+        device=_job_flags_device(options, resolved),
+        ranks=_job_flags_ranks(options, resolved),
         gpu_ids=None if ids is None else tuple(map(str, ids)),
         share=options.share,
         wait_s=options.wait,
@@ -192,7 +192,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         address=options.address,
         backend=getattr(options, "rdzv_backend", "muster"),
         endpoint=getattr(options, "rdzv_endpoint", None),
-        max_restarts=_restarts(options, resolved),
+        max_restarts=_job_flags_restarts(options, resolved),
         environment=_environment(options.env),
         limits=Limits(
             join_s=options.join_timeout,
@@ -223,13 +223,13 @@ def console_for(run: RunFolder) -> "Any":
     )
 
 
-def _restarts(options: argparse.Namespace, resolved: Resolved) -> int:
+def _job_flags_restarts(options: argparse.Namespace, resolved: Resolved) -> int:
     given = resolved.settings.launch.max_restarts
     usual = getattr(options, "usual_restarts", 0)  # a check has no such flags
     return int(usual) if given is None else given
 
 
-def _name(options: argparse.Namespace, resolved: Resolved, script: Script) -> str:
+def _job_flags_name(options: argparse.Namespace, resolved: Resolved, script: Script) -> str:
     source = resolved.sources["experiment_name"]
     if options.name:
         return str(options.name)
@@ -237,7 +237,7 @@ def _name(options: argparse.Namespace, resolved: Resolved, script: Script) -> st
     return resolved.settings.experiment_name if given else script.name
 
 
-def _device(options: argparse.Namespace, resolved: Resolved) -> Any:
+def _job_flags_device(options: argparse.Namespace, resolved: Resolved) -> Any:
     """Return the device; asking for GPUs by number or name means GPUs."""
     asked = resolved.settings.distributed.num_gpus or resolved.settings.distributed.gpu_ids
     if options.device != "cpu":
@@ -252,7 +252,7 @@ def _device(options: argparse.Namespace, resolved: Resolved) -> Any:
     return "cpu"
 
 
-def _ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
+def _job_flags_ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
     """Return how many processes each machine starts; one for each GPU where there are GPUs."""
     gpus = resolved.settings.distributed.num_gpus
     if options.ranks is None:

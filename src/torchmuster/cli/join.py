@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run any command with any variables for the host (default: only code in this folder)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_join)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_join(options: argparse.Namespace) -> int:
     from torchmuster.launch.transports.join.code import decode_code
 
     code = decode_code(" ".join(options.code))
@@ -78,9 +78,9 @@ async def _join(code: "JoinCode", options: argparse.Namespace) -> int:
 
         allowed = functools.partial(join_policy.check_join_policy, folder=folder)
         _say(f"the host may start only code in {folder}")
-    keeper = NodeAgent(channel, folder=folder, allowed=allowed, tell=_say)
-    exit_code = await keeper.run()
-    _say(keeper.words or "the host has ended the run")
+    agent = NodeAgent(channel, folder=folder, allowed=allowed, tell=_say)
+    exit_code = await agent.run()
+    _say(agent.words or "the host has ended the run")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread may still be waiting for GPUs

@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pods.add_argument("--ranks", type=job_flags.count, metavar="N", help="processes (one per GPU)")
     pods.add_argument("--cpu", type=job_flags.count, metavar="N", help="cores")
-    pods.add_argument("--memory", type=_size, metavar="SIZE", help="memory: 64GiB")
+    pods.add_argument("--memory", type=_kubernetes_size, metavar="SIZE", help="memory: 64GiB")
     pods.add_argument(
-        "--shm", type=_size, metavar="SIZE", help="shared memory (half of the memory)"
+        "--shm", type=_kubernetes_size, metavar="SIZE", help="shared memory (half of the memory)"
     )
     pods.add_argument("--secret", metavar="NAME", help="the Secret that has the secret variables")
     pods.add_argument("--run-as-non-root", action="store_true", help="refuse an image that is root")
@@ -60,12 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=job_flags.port, metavar="N", help="to meet at (29400)")
     parser.add_argument(
-        "--max-restarts", type=_restarts, default=0, metavar="N", help="of the whole group (jobset)"
+        "--max-restarts",
+        type=_kubernetes_restarts,
+        default=0,
+        metavar="N",
+        help="of the whole group (jobset)",
     )
-    parser.set_defaults(run=_run, command=None)
+    parser.set_defaults(run=_run_kubernetes, command=None)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_kubernetes(options: argparse.Namespace) -> int:
     from torchmuster.launch.job import JobSpec
     from torchmuster.launch.schedulers.kubernetes.manifests import render_manifests, to_yaml
     from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
@@ -112,14 +116,14 @@ def _script(options: argparse.Namespace) -> Script:
     return Script(command=tuple(words), module=module)
 
 
-def _size(text: str) -> int:
+def _kubernetes_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _restarts(text: str) -> int:
+def _kubernetes_restarts(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
     return int(text)

@@ -65,7 +65,7 @@ def _add_check(actions: Any) -> None:
     _add_name_argument(parser)
     parser.add_argument("--only", metavar="EXERCISE", help="grade one exercise, and keep no grade")
     parsers.add_json_flag(parser)
-    parser.set_defaults(run=_check)
+    parser.set_defaults(run=_check_lab)
 
 
 def _add_report(actions: Any) -> None:
@@ -100,11 +100,11 @@ def _add_labs_flag(parser: argparse.ArgumentParser) -> None:
 def _list(options: argparse.Namespace) -> int:
     desks = workspace.all_workspaces(options.labs)
     if options.json:
-        output.print_json([_as_json(one) for one in desks])
+        output.print_json([_lab_as_json(one) for one in desks])
         return ExitCode.GOOD
     for place, one in enumerate(desks, 1):
         got = f"{_points(one)}/{one.lesson.points}"
-        print(f"{place}  {one.lesson.name:<16} {got:>6}  {_state(one):<12} {one.lesson.title}")
+        print(f"{place}  {one.lesson.name:<16} {got:>6}  {_lab_state(one):<12} {one.lesson.title}")
     counted = [one for one in desks if one.lesson.counts]
     total = sum(_points(one) for one in counted)
     first, last = counted[0].lesson.name, counted[-1].lesson.name
@@ -113,14 +113,14 @@ def _list(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _as_json(one: Workspace) -> dict[str, object]:
+def _lab_as_json(one: Workspace) -> dict[str, object]:
     return {
         "name": one.lesson.name,
         "title": one.lesson.title,
         "points": _points(one),
         "of": one.lesson.points,
         "counts": one.lesson.counts,
-        "state": _state(one),
+        "state": _lab_state(one),
         "folder": str(one.folder),
     }
 
@@ -130,7 +130,7 @@ def _points(one: Workspace) -> int:
     return grade.points if grade else 0
 
 
-def _state(one: Workspace) -> str:
+def _lab_state(one: Workspace) -> str:
     if not one.file.is_file():
         return "not started"
     grade = one.grade()
@@ -153,7 +153,7 @@ def _start(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check_lab(options: argparse.Namespace) -> int:
     at = workspace.find_workspace(options.name, options.labs)
     lesson = at.lesson
     names = tuple(one.name for one in lesson.exercises)

@@ -46,7 +46,7 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:  # said before: that leaves the run to itself
         state = run_state.read_state(run)
     # Before its first word there is no state; a process that is there has one soon.
-    return _tell(run, state, begun=state is not None or _lives(child))
+    return _tell_launching(run, state, begun=state is not None or _lives(child))
 
 
 def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
@@ -89,7 +89,7 @@ def _lives(child: int) -> bool:
     return False
 
 
-def _tell(run: RunFolder, state: run_state.RunState | None, *, begun: bool) -> int:
+def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: bool) -> int:
     active = state.active if state is not None else begun
     if not active and (state is None or state.exit_code != ExitCode.GOOD):
         if run.console.exists():
@@ -139,7 +139,7 @@ def start(
     if options.dry_run:
         raise Impossible(
             "--dry-run shows nothing useful inside a Slurm job",
-            why="which devices and addresses the nodes have is known when their keepers answer",
+            why="which devices and addresses the nodes have is known when their node agents answer",
             fix=f"muster {options.words[0]} --slurm --dry-run …  # outside of the job shows its script",
         )
     transport = transport or transport_for(spec, python)

@@ -209,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     how.add_argument("--no-cache", action="store_true", help="trace again, and keep nothing")
     parsers.add_json_flag(how)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_plan)
 
 
 def _amount(text: str) -> int:
@@ -234,7 +234,7 @@ def _price(text: str) -> float:
     return number
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_plan(options: argparse.Namespace) -> int:
     refuse_contradictions(options)
     options.set += _flags(options)
     resolved = settings_from(options)
@@ -249,7 +249,7 @@ def _run(options: argparse.Namespace) -> int:
         line = line_to_paste(settings, beside, candidate, asked, config=config)
         _write(options, answer, settings, line)
         if not options.json:
-            _show(answer, line)
+            _show_plan(answer, line)
         found = _prove(options, answer, tracer.records)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)
@@ -321,7 +321,7 @@ def _tracer(options: argparse.Namespace) -> Tracer:
     return Tracer(cache=None if options.no_cache else cache_folder(), say=output.say)
 
 
-def _show(answer: Answer, line: str) -> None:
+def _show_plan(answer: Answer, line: str) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     print(
         plan_text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout)),

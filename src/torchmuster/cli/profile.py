@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--most",
-        type=_size,
+        type=_profile_size,
         default=ProfileRequest.trace_most_bytes,
         metavar="SIZE",
         help="of one rank's trace before it is packed; more means fewer steps (256MiB)",
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     then.add_argument("--out", type=Path, default=Path("profile"), metavar="DIR", help="profile/")
     parsers.add_json_flag(then)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run, command=None)
+    parser.set_defaults(run=_run_profile, command=None)
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -110,14 +110,14 @@ def _on_ranks(text: str) -> tuple[int, ...] | None:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _size(text: str) -> int:
+def _profile_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_profile(options: argparse.Namespace) -> int:
     # What analyses is imported where there is something to analyse.
     from torchmuster.bench.profile import advice, analysis, capture
 
@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace) -> int:
         asked = asked or capture.read_asked(folder)
         proof = _proof(asked, advised)
     capture.write_trials(folder, trials, proof)
-    _show(options, folder, found, advised, proof)
+    _show_profile(options, folder, found, advised, proof)
     return ExitCode.GOOD
 
 
@@ -147,7 +147,7 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
     """Return the question; everything that would stand in its way is said before anything runs."""
     from torchmuster.bench.profile.capture import new_folder
 
-    device, devices = _device(options)
+    device, devices = _profile_device(options)
     config = _config(options)
     ranks = options.ranks or devices or 1
     if device == "gpu" and ranks > devices:
@@ -185,7 +185,7 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
     )
 
 
-def _device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
+def _profile_device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
     """Return where the ranks compute, and how many GPUs there are for them."""
     if options.device == "cpu":
         return "cpu", 0
@@ -262,7 +262,7 @@ def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial |
     return found[0]
 
 
-def _show(
+def _show_profile(
     options: argparse.Namespace,
     folder: Path,
     found: "Analysis",

@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--dry-run", action="store_true", help="show what would be started, and end")
     when.add_argument("--json", action="store_true", help="with --dry-run: as JSON, for programs")
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run, command=None)
+    parser.set_defaults(run=_run_run, command=None)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_run(options: argparse.Namespace) -> int:
     script = script_from(options, Path.cwd())
     if options.json and not options.dry_run:
         raise Impossible(

@@ -107,22 +107,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.add_runs_flag(parser)
     parser.add_argument("--all", action="store_true", help="not only the newest 20")
     parsers.add_json_flag(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_runs)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
     add_parser(actions)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_runs(options: argparse.Namespace) -> int:
     runs = list_runs(options.runs)
     shown = runs if options.all else runs[:20]
     rows = [(run, run_state.read_job(run), run_state.read_state(run)) for run in shown]
     if options.json:
-        output.print_json([_as_json(*row) for row in rows])
+        output.print_json([_runs_as_json(*row) for row in rows])
         return ExitCode.GOOD
     if not rows:
         print(f"no runs in {options.runs}; muster run script.py makes the first")
         return ExitCode.GOOD
-    table = [_cells(*row) for row in rows]
+    table = [_runs_cells(*row) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _cells(
+def _runs_cells(
     run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
 ) -> tuple[str, str, str, str]:
     words = printable(job.shown) if job else ""
@@ -140,17 +140,17 @@ def _cells(
         return run.id, "unknown", "-", words
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
-    if restarts := _restarts(run):
+    if restarts := _runs_restarts(run):
         took += f", {restarts} restart{'s' if restarts > 1 else ''}"
     failed = state.phase in ("failed", "died")
     return run.id, state.phase, took, state.headline.partition("\n")[0] if failed else words
 
 
-def _restarts(run: RunFolder) -> int:
+def _runs_restarts(run: RunFolder) -> int:
     return sum(event.name == run_state.RESTART for event in run_state.read_events(run))
 
 
-def _as_json(
+def _runs_as_json(
     run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
 ) -> dict[str, object]:
     return {
@@ -158,7 +158,7 @@ def _as_json(
         "folder": str(run.path.resolve()),
         "phase": state.phase if state else None,
         "exit_code": state.exit_code if state else None,
-        "restarts": _restarts(run),
+        "restarts": _runs_restarts(run),
         "headline": state.headline if state else None,
         "started_unix_s": state.started_unix_s if state else None,
         "since_unix_s": state.since_unix_s if state else None,

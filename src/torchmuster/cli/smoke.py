@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_machine_flags(parser)
     job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
     job_flags.add_run_flags(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_smoke)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_smoke(options: argparse.Namespace) -> int:
     resolved = job_flags.settings_of(options)
     script = Script(command=(PROGRAM,), module=True)
     spec = job_flags.job_from(options, resolved, script)

@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="kill what has not ended by then (default: 15s more than the run's --grace)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_stop)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_stop(options: argparse.Namespace) -> int:
     run = find_run(options.which, options.runs)
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     if active and process is not None:
         given = job.grace_s + _BEYOND_GRACE_S if options.within is None else options.within
-        _end(process, run, given)
+        _end_stop(process, run, given)
     _sweep(run, job)
     now = run_state.read_state(run)
     saved = active and now is not None and now.phase == "saved"
@@ -84,7 +84,7 @@ def _how_it_ended(state: run_state.RunState | None) -> str:
     return f"had ended before: {state.headline}"
 
 
-def _end(process: psutil.Process, run: RunFolder, within_s: float) -> None:
+def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
     try:
         process.send_signal(signal.SIGTERM)
         _await_end(process, run, within_s)

@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="between looks (2)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_top)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_top(options: argparse.Namespace) -> int:
     from torchmuster.devices import snapshot
     from torchmuster.monitor.views.top_picture import TopWatch
     from torchmuster.monitor.views.top_screen import TopView, top_screen

@@ -195,7 +195,9 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
         )
         return True
     for path, value in changed.items():
-        output.say(f"muster: {path} is {_shown(value)} from now on; it was {_shown(before[path])}")
+        output.say(
+            f"muster: {path} is {_train_shown(value)} from now on; it was {_train_shown(before[path])}"
+        )
     if changed.keys() & set(_LENGTHS) and now["train.schedule"] != "constant":
         output.say(
             f"muster: the schedule {now['train.schedule']} goes to 0 at the new end, so the learning "
@@ -218,8 +220,8 @@ def _refuse(
         hidden = HIDDEN in str(before[path])
         if not path.startswith(_MAY_CHANGE) and not hidden:
             raise Impossible(
-                f"{path} is {_shown(value)} ({resolved.sources[path].where}), but {run.id} has "
-                f"{_shown(before[path])}",
+                f"{path} is {_train_shown(value)} ({resolved.sources[path].where}), but {run.id} has "
+                f"{_train_shown(before[path])}",
                 why="a run goes on as it began: with this it would be another training",
                 fix="leave it out, or begin a new run: muster train --config "
                 f"{shlex.quote(str(run.config))} --set {path}=…",
@@ -239,7 +241,7 @@ def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
         output.say(f"muster: {run.id} has no checkpoint in {place}: starting from step 0")
 
 
-def _shown(value: object) -> str:
+def _train_shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -296,10 +298,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--detach", action="store_true", help="go on without this terminal")
     when.add_argument("--dry-run", action="store_true", help="show what would be started, and end")
     when.add_argument("--json", action="store_true", help="with --dry-run: as JSON, for programs")
-    parser.set_defaults(run=_run, command=None)
+    parser.set_defaults(run=_run_train, command=None)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_train(options: argparse.Namespace) -> int:
     if options.json and not options.dry_run:
         raise Impossible(
             "--json is for --dry-run",
@@ -319,7 +321,7 @@ def _run(options: argparse.Namespace) -> int:
         check_here(resolved)  # elsewhere, only the ranks can tell what is there
     python = resolved.settings.launch.remote_python or sys.executable
     if options.check and not options.dry_run and not options.slurm:
-        code = _check(options, spec, python)
+        code = _check_train(options, spec, python)
         if code != ExitCode.GOOD:
             return code
     return start(
@@ -385,7 +387,7 @@ def _save_settings(run: RunFolder, *, resolved: Resolved, promise: "Promise | No
         comparison.write_promise(run.path, promise)
 
 
-def _check(options: argparse.Namespace, spec: JobSpec, python: str) -> int:
+def _check_train(options: argparse.Namespace, spec: JobSpec, python: str) -> int:
     """Examine the machines and the links between them; nothing is started if something is wrong."""
     from torchmuster.cli import check
 

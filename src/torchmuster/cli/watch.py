@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bell", action="store_true", help="ring the terminal's bell at news")
     serving_flags.add_serving_flags(parser.add_argument_group("with --browser"), port=0)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_watch)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_watch(options: argparse.Namespace) -> int:
     from torchmuster.monitor.alerts.watching import Webhook
     from torchmuster.monitor.views.run_picture import RunWatch
     from torchmuster.monitor.views.run_screen import run_screen
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.browser:
             show = _in_browser(stack, options)
         else:
-            show = _lines if options.lines or not sys.stdout.isatty() else _live(stack)
+            show = _watch_lines if options.lines or not sys.stdout.isatty() else _live(stack)
         told = ""
         with contextlib.suppress(KeyboardInterrupt):
             while True:
@@ -115,7 +115,7 @@ def _refuse_flags_without_browser(options: argparse.Namespace) -> None:
         )
 
 
-def _lines(picture: "RunPicture") -> None:
+def _watch_lines(picture: "RunPicture") -> None:
     """Print what is new, a line each; the fix below it."""
     clock = time.strftime("%H:%M:%S")
     for news in picture.news:
@@ -158,7 +158,7 @@ def _in_browser(
     port = stack.enter_context(serving(access, page.served()))
     scheme = "http" if access.tls is None else "https"
     token = "" if access.token is None else f"#{quote(access.token, safe='')}"
-    address = f"{scheme}://{_name(access.address)}:{port}/{token}"
+    address = f"{scheme}://{_watch_name(access.address)}:{port}/{token}"
 
     def show(picture: "RunPicture") -> None:
         nonlocal address
@@ -171,7 +171,7 @@ def _in_browser(
     return show
 
 
-def _name(address: str) -> str:
+def _watch_name(address: str) -> str:
     """Return an address as it is written in one for browsers; for all addresses, this machine's name."""
     if address in ("0.0.0.0", "::"):  # noqa: S104  # read, not bound to
         return socket.gethostname()

@@ -55,7 +55,7 @@ class _Reader:
         if not isinstance(node, MappingNode):
             section = f"{prefix} holds settings, each on a line of its own below it"
             self._mistake(
-                _written(key, node),
+                _file_written(key, node),
                 section if prefix else "a settings file is made of `key: value` lines",
             )
             return
@@ -85,7 +85,9 @@ class _Reader:
                 SettingValue(
                     path=path,
                     value=yaml12.value_of(value),
-                    source=Source(strength=Strength.FILE, where=self._where(_written(key, value))),
+                    source=Source(
+                        strength=Strength.FILE, where=self._where(_file_written(key, value))
+                    ),
                     items=self._items(value),
                 )
             )
@@ -115,7 +117,7 @@ def _is_empty(node: "Node") -> bool:
     return isinstance(node.value, str) and (node.tag or "").endswith(":null")
 
 
-def _written(key: "Node", value: "Node") -> "Node":
+def _file_written(key: "Node", value: "Node") -> "Node":
     """Return the node whose place a reader should look at.
 
     An alias stands where its anchor is, and what is left empty where the next thing begins; both

@@ -27,7 +27,7 @@ def check_here(resolved: Resolved) -> None:
 
     Nothing is imported, and nothing is asked of a network: what only that could tell is left to the ranks.
     """
-    found = (*_files(resolved), *_model(resolved), *_modules(resolved), *_sinks(resolved))
+    found = (*_here_files(resolved), *_here_model(resolved), *_modules(resolved), *_sinks(resolved))
     if mistakes := list(found):
         raise ConfigError(mistakes)
 
@@ -53,7 +53,7 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
-def _files(resolved: Resolved) -> Iterator[Mistake]:
+def _here_files(resolved: Resolved) -> Iterator[Mistake]:
     values = resolved.values()
     for path in _FILES:
         place = values[path]
@@ -68,7 +68,7 @@ def _files(resolved: Resolved) -> Iterator[Mistake]:
             )
 
 
-def _model(resolved: Resolved) -> Iterator[Mistake]:
+def _here_model(resolved: Resolved) -> Iterator[Mistake]:
     name = resolved.settings.model.model_name_or_path
     if name is not None and looks_like_path(name) and not Path(name).expanduser().is_dir():
         yield Mistake(

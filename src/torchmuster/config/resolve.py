@@ -46,7 +46,7 @@ def resolve_settings(
     """Read all layers and return settings, or raise one :class:`ConfigError` with every mistake."""
     layers = [from_file(file)] if file else []
     layers += [from_environment(environment or {}), from_flags(flags)]
-    mistakes = [mistake for layer in layers for mistake in _check(layer)]
+    mistakes = [mistake for layer in layers for mistake in _check_resolve(layer)]
     chosen: dict[str, SettingValue] = {}
     for layer in layers:  # weakest first, so that stronger ones overwrite
         chosen.update({entry.path: entry for entry in layer.entries})
@@ -58,7 +58,7 @@ def resolve_settings(
     return Resolved(settings=_build(chosen), sources=sources)
 
 
-def _check(layer: Layer) -> list[Mistake]:
+def _check_resolve(layer: Layer) -> list[Mistake]:
     """Check each value's type and replace it by the converted one."""
     mistakes = list(layer.mistakes)
     converted: list[SettingValue] = []
@@ -117,13 +117,13 @@ def _explain(entry: SettingValue) -> list[Mistake]:
     items = entry.value if fields.is_list(entry.path) and isinstance(entry.value, list) else []
     wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
     if not wrong:
-        what = f"{entry.path} must be {accepts}; this is {_show(entry.value)}"
+        what = f"{entry.path} must be {accepts}; this is {_show_resolve(entry.value)}"
         return [Mistake(where=where, what=what, fix=_hint(accepts, entry.value))]
     accepts = fields.describe_item(entry.path)
     return [
         Mistake(
             where=entry.items[place] if entry.items else where,
-            what=f"item {place + 1} of {entry.path} must be {accepts}; this is {_show(items[place])}",
+            what=f"item {place + 1} of {entry.path} must be {accepts}; this is {_show_resolve(items[place])}",
             fix=_hint(accepts, items[place]),
         )
         for place in wrong
@@ -138,7 +138,7 @@ def _fits(path: str, value: object) -> bool:
     return True
 
 
-def _show(value: object) -> str:
+def _show_resolve(value: object) -> str:
     """Say what was written, in the file's own words."""
     match value:
         case None | "":

@@ -127,7 +127,7 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
         )
     yield from _no_functions(resolved)
     yield from _batch_sizes(resolved)
-    yield from _times(resolved)
+    yield from _training_times(resolved)
     yield from _open_passwords(resolved)
     distributed = resolved.settings.distributed
     if not distributed.enabled and (distributed.num_gpus or 1) > 1:
@@ -185,7 +185,7 @@ def _open_passwords(resolved: Resolved) -> Iterator[Mistake]:
         )
 
 
-def _times(resolved: Resolved) -> Iterator[Mistake]:
+def _training_times(resolved: Resolved) -> Iterator[Mistake]:
     every = resolved.settings.checkpoint.every
     if isinstance(every, int):
         return

@@ -29,7 +29,9 @@ def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    slow = {record.rank: share for record in records if (share := _share(record, records))}
+    slow = {
+        record.rank: share for record in records if (share := _collectives_share(record, records))
+    }
     for host in dict.fromkeys(record.host for record in records):
         there = [record for record in records if record.host == host]
         guilty = [record for record in there if record.rank in slow]
@@ -38,13 +40,15 @@ def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
         worst = min(slow[record.rank] for record in guilty)
         whole = len(guilty) == len(there) and (len(there) > 1 or there[0].device == "cpu")
         if whole:
-            yield _slow(f"{host} computes", "slow-host", guilty, worst)
+            yield _collectives_slow(f"{host} computes", "slow-host", guilty, worst)
         else:
             for record in guilty:
-                yield _slow(f"{record.where} computes", "slow-device", [record], slow[record.rank])
+                yield _collectives_slow(
+                    f"{record.where} computes", "slow-device", [record], slow[record.rank]
+                )
 
 
-def _share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
+def _collectives_share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
     """Return a device's speed as a share of its likes', if that is suspiciously little."""
     for own in record.matmuls:
         others = [
@@ -59,7 +63,9 @@ def _share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
     return None
 
 
-def _slow(subject: str, name: str, guilty: Sequence[RankRecord], share: float) -> Finding:
+def _collectives_slow(
+    subject: str, name: str, guilty: Sequence[RankRecord], share: float
+) -> Finding:
     first = guilty[0]
     if first.device_uuid:
         fix = f"look at its clocks on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"

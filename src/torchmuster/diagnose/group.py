@@ -59,10 +59,10 @@ def without_consequences(findings: Sequence[Finding], machines: Sequence[str]) -
 
 def _covers(cause: Finding, other: Finding, machines: Sequence[str]) -> bool:
     as_bad = worst_first([cause, other])[0] is cause
-    return as_bad and _named(cause, machines) >= _named(other, machines)
+    return as_bad and _group_name(cause, machines) >= _group_name(other, machines)
 
 
-def _named(finding: Finding, machines: Sequence[str]) -> set[str]:
+def _group_name(finding: Finding, machines: Sequence[str]) -> set[str]:
     told = f"{finding.what}\n{finding.evidence}"
     return {one for one in machines if re.search(rf"(?<![\w.-]){re.escape(one)}(?![\w-])", told)}
 
@@ -123,10 +123,12 @@ def able_together(
 
 def _fit(one: NodeHandle, other: NodeHandle, apart: Collection[tuple[int, int]]) -> bool:
     places = one.place, other.place
-    return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
+    return (
+        places not in apart and places[::-1] not in apart and _group_kind(one) == _group_kind(other)
+    )
 
 
-def _kind(node: NodeHandle) -> tuple[str, str]:
+def _group_kind(node: NodeHandle) -> tuple[str, str]:
     assert node.record is not None
     return node.record.system, (node.record.torch or "").partition("+")[0]
 
@@ -180,7 +182,7 @@ class GroupCheck:
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Console,
+        console: Console,
         *,
         run_id: str,
         logs: str,
@@ -190,11 +192,11 @@ class GroupCheck:
         """Check the machines on which ``spec`` would run; ``quick`` leaves out the ranks."""
         self._spec = spec
         self._transport = transport
-        self._voice = voice
+        self._console = console
         self._on_phase = on_phase
         self._quick = quick
         self._many = len(transport.places) > 1
-        self._ears = probing.ProbeOutput(voice)
+        self._ears = probing.ProbeOutput(console)
         self._session = Session(
             spec, transport, self._ears, run_id=run_id, logs=logs, on_phase=on_phase
         )
@@ -216,17 +218,17 @@ class GroupCheck:
         began_s = time.monotonic()
         outcome = JobOutcome(good=False, stopped=True)
         try:
-            self._on_phase("roll-call")
-            await self._transport.open(session.roll.arrive)
-            absent = await session.roll.gather()
+            self._on_phase("node registry")
+            await self._transport.open(session.registry.arrive)
+            absent = await session.registry.gather()
             if self._many:
-                self._voice.say(session.roll.words())
+                self._console.say(session.registry.words())
             if self._spec.hosts:  # called over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
             self._findings += absent.values()
             self._on_phase("starting")
-            here = [node for node in session.roll.nodes if node.place not in absent]
+            here = [node for node in session.registry.nodes if node.place not in absent]
             ready = await session.waiting.unless_stopped(self._look_at(here))
             await self._try_ranks(ready)
             self.result = self._result(absent, time.monotonic() - began_s)
@@ -237,7 +239,7 @@ class GroupCheck:
             self.result = self._result({}, time.monotonic() - began_s)
             raise
         except Stopped:
-            await session.end(session.roll.nodes)
+            await session.end(session.registry.nodes)
         finally:
             await session.leave(0 if outcome.good else 1, outcome.words or "the check has ended")
         return outcome
@@ -367,7 +369,7 @@ class GroupCheck:
         second = None
         if variables := wrong_values.second_try(probed.records):
             told = " ".join(f"{name}={value}" for name, value in variables.items())
-            self._voice.say(f"some values were wrong; once more with {told}")
+            self._console.say(f"some values were wrong; once more with {told}")
             second = (await self._run_probe(nodes, variables)).records
         self._ranks += probed.records
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
@@ -385,10 +387,10 @@ class GroupCheck:
     # ---- what it comes to
 
     def _result(self, absent: Mapping[int, Finding], seconds: float) -> GroupResult:
-        known = {node.place: node for node in self._session.roll.nodes}
+        known = {node.place: node for node in self._session.registry.nodes}
         return GroupResult(
             machines=tuple(
-                _machine(name, place, known.get(place), absent.get(place))
+                _group_machine(name, place, known.get(place), absent.get(place))
                 for place, name in enumerate(self._transport.places)
             ),
             findings=tuple(without_consequences(self._findings, self._transport.places)),
@@ -399,7 +401,9 @@ class GroupCheck:
         )
 
 
-def _machine(name: str, place: int, node: NodeHandle | None, absent: Finding | None) -> Machine:
+def _group_machine(
+    name: str, place: int, node: NodeHandle | None, absent: Finding | None
+) -> Machine:
     record = None if node is None else node.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
     if node is None or record is None:

@@ -91,14 +91,14 @@ async def _serve() -> None:
             await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)
 
     tasks: set[asyncio.Task[None]] = set()
-    lines = _lines()
+    lines = _host_probe_lines()
     while (line := await lines.get()) is not None:
         task = asyncio.create_task(deal_with(line))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-def _lines() -> "asyncio.Queue[bytes | None]":
+def _host_probe_lines() -> "asyncio.Queue[bytes | None]":
     """Return the lines of the standard input as they come, and None at its end.
 
     Read by a thread, because not every system can wait for pipes in an event loop.

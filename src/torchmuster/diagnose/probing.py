@@ -40,7 +40,7 @@ class HostProbe:
 
     @classmethod
     async def engage(cls, node: NodeHandle) -> "HostProbe":
-        """Have the program started on a machine that answered the roll-call."""
+        """Have the program started on a machine that answered the node registry."""
         examiner = cls(node)
         await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
         return examiner
@@ -67,7 +67,7 @@ class HostProbe:
 
     def _hear(self, word: Word) -> None:
         if isinstance(word, protocol.SidecarEnded):
-            self._gone = _end(word)
+            self._gone = _end_probing(word)
             for answer in self._asked.values():
                 if not answer.done():
                     answer.set_exception(self._lost())
@@ -98,11 +98,11 @@ class HostProbe:
         return MachineLost(f"{self.name} cannot be examined any more", why=self._gone)
 
 
-def _end(word: protocol.SidecarEnded) -> str:
+def _end_probing(word: protocol.SidecarEnded) -> str:
     """Say how an examiner ended."""
     words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
     if word.exit_code is None:
-        return words or "its keeper is lost"
+        return words or "its node agent is lost"
     how = f"by signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
     return f"the program that examines it ended {how}\n{words}".strip()
 
@@ -115,8 +115,8 @@ DEADLINE_S = 180.0
 class ProbeOutput:
     """A voice that keeps what the ranks write, and says the rest."""
 
-    def __init__(self, voice: Console) -> None:
-        self._voice = voice
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._size = 0
         self._ended: set[int] = set()
         self.lines: list[str] = []
@@ -124,7 +124,7 @@ class ProbeOutput:
 
     def say(self, text: str) -> None:
         """Say something of the launcher's own."""
-        self._voice.say(text)
+        self._console.say(text)
 
     def world(self, size: int) -> None:
         """Learn how many ranks there are."""
@@ -147,7 +147,7 @@ class ProbeOutput:
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Show findings."""
-        self._voice.show(findings)
+        self._console.show(findings)
 
     def progress(self) -> str:
         """Say how far the ranks have come, once they have said something."""
@@ -193,7 +193,7 @@ async def run_check_ranks(
     except MusterError as error:  # they do not find a place to meet, or one is lost
         await session.end(nodes)
         trouble += from_error(error)
-    return Probed(records=_named(records_from(ears.lines), nodes), trouble=tuple(trouble))
+    return Probed(records=_probing_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
 
 
 async def _until_told(
@@ -214,7 +214,7 @@ async def _until_told(
     return None
 
 
-def _named(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
+def _probing_name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
     """Call the machines as people call them, not as they call themselves."""
     return [
         msgspec.structs.replace(one, host=nodes[one.node].name)

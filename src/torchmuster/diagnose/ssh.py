@@ -68,7 +68,7 @@ async def knock_on_port(
 
 async def _talk(sock: socket.socket, seconds: float) -> Knock:
     heard = asyncio.Event()
-    listening = asyncio.create_task(_listen(sock, heard))
+    listening = asyncio.create_task(_listen_ssh(sock, heard))
     sent = _segment_bytes(sock)
     arrived = None if sent is None else False
     try:
@@ -91,7 +91,7 @@ async def _talk(sock: socket.socket, seconds: float) -> Knock:
     )
 
 
-async def _listen(sock: socket.socket, heard: asyncio.Event) -> None:
+async def _listen_ssh(sock: socket.socket, heard: asyncio.Event) -> None:
     """Take in what the other side says, until it hangs up."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):

@@ -67,7 +67,7 @@ def judge_unreachable(host: str, trouble: Finding, seen: SshProblem) -> Finding:
         return _black_hole(host, seen, trouble)
     if problem == "" and not seen.knock.greeted:
         return _says_nothing(host, seen, trouble)
-    return replace(trouble, evidence=_evidence(seen, trouble))
+    return replace(trouble, evidence=_unreachable_hosts_evidence(seen, trouble))
 
 
 def _problem(seen: SshProblem) -> str:
@@ -121,7 +121,7 @@ def _own_interface(seen: SshProblem, trouble: Finding) -> Finding:
         what=f"{interface.name} of this machine ({networks}) leads to no other: {state}",
         why=f"its way there is {interface.name} of this machine, and {state}",
         fix=fix,
-        evidence=_evidence(seen, trouble),
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
@@ -134,7 +134,7 @@ def _absent(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "is down, or it has another address now",
         fix=f"switch {host} on and look at its cable; at its own console, see whether it has a link and "
         f"the address {seen.address}:\nip -br link\nip -br address",
-        evidence=_evidence(seen, trouble),
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
@@ -149,7 +149,7 @@ def _kept_out(host: str, seen: SshProblem, trouble: Finding, problem: str) -> Fi
         what=f"{host} is on, but its port {seen.port} (ssh) is closed to this machine: {words}",
         why=f"it is on, but a firewall, there or on the way, keeps ssh out at port {seen.port}",
         fix=_let_in(host, seen),
-        evidence=_evidence(seen, trouble),
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
@@ -164,7 +164,7 @@ def _refused(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         fix=f"start the server, at the console of {host}:\n"
         "sudo systemctl enable --now ssh || sudo systemctl enable --now sshd\n"
         f"if it runs, at another port: Port in ~/.ssh/config; at this one:\n{_let_in(host, seen)}",
-        evidence=_evidence(seen, trouble),
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
@@ -187,7 +187,7 @@ def _black_hole(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         f"small ones pass, and ssh waits for its keys. Frames of {seen.frame_bytes:,} bytes pass",
         fix=f"on this machine, and then there too, where its interface may have another name:\n"
         f"{command}\nssh -t {host} {command}",
-        evidence=f"{_evidence(seen, trouble)}\n{seen.knock.sent_bytes:,} bytes in one packet did not "
+        evidence=f"{_unreachable_hosts_evidence(seen, trouble)}\n{seen.knock.sent_bytes:,} bytes in one packet did not "
         f"arrive, {seen.passing.sent_bytes:,} did",
     )
 
@@ -201,11 +201,11 @@ def _says_nothing(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "something else than ssh listens there",
         fix=f"at the console of {host}, see what it is busy with:\nuptime\nfree -h\n"
         f"sudo ss -ltnp 'sport = :{seen.port}'",
-        evidence=_evidence(seen, trouble),
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
-def _evidence(seen: SshProblem, trouble: Finding) -> str:
+def _unreachable_hosts_evidence(seen: SshProblem, trouble: Finding) -> str:
     """Return what ssh said, and what was seen after it."""
     words = seen.knock.problem or ("it answers" if seen.knock.greeted else "it opens")
     lines = [

@@ -85,7 +85,7 @@ def _wrong_device(record: RankRecord) -> Finding:
     return Finding(
         name="wrong-device",
         status=Status.FAILURE,
-        what=f"{record.where} computes wrongly: {_count(values)} in its matrix products",
+        what=f"{record.where} computes wrongly: {_wrong_values_count(values)} in its matrix products",
         why="the products are of small whole numbers and must be exact; a device that gets them wrong "
         "makes every result wrong, mostly without an error",
         fix=_leave_out(record),
@@ -104,13 +104,13 @@ def _wrong_values(guilty: Sequence[RankRecord], records: Sequence[RankRecord]) -
     return Finding(
         name="wrong-values",
         status=Status.FAILURE,
-        what=f"{_named(guilty)} {'passes' if alone else 'pass'} on wrong values{between} in "
+        what=f"{_wrong_values_name(guilty)} {'passes' if alone else 'pass'} on wrong values{between} in "
         f"{', '.join(seen)}",
         why="values that are known beforehand arrived changed; in training nobody would notice, and "
         "the model would be spoiled",
         fix=_leave_out(guilty[0]),
         evidence="\n".join(
-            f"{name}: {_count(values)} over all ranks; {_first(values)}"
+            f"{name}: {_wrong_values_count(values)} over all ranks; {_first(values)}"
             for name, values in seen.items()
         ),
     )
@@ -127,7 +127,7 @@ def _p2p_wrong(
         for pair in record.pairs:
             if pair.values.wrong and ranks & {record.rank, pair.peer}:
                 lines.append(
-                    f"rank {pair.peer} to rank {record.rank}: {_count(pair.values)}; "
+                    f"rank {pair.peer} to rank {record.rank}: {_wrong_values_count(pair.values)}; "
                     f"{_first(pair.values)}"
                 )
     variable = "NCCL_P2P_DISABLE=1"
@@ -144,7 +144,7 @@ def _p2p_wrong(
     return Finding(
         name="p2p-wrong",
         status=Status.FAILURE,
-        what=f"wrong values arrive when {_named(guilty)} {exchange}",
+        what=f"wrong values arrive when {_wrong_values_name(guilty)} {exchange}",
         why=why,
         fix=fix,
         evidence="\n".join(lines[:6]),
@@ -176,12 +176,12 @@ def _sum_values(record: RankRecord) -> Values:
     return sum(sums, start=Values())
 
 
-def _named(records: Sequence[RankRecord]) -> str:
+def _wrong_values_name(records: Sequence[RankRecord]) -> str:
     names = [record.where for record in records]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _count(values: Values) -> str:
+def _wrong_values_count(values: Values) -> str:
     return f"{values.wrong:,} of {values.compared:,} values are wrong"
 
 

@@ -177,7 +177,11 @@ def _hits(text: str) -> list[_Hit]:
 
 def _hit(rule: Rule, text: str, small: str) -> _Hit | None:
     occurrences = [
-        _Hit(rule=rule, found=found, in_warning=bool(_WARNING_LINE.search(_line(text, found))))
+        _Hit(
+            rule=rule,
+            found=found,
+            in_warning=bool(_WARNING_LINE.search(_explain_line(text, found))),
+        )
         for found in _occurrences(rule, small)
     ]
     if not occurrences or any(expression(words).search(small) for words in rule.unless):
@@ -190,7 +194,7 @@ def _occurrences(rule: Rule, text: str) -> Iterator[re.Match[str]]:
         yield from itertools.islice(expression(pattern).finditer(text), _OCCURRENCES_LOOKED_AT)
 
 
-def _line(text: str, found: re.Match[str]) -> str:
+def _explain_line(text: str, found: re.Match[str]) -> str:
     """Return what the line says before the words and in them."""
     return text[text.rfind("\n", 0, found.start()) + 1 : found.end()]
 
@@ -218,16 +222,16 @@ def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
 
 def _details(hit: _Hit, text: str) -> dict[str, str]:
     """Return what the words themselves name, and what else of the text names it."""
-    details = dict(_named(hit.found, text))
+    details = dict(_explain_name(hit.found, text))
     for whole in (text, unwrap_lines(text)):
         small = in_small_letters(whole)
         for pattern in hit.rule.details:
             if found := expression(pattern).search(small):
-                details = dict(_named(found, whole)) | details
+                details = dict(_explain_name(found, whole)) | details
     return details
 
 
-def _named(found: re.Match[str], text: str) -> Iterator[tuple[str, str]]:
+def _explain_name(found: re.Match[str], text: str) -> Iterator[tuple[str, str]]:
     for name in found.groupdict():
         if value := text[slice(*found.span(name))].strip():
             yield name, value
@@ -253,7 +257,7 @@ def explanations_as_findings(text: str) -> list[Finding]:
         return [_silence()]
     explanations = explain_text(text)
     if not explanations:
-        return [_unknown(text)]
+        return [_explain_unknown(text)]
     cause, *others = explanations
     return [
         explanation_finding(cause),
@@ -294,7 +298,7 @@ def _silence() -> Finding:
     )
 
 
-def _unknown(text: str) -> Finding:
+def _explain_unknown(text: str) -> Finding:
     mistake = own_mistake(text)
     why = "none of the known error texts is in it"
     if mistake:

@@ -114,7 +114,7 @@ def ask_examiner(
             text=True,
         )
         try:
-            told = _wait(process, within_s, say)
+            told = _wait_grading(process, within_s, say)
         except BaseException:
             process.kill()
             process.communicate()
@@ -128,7 +128,9 @@ def ask_examiner(
         return answered.read_bytes()
 
 
-def _wait(process: "subprocess.Popen[str]", within_s: float, say: Callable[[str], None]) -> str:
+def _wait_grading(
+    process: "subprocess.Popen[str]", within_s: float, say: Callable[[str], None]
+) -> str:
     """Return what it wrote to its standard error, once it has ended."""
     began = time.monotonic()
     while (took_s := time.monotonic() - began) < within_s:

@@ -104,7 +104,7 @@ def take_fingerprint(
         script = module_file(command[0], folder)
     code_sha256, code_files = "", 0
     if script is not None:
-        code_sha256, code_files = _code(
+        code_sha256, code_files = _fingerprint_code(
             code_folder(script, module, folder), bounds if bounds is not None else Bounds()
         )
     return protocol.Fingerprint(
@@ -189,7 +189,7 @@ class _TooMuch(Exception):
     """A folder is larger than its bounds."""
 
 
-def _code(folder: Path, bounds: Bounds) -> tuple[str, int]:
+def _fingerprint_code(folder: Path, bounds: Bounds) -> tuple[str, int]:
     """Return the hash of all Python files below a folder, "" if they are too many, and their number."""
     files: list[tuple[str, Path]] = []
     size_bytes = 0

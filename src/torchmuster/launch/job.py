@@ -46,7 +46,7 @@ class NodeCounts:
 class Limits:
     """How long to wait for what; every wait of a run is stated here, in seconds."""
 
-    join_s: float = 120.0  # for all machines to answer the roll-call
+    join_s: float = 120.0  # for all machines to answer the node registry
     reach_s: float = 5.0  # for one machine to reach another's port
     rendezvous_s: float = 120.0  # for the ranks' store to be there
     lost_after_s: float = 10.0  # without a sign of life, until a machine is taken for lost

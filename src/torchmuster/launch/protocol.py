@@ -1,6 +1,6 @@
-"""What the launcher and the keepers say to each other: typed messages as lines of JSON.
+"""What the launcher and the node agents say to each other: typed messages as lines of JSON.
 
-The launcher is the one process in which somebody typed ``muster run``. A keeper is the one process of
+The launcher is the one process in which somebody typed ``muster run``. A node agent is the one process of
 ours on each machine that takes part; it starts that machine's share of the run, watches it, and ends
 it when told to, or when the launcher is no longer heard. The same messages travel through a pipe
 (this machine), through ssh's or srun's standard input and output, and through TLS (``muster join``).
@@ -19,7 +19,7 @@ import msgspec
 
 from torchmuster.launch.hangs.heartbeat import Heartbeat, Integer
 
-PROTOCOL = 1
+PROTOCOL = 2
 LINE_LIMIT = 900
 # A message is small; whoever sends more than this is not one of us.
 MESSAGE_LIMIT = 4 * 2**20
@@ -45,7 +45,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine says of itself at roll-call. Unknown is None, never a guess."""
+    """What a machine says of itself at node registry. Unknown is None, never a guess."""
 
     host: str
     user: str
@@ -118,7 +118,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     share: bool = False
     wait_s: float = 0.0
     environment: dict[str, str] = {}
-    logs: str | None = None  # where the ranks' logs go; None: a folder of the keeper's own
+    logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
     alone: bool = True  # no other machine takes part
     lost_after_s: float | None = None  # without a sign of life, the launcher is taken for lost
     typed: tuple[str, ...] = ("run",)  # after "muster", up to the script: for what people read
@@ -179,25 +179,25 @@ class Signal(Message, frozen=True, kw_only=True, tag="signal"):
     name: str
 
 
-class DumpStacks(Message, frozen=True, kw_only=True, tag="examine"):
+class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
     """Have these ranks show what they are doing: stacks, and what they wrote down of collectives."""
 
     ranks: tuple[Integer, ...]
 
 
-class ListPackages(Message, frozen=True, kw_only=True, tag="tell-packages"):
+class ListPackages(Message, frozen=True, kw_only=True, tag="list-packages"):
     """Ask for the list of installed packages, where their fingerprints differ."""
 
 
-class StartSidecar(Message, frozen=True, kw_only=True, tag="engage"):
-    """Start a program of ours beside the keeper; it ends with the keeper, or when asked."""
+class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
+    """Start a program of ours beside the node agent; it ends with the node agent, or when asked."""
 
     program: str  # a module of torchmuster's, run as python -m
-    token: Token  # of this keeper's part in the run: the program's is below it
+    token: Token  # of this node agent's part in the run: the program's is below it
 
 
 class Relay(Message, frozen=True, kw_only=True, tag="relay"):
-    """A line for the engaged program, or a line that it wrote."""
+    """A line for the sidecar, or a line that it wrote."""
 
     text: str
 
@@ -207,13 +207,13 @@ class Alive(Message, frozen=True, kw_only=True, tag="alive"):
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """The run is over for this keeper; the words are for whoever watches its terminal."""
+    """The run is over for this node agent; the words are for whoever watches its terminal."""
 
     exit_code: ExitStatus
     words: str
 
 
-# ---- from a keeper
+# ---- from a node agent
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -281,11 +281,11 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
-class Heartbeats(Message, frozen=True, kw_only=True, tag="pulses"):
+class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
     """What this machine's ranks are doing, every two seconds."""
 
     attempt: Integer
-    pulses: tuple[Heartbeat, ...]
+    heartbeats: tuple[Heartbeat, ...]
     kept: bool = False  # the machine has written it into the run's folder itself
 
 
@@ -297,7 +297,7 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     text: str
 
 
-class StackDump(Message, frozen=True, kw_only=True, tag="examined"):
+class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
     """All that could be found out about this machine's ranks has been sent."""
 
 
@@ -317,14 +317,14 @@ class Packages(Message, frozen=True, kw_only=True, tag="packages"):
     packages: dict[str, str]
 
 
-class SidecarStarted(Message, frozen=True, kw_only=True, tag="engaged"):
+class SidecarStarted(Message, frozen=True, kw_only=True, tag="sidecar-started"):
     """The program was started."""
 
     pid: Integer
 
 
-class SidecarEnded(Message, frozen=True, kw_only=True, tag="disengaged"):
-    """The engaged program has ended."""
+class SidecarEnded(Message, frozen=True, kw_only=True, tag="sidecar-ended"):
+    """the sidecar has ended."""
 
     exit_code: Integer | None  # negative: the signal that ended it; None: not known
     words: str = ""  # its last words on standard error
@@ -343,7 +343,7 @@ ToAgent = Annotated[
     | Relay
     | Alive
     | Leave,
-    "to a keeper",
+    "to a node agent",
 ]
 FromAgent = Annotated[
     Hello
@@ -363,12 +363,12 @@ FromAgent = Annotated[
     | Relay
     | SidecarEnded
     | Alive,
-    "from a keeper",
+    "from a node agent",
 ]
 
 _encode = msgspec.json.Encoder().encode
-_decode_to_keeper = msgspec.json.Decoder(ToAgent).decode
-_decode_from_keeper = msgspec.json.Decoder(FromAgent).decode
+_decode_to_agent = msgspec.json.Decoder(ToAgent).decode
+_decode_from_agent = msgspec.json.Decoder(FromAgent).decode
 
 
 class UnreadableMessage(ValueError):
@@ -393,13 +393,13 @@ def encode(message: Message) -> bytes:
 
 def decode_to_agent(data: bytes) -> ToAgent:
     """Read a message of the launcher's."""
-    message: ToAgent = read_with(_decode_to_keeper, data)
+    message: ToAgent = read_with(_decode_to_agent, data)
     return message
 
 
 def decode_from_agent(data: bytes) -> FromAgent:
-    """Read a message of a keeper's."""
-    message: FromAgent = read_with(_decode_from_keeper, data)
+    """Read a message of a node agent's."""
+    message: FromAgent = read_with(_decode_from_agent, data)
     return message
 
 

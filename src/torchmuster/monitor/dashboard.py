@@ -192,12 +192,12 @@ def _panels() -> Iterator[dict[str, Any]]:
                 y, x = y + _HEIGHT, 0
             number += 1
             place = {"h": _HEIGHT, "w": panel.width, "x": x, "y": y}
-            yield _as_json(panel, number, place)
+            yield _dashboard_as_json(panel, number, place)
             x += panel.width
         y += _HEIGHT
 
 
-def _as_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+def _dashboard_as_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     return {
         "id": number,
         "type": "timeseries",

@@ -29,18 +29,18 @@ def metrics_document() -> str:
     for scope, title in _TITLES.items():
         labels = ", ".join(f"`{one}`" for one in scope.value)
         parts.append(f"\n## {title}\n\nLabels: {labels}\n\n")
-        rows = [_row(one) for one in METRICS if one.scope is scope]
-        parts += _table(("metric", "type", "what it says", "there"), rows)
+        rows = [_document_row(one) for one in METRICS if one.scope is scope]
+        parts += _document_table(("metric", "type", "what it says", "there"), rows)
     parts.append("\n## Alerts\n\n")
     alerts = [
         (f"`{one.name}`", one.severity, f"`{one.condition.promql()}`", _after(one.for_s), one.why)
         for one in ALERTS
     ]
-    parts += _table(("alert", "severity", "when", "for", "why"), alerts)
+    parts += _document_table(("alert", "severity", "when", "for", "why"), alerts)
     return "".join(parts)
 
 
-def _row(metric: Metric) -> Sequence[str]:
+def _document_row(metric: Metric) -> Sequence[str]:
     more = "".join(f"; label `{one}`" for one in metric.labels)
     return f"`{metric.name}`", metric.kind.value, metric.help + more, _LEVELS[metric.level]
 
@@ -49,7 +49,7 @@ def _after(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds else "at once"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _document_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in (head, ["---"] * len(head), *rows):
         cells = " | ".join(cell.replace("|", "\\|") for cell in row)
         yield f"| {cells} |\n"

@@ -53,11 +53,11 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
         if value is None:
             return CellOutcome()
         space["_"] = value
-        return CellOutcome(value=_shown(value))
+        return CellOutcome(value=_cell_shown(value))
     except KeyboardInterrupt as error:
-        return CellOutcome(error=_told(error), interrupted=True)
+        return CellOutcome(error=_cell_message(error), interrupted=True)
     except BaseException as error:  # a cell must not end its rank, not even by sys.exit
-        return CellOutcome(error=_told(error))
+        return CellOutcome(error=_cell_message(error))
 
 
 def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:
@@ -70,14 +70,14 @@ def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:
     return tree, ast.Expression(last.value)
 
 
-def _shown(value: object) -> str:
+def _cell_shown(value: object) -> str:
     plain = type(value) in (list, tuple, dict, set)
     text = pprint.pformat(value, width=_WIDTH, sort_dicts=False) if plain else repr(value)
     more = len(text) - _LONGEST_VALUE
     return text if more <= 0 else f"{text[:_LONGEST_VALUE]}… {more:,} characters more"
 
 
-def _told(error: BaseException) -> str:
+def _cell_message(error: BaseException) -> str:
     """Return the traceback: the lines of cells, and the innermost one wherever it is."""
     told = traceback.TracebackException.from_exception(error, compact=True)
     seen: set[int] = set()

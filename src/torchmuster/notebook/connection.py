@@ -129,7 +129,7 @@ class RankListener:
         self._on_rank = on_rank
         self._context = context
         self.refused: list[str] = []  # whence, and why
-        self._listening = [_listen(address) for address in addresses]
+        self._listening = [_listen_connection(address) for address in addresses]
         self._here: set[int] = set()
         self._turn = threading.Lock()
         self._room = threading.Semaphore(_MOST_AT_ONCE)
@@ -190,7 +190,7 @@ class RankListener:
             self._room.release()
 
 
-def _listen(address: str) -> socket.socket:
+def _listen_connection(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)
     listening.setblocking(False)

@@ -113,7 +113,9 @@ class Launcher:
             self._process.stdin.close()
         try:
             self._process.wait(_END_WITHIN_S)
-        except subprocess.TimeoutExpired:  # its keepers end the ranks when they no longer hear it
+        except (
+            subprocess.TimeoutExpired
+        ):  # its node agents end the ranks when they no longer hear it
             self._process.kill()
             self._process.wait()
         self._thread.join(_END_WITHIN_S)

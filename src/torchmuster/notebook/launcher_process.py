@@ -167,13 +167,13 @@ def main() -> int:
     def make(
         spec: JobSpec,
         transport: Transport,
-        voice: TerminalConsole,
+        console: TerminalConsole,
         *,
         run_id: str,
         logs: str,
         on_phase: Callable[[str], None],
     ) -> JobRunner:
-        course = JobRunner(spec, transport, voice, run_id=run_id, logs=logs, on_phase=on_phase)
+        course = JobRunner(spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase)
         words = (course, asyncio.get_running_loop())
         threading.Thread(target=kernel.obey, args=words, daemon=True).start()
         return course

@@ -47,7 +47,7 @@ class Notebook:
 
     def muster(self, line: str) -> None:
         """``%muster start|stop|restart|status|pull``: the ranks of this notebook."""
-        with _told(), contextlib.suppress(command_line.HelpShown):
+        with _magics_message(), contextlib.suppress(command_line.HelpShown):
             options = self._parser.parse_args(shlex.split(line))
             match options.command:
                 case "start":
@@ -63,7 +63,7 @@ class Notebook:
 
     def all_ranks(self, line: str, code: str) -> None:
         """``%%ranks``: run the cell on every rank."""
-        with _told():
+        with _magics_message():
             if line.strip():
                 raise Impossible(
                     "%%ranks runs a cell on every rank, and takes no words",
@@ -74,7 +74,7 @@ class Notebook:
 
     def some_ranks(self, line: str, code: str) -> None:
         """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks alone."""
-        with _told():
+        with _magics_message():
             ranks = self._running()
             self._run(ranks, code, command_line.chosen_ranks(line, ranks.world_size))
 
@@ -86,7 +86,7 @@ class Notebook:
     def _start_first(self, asked: RanksRequest) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
-                f"{_count(self._ranks.world_size)} run already",
+                f"{_magics_count(self._ranks.world_size)} run already",
                 why="a notebook has one group of ranks at a time",
                 fix="%muster stop, then %muster start …; or %muster restart for the same ones anew",
             )
@@ -104,7 +104,7 @@ class Notebook:
         if ranks is None or not ranks.alive:
             print("no ranks run; %muster start --ranks 2")
             return
-        print(f"{_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
+        print(f"{_magics_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
             print(f"connections without the key, refused: {'; '.join(ranks.refused)}")
 
@@ -149,7 +149,7 @@ class Notebook:
         last = "not started"
         try:
             ranks.wait_until_here(say, show_code)
-            last = f"{_count(ranks.world_size)} here; %%ranks runs a cell on them"
+            last = f"{_magics_count(ranks.world_size)} here; %%ranks runs a cell on them"
         finally:
             # In place of the codes, which are not to be kept in the notebook.
             reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
@@ -240,7 +240,7 @@ def load(shell: object) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _magics_message() -> Iterator[None]:
     """Show an error by its own words: what was asked, what is true, what to do."""
     try:
         yield
@@ -253,5 +253,5 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _count(ranks: int) -> str:
+def _magics_count(ranks: int) -> str:
     return plural(ranks, "rank")

@@ -86,7 +86,7 @@ def admit_rank(end: socket.socket, secret: bytes) -> int:
     """Let a rank prove that it has the key, and prove the same to it; return its number."""
     challenge = os.urandom(_NONCE_BYTES)
     end.sendall(challenge)
-    answer = _read(end, _RANK_BYTES + _NONCE_BYTES + _MAC_BYTES)
+    answer = _read_messages(end, _RANK_BYTES + _NONCE_BYTES + _MAC_BYTES)
     said, mac = answer[:-_MAC_BYTES], answer[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"rank", challenge + said)):
         raise NotTheOther("it does not have this notebook's key")
@@ -96,10 +96,10 @@ def admit_rank(end: socket.socket, secret: bytes) -> int:
 
 def introduce_rank(end: socket.socket, secret: bytes, rank: int) -> None:
     """Prove to the notebook that this rank has the key, and let it prove the same."""
-    challenge = _read(end, _NONCE_BYTES)
+    challenge = _read_messages(end, _NONCE_BYTES)
     said = rank.to_bytes(_RANK_BYTES, "big") + os.urandom(_NONCE_BYTES)
     end.sendall(said + _mac(secret, b"rank", challenge + said))
-    proof = _read(end, _MAC_BYTES)
+    proof = _read_messages(end, _MAC_BYTES)
     if not hmac.compare_digest(proof, _mac(secret, b"notebook", said + challenge)):
         raise NotTheOther("what listens there is not the notebook that started this rank")
 
@@ -109,7 +109,7 @@ def _mac(secret: bytes, who: bytes, said: bytes) -> bytes:
     return hmac.digest(secret, who + said, hashlib.sha256)
 
 
-def _read(end: socket.socket, size: int) -> bytes:
+def _read_messages(end: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         piece = end.recv(size - len(data))

@@ -302,7 +302,9 @@ class Ranks:
         found = self._found
         if found is None:
             return MusterError(what, why=logs, fix=again)
-        return MusterError(found.what, why=_lines(found.why, logs), fix=_lines(found.fix, again))
+        return MusterError(
+            found.what, why=_ranks_lines(found.why, logs), fix=_ranks_lines(found.fix, again)
+        )
 
     def _take_late_output(self, done: dict[int, Done], listener: OutputListener) -> None:
         """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
@@ -325,5 +327,5 @@ class Ranks:
         self._events.put(Heard(rank, None))
 
 
-def _lines(*parts: str) -> str:
+def _ranks_lines(*parts: str) -> str:
     return "\n".join(part for part in parts if part)

@@ -13,7 +13,7 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
 
 _PROGRESS_AFTER_S = 3.0
-# A pulse is a second or two old: what it says of a cell that has just begun is of the one before.
+# A heartbeat is a second or two old: what it says of a cell that has just begun is of the one before.
 _PLACES_AFTER_S = 5.0
 # A mistake in a cell is mostly made by all ranks, and shown once then.
 _OTHERS_FOLLOW_WITHIN_S = 2.0
@@ -152,7 +152,7 @@ class CellShown:
 def heartbeats_html(run: RunFolder) -> dict[int, Heartbeat]:
     """Return what the ranks were doing a moment ago."""
     machines = node_records.read_node_ranks(run, time.time())
-    return {pulse.rank: pulse for machine in machines for pulse in machine.ranks}
+    return {heartbeat.rank: heartbeat for machine in machines for heartbeat in machine.ranks}
 
 
 def progress_html(
@@ -164,9 +164,9 @@ def progress_html(
     """Say where the ranks stand: ``rank 0 waits in all_reduce at cell-3:2; rank 1 has ended the cell``."""
     by_words: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(everybody):
-        by_words.setdefault(_words(rank, running, places.get(rank), unfinished(rank)), []).append(
-            rank
-        )
+        by_words.setdefault(
+            _shown_text(rank, running, places.get(rank), unfinished(rank)), []
+        ).append(rank)
     told = [
         f"{rank_text(ranks)} {one if len(ranks) == 1 else several}"
         for (one, several), ranks in by_words.items()
@@ -175,21 +175,21 @@ def progress_html(
     return "; ".join(told[:_GROUPS_SHOWN]) + more
 
 
-def _words(
-    rank: int, running: Collection[int], pulse: Heartbeat | None, unfinished: str
+def _shown_text(
+    rank: int, running: Collection[int], heartbeat: Heartbeat | None, unfinished: str
 ) -> tuple[str, str]:
     """Say it of one rank, and of several."""
     if rank not in running:
         return "has ended the cell", "have ended the cell"
     if unfinished:
         return f"shows {unfinished}", f"show {unfinished}"
-    if pulse is None or not pulse.place:
+    if heartbeat is None or not heartbeat.place:
         return "runs", "run"
-    if pulse.waiting:
-        doing = pulse.waits[0].operation if pulse.waits else pulse.doing
-        return f"waits in {doing} at {pulse.place}", f"wait in {doing} at {pulse.place}"
-    doing = f"in {pulse.doing} " if pulse.doing else ""
-    return f"is {doing}at {pulse.place}", f"are {doing}at {pulse.place}"
+    if heartbeat.waiting:
+        doing = heartbeat.waits[0].operation if heartbeat.waits else heartbeat.doing
+        return f"waits in {doing} at {heartbeat.place}", f"wait in {doing} at {heartbeat.place}"
+    doing = f"in {heartbeat.doing} " if heartbeat.doing else ""
+    return f"is {doing}at {heartbeat.place}", f"are {doing}at {heartbeat.place}"
 
 
 def values_html(done: Mapping[int, Done], world_size: int) -> str:

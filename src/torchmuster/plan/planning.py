@@ -58,7 +58,7 @@ def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = 
         table=decide.candidates_table(explored.forecasts),
         passed_over=tuple(explored.passed_over),
         would_change=tuple(decide.would_change(best, explored, asked, rates=rates)),
-        findings=tuple(_findings(best, asked, explored)),
+        findings=tuple(_planning_findings(best, asked, explored)),
         parameter_count=None if model is None else model.parameter_count,
         tokens_per_sample=None if model is None else model.tokens_per_sample,
         sources=tuple(_sources(best, asked)),
@@ -110,7 +110,7 @@ def _by_formula(asked: PlanRequest, explored: Explored) -> None:
                 break
 
 
-def _findings(best: Forecast, asked: PlanRequest, explored: Explored) -> Iterator[Finding]:
+def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -> Iterator[Finding]:
     if explored.refused is not None:
         yield Finding(
             name="not-traced",

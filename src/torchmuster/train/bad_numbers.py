@@ -252,7 +252,7 @@ class BadNumbers:
             why = "random numbers (dropout) fell otherwise, numbers are at the edge, or a device erred"
         else:
             seen = of_ranks[ranks[0]][cause]
-            what = f"{where}: {_told(cause, ranks[0], seen)}; {end}"
+            what = f"{where}: {_bad_numbers_message(cause, ranks[0], seen)}; {end}"
             why = _where_from(ranks, seen)
         also = [why] if why else []
         if self._in_a_row > 1:
@@ -271,7 +271,7 @@ class BadNumbers:
         )
 
 
-def _told(cause: str, rank: int, seen: dict[str, Any]) -> str:
+def _bad_numbers_message(cause: str, rank: int, seen: dict[str, Any]) -> str:
     kind, what = seen.get("kind", ""), seen.get("what", "")
     return {
         "weights": f"the weights are not finite already: {what} on rank {rank}"

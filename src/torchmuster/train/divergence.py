@@ -96,7 +96,7 @@ def weights_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             bits = local.detach().contiguous().view(_INTEGERS[local.element_size()]).flatten()
             if local.device not in weights:
                 most = max(one.numel() for one in tensors)
-                weights[local.device] = _weights(min(most, _PIECE), local.device)
+                weights[local.device] = _divergence_weights(min(most, _PIECE), local.device)
             total = torch.zeros((), dtype=torch.int64, device=local.device)
             for piece in torch.split(bits, _PIECE):
                 total = total * _ODD + (piece * weights[local.device][: len(piece)]).sum()
@@ -104,7 +104,7 @@ def weights_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(own)
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+def _divergence_weights(count: int, device: torch.device) -> torch.Tensor:
     """Return a number for each place, so that the same values in another order give another sum."""
     places = torch.arange(1, count + 1, device=device) * _ODD
     return places ^ (places >> 29)

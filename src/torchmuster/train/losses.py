@@ -28,7 +28,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the mean cross entropy of ``(inputs, targets)`` over the samples."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise Impossible(
-            f"the loss cross_entropy takes batches of (inputs, targets); this one is {_kind(batch)}",
+            f"the loss cross_entropy takes batches of (inputs, targets); this one is {_losses_kind(batch)}",
             why="a dataset for it gives pairs: (input, class)",
             fix="return pairs from the dataset, or give a loss of your own: module:function",
         )
@@ -52,7 +52,7 @@ def language_model(
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise Impossible(
-            f"the loss language_model takes batches with input_ids; this one is {_kind(batch)}",
+            f"the loss language_model takes batches with input_ids; this one is {_losses_kind(batch)}",
             why="a dataset for it gives dictionaries: {'input_ids': …, 'labels': …}",
             fix="return such dictionaries, or give another loss: cross_entropy or module:function",
         )
@@ -134,14 +134,14 @@ def _logits(output: Any) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         raise Impossible(
-            f"the model returned {_kind(output)}, and the loss needs logits",
+            f"the model returned {_losses_kind(output)}, and the loss needs logits",
             why="logits are a tensor, or the field 'logits' of what is returned",
             fix="return them from the model, or give a loss of your own: module:function",
         )
     return logits
 
 
-def _kind(value: object) -> str:
+def _losses_kind(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
     if isinstance(value, tuple | list):

@@ -243,7 +243,7 @@ def out_of_memory_finding(
     """Return the error that says it all."""
     asked = _asked(str(error))
     amount = f", asked for {format_bytes(asked)}" if asked is not None else ""
-    phase = _phase(error.__traceback__)
+    phase = _out_of_memory_phase(error.__traceback__)
     return OutOfMemory(
         f"rank {world.global_rank} on {platform.node()} ({world.device}) ran out of memory {phase}{amount}",
         why="\n".join(table.lines()),
@@ -258,7 +258,7 @@ def _asked(text: str) -> int | None:
     return parse_bytes(found[1]) if found else None
 
 
-def _phase(trace: TracebackType | None) -> str:
+def _out_of_memory_phase(trace: TracebackType | None) -> str:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename.replace("\\", "/")
         for part, phase in _PHASES:

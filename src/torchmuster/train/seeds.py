@@ -37,11 +37,11 @@ def load_random_states(kept: dict[str, Any], world: World) -> None:
     if "device" in kept and world.device.type != "cpu":
         module = torch.get_device_module(world.device)
         module.set_rng_state(_as_state(kept["device"]), world.device)
-    if "numpy" in kept and (numpy := _numpy()) is not None:
+    if "numpy" in kept and (numpy := _seeds_numpy()) is not None:
         numpy.random.set_state(tuple(kept["numpy"]))
 
 
-def _numpy() -> Any:
+def _seeds_numpy() -> Any:
     """Return numpy, also where it is imported only later: what it draws then must be what it would have drawn."""
     try:
         return importlib.import_module("numpy")

@@ -41,16 +41,16 @@ _BOOT, _NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns
 
 def process_address() -> str:
     """Return what this process can be found by on its machine."""
-    return f"{_machine()} {os.getpid()}"
+    return f"{_stop_request_machine()} {os.getpid()}"
 
 
 def process_died(address: str) -> bool:
     """Say whether a process of this machine is gone; nothing is known of those elsewhere."""
     machine, _, pid = address.rpartition(" ")
-    return machine == _machine() and not psutil.pid_exists(int(pid))
+    return machine == _stop_request_machine() and not psutil.pid_exists(int(pid))
 
 
-def _machine() -> str:
+def _stop_request_machine() -> str:
     """Name this machine; containers may share their host's name, and number processes on their own."""
     try:
         return f"{_BOOT.read_text().strip()} {_NUMBERING.readlink()}"

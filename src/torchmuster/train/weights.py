@@ -58,7 +58,9 @@ def save_weights(
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                _write_files(unfinished, tensors, _files(state, names, most_in_a_file_bytes))
+                _write_files(
+                    unfinished, tensors, _weights_files(state, names, most_in_a_file_bytes)
+                )
         except (OSError, SafetensorError) as error:
             problem = str(error)
     for _ in tensors:  # every rank takes part in putting each tensor together
@@ -122,7 +124,9 @@ def _whole_tensors(
         yield name, tensor.to("cpu", copy=True).contiguous()
 
 
-def _files(state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int) -> list[list[str]]:
+def _weights_files(
+    state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int
+) -> list[list[str]]:
     """Divide the names among files, in their order."""
     files: list[list[str]] = [[]]
     filled = 0

@@ -190,7 +190,7 @@ def rank_zero_first(
             raise
         store.set(key, _DONE)
     else:
-        said = _wait(store, key, timeout_s)
+        said = _wait_world(store, key, timeout_s)
         if said != _DONE:
             raise MusterError(
                 f"what rank {world.global_rank} waited for failed on {said}",
@@ -199,7 +199,7 @@ def rank_zero_first(
         yield
 
 
-def _wait(store: Store, key: str, timeout_s: float) -> str:
+def _wait_world(store: Store, key: str, timeout_s: float) -> str:
     """Ask from time to time: a wait at the store lets no signal through, and prints when it ends."""
     end = time.monotonic() + timeout_s
     pause_s = 0.01

@@ -86,7 +86,7 @@ def _trainer(
         portions=portions_of(loader),
         folder=folder,
     )
-    loss = _loss(settings)
+    loss = _training_loss(settings)
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
     return Trainer(
@@ -145,7 +145,7 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     return kept
 
 
-def _loss(settings: Settings) -> losses.Loss:
+def _training_loss(settings: Settings) -> losses.Loss:
     wanted = settings.model
     usual = "language_model" if wanted.model_name_or_path else "cross_entropy"
     name = wanted.loss or usual

@@ -33,8 +33,8 @@ _TRAINING_S = 0.6
 _TRAINING = "stress.kill_matrix.struck_training"
 _TESTS = Path(__file__).parents[2]
 _MODULES = {
-    "torchmuster.launch.node.reaper": "watchman",
-    "torchmuster.launch.node": "keeper",
+    "torchmuster.launch.node.reaper": "reaper",
+    "torchmuster.launch.node": "node agent",
     "torchmuster.launch.node.elastic_agent": "agent",
 }
 
@@ -220,7 +220,7 @@ class _Run:
         ]
         if kill.victim == "whole node":
             here = [one for role, one in everybody if role != "launcher"]
-            return here if any(role == "keeper" for role, _ in everybody) else []
+            return here if any(role == "node agent" for role, _ in everybody) else []
         wanted = f"rank {rank}" if "rank" in kill.victim else kill.victim
         of_an_attempt = wanted == "agent" or "rank" in wanted
         return [

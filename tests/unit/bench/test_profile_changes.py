@@ -57,7 +57,9 @@ def test_trials_that_are_unclear_are_made_again(
     takes = {None: [0.3, 0.3, 0.3], clear: [0.2, 0.2], unclear: [0.3, 0.17, 0.17]}
     now = {change: iter(taken) for change, taken in takes.items()}
     monkeypatch.setattr(capture, "with_change", lambda asked, change: change)
-    monkeypatch.setattr(capture, "_run", lambda asked, say: [SimpleNamespace(trouble=(), at=asked)])
+    monkeypatch.setattr(
+        capture, "_run_capture", lambda asked, say: [SimpleNamespace(trouble=(), at=asked)]
+    )
     monkeypatch.setattr(capture, "measured_step_s", lambda facts: next(now[facts[0].at]))
     said: list[str] = []
     trials = capture.try_changes(None, (clear, unclear), rounds=2, say=said.append)  # type: ignore[arg-type]

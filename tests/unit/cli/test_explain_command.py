@@ -103,12 +103,12 @@ def killed(run: RunFolder) -> None:
 def test_a_failed_run_has_its_story_cause_fix_and_files(
     run: RunFolder, explained: Explain, snapshot: SnapshotAssertion
 ) -> None:
-    diary = run_state.EventLog(run)
-    diary.phase("running")
+    event_log = run_state.EventLog(run)
+    event_log.phase("running")
     run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 2"])
     failed(run, attempt=0, rank=0)
     failed(run, attempt=1)
-    diary.ended("failed", 1, headline())
+    event_log.ended("failed", 1, headline())
     said = explained("last")
     assert said.startswith(f"run {run.id}\n")
     assert f"\nfailure  {headline()}\n" in said
@@ -125,13 +125,13 @@ def test_a_failed_run_has_its_story_cause_fix_and_files(
 def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
     run: RunFolder, explained: Explain, what: str, launched_again: bool, snapshot: SnapshotAssertion
 ) -> None:
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     evidence.keep_hang(evidence.new_hang(run), HANG)
     failed(run)
     if launched_again:
-        diary = run_state.EventLog(run)
-    diary.phase("roll-call")
-    diary.ended("failed", 1, what)
+        event_log = run_state.EventLog(run)
+    event_log.phase("node registry")
+    event_log.ended("failed", 1, what)
     findings = found(explained)
     assert findings.keys() == {"run-failed"}
     assert findings["run-failed"]["what"] == what
@@ -145,12 +145,12 @@ def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
 def test_a_restart_of_which_nothing_else_is_known_is_told(
     run: RunFolder, explained: Explain
 ) -> None:
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     failed(run)
     run_state.log_event(run, run_state.RESTART, headline=headline(), from_step=None)
     killed_words = "the launcher was killed (SIGKILL)"
     run_state.log_event(run, run_state.RESTART, headline=killed_words, from_step=1200)
-    diary.ended("finished", 0, "finished well")
+    event_log.ended("finished", 0, "finished well")
     said = explained()
     assert f"  {killed_words}; started again from step 1,200\n" in said
     assert said.count("started again") == 1
@@ -159,9 +159,9 @@ def test_a_restart_of_which_nothing_else_is_known_is_told(
 
 @pytest.mark.parametrize("at", ["NaN", "1e300", "-1", "null", '"x"', "Infinity", "true", "[]"])
 def test_odd_values_are_passed_over(run: RunFolder, explained: Explain, at: str) -> None:
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     failed(run)
-    diary.ended("failed", 1, headline())
+    event_log.ended("failed", 1, headline())
     (line,) = (run.path / evidence.FAILURES).read_text().splitlines()
     with (run.path / evidence.FAILURES).open("a") as stream:
         content = json.loads(line) | {"ranks": [{"rank": 1}, 7]}
@@ -208,9 +208,9 @@ def test_a_run_that_was_refused_is_explained_by_its_words(
 
 
 def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained: Explain) -> None:
-    diary = run_state.EventLog(run)
-    diary.phase("starting")
-    diary.phase("running")
+    event_log = run_state.EventLog(run)
+    event_log.phase("starting")
+    event_log.phase("running")
     folder = evidence.new_hang(run)
     (folder / "rank-3.stacks.txt").write_text("stacks")
     evidence.keep_hang(folder, HANG)
@@ -224,7 +224,7 @@ def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained:
     assert "rank 3 goes on after 99 s" in said
 
 
-@pytest.mark.parametrize("phase", ["submitted", "roll-call", "starting"])
+@pytest.mark.parametrize("phase", ["submitted", "node registry", "starting"])
 def test_a_hang_of_an_earlier_attempt_is_not_told_as_one_of_now(
     run: RunFolder, explained: Explain, phase: str
 ) -> None:
@@ -323,10 +323,10 @@ def test_torn_folders_are_explained_as_far_as_they_go(
 
 
 def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -> None:
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     for attempt in range(30):
         failed(run, attempt=attempt)
-    diary.ended("failed", 1, headline())
+    event_log.ended("failed", 1, headline())
     story = explained().partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(story) == 14
     assert story[5] == "  … 19 more …"

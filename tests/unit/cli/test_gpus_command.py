@@ -340,7 +340,7 @@ def test_an_error_of_our_own_is_not_called_a_full_disk(monkeypatch: pytest.Monke
     def forbidden() -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(gpus, "_look", forbidden)
+    monkeypatch.setattr(gpus, "_look_gpus", forbidden)
     with pytest.raises(PermissionError):
         main(["gpus"])
 

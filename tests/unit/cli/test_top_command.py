@@ -25,7 +25,7 @@ Machine = Callable[[Scenario], Path]
 
 def _run_with_ranks(folder: Path, count: int) -> RunFolder:
     run = create_run_folder(folder / "runs", "llm")
-    pulses = tuple(
+    heartbeats = tuple(
         Heartbeat(
             rank=rank, pid=FIRST_PID + rank, beat=1, moves=1, step=1200, data_share=0.1 * rank
         )
@@ -33,7 +33,7 @@ def _run_with_ranks(folder: Path, count: int) -> RunFolder:
     )
     # Just told, however late they are looked at.
     told = node_records.NodeRanks(
-        host=socket.gethostname(), attempt=0, at_unix_s=time.time() + GIVE_UP_S, ranks=pulses
+        host=socket.gethostname(), attempt=0, at_unix_s=time.time() + GIVE_UP_S, ranks=heartbeats
     )
     path = node_records.node_record_path(run, told.host, 0)
     path.parent.mkdir(parents=True)

@@ -30,7 +30,7 @@ RECORD = protocol.NodeRecord(
 
 
 class Machine:
-    """A channel to a keeper that starts what it is told to; its examiner is played by the test."""
+    """A channel to a node agent that starts what it is told to; its examiner is played by the test."""
 
     def __init__(self) -> None:
         self.says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()

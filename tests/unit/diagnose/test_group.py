@@ -27,7 +27,7 @@ WELL = Finding(name="memory", status=Status.OK, what="8 GiB")
 
 
 class Played:
-    """A keeper, an examiner and ranks, which do what the test wants them to."""
+    """A node agent, an examiner and ranks, which do what the test wants them to."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -211,13 +211,13 @@ class Scene:
             folder=str(self.folder),
             limits=Limits(join_s=self.join_s),
         )
-        voice = Said()
+        console = Said()
 
         async def go() -> tuple[JobOutcome, GroupResult]:
             check = GroupCheck(
                 spec,
                 PlayedTransport(self.machines, self.absent),
-                voice,
+                console,
                 run_id="r",
                 logs=str(self.folder),
                 quick=quick,
@@ -227,7 +227,7 @@ class Scene:
             return outcome, check.result
 
         outcome, result = asyncio.run(go())
-        self.said = voice.words
+        self.said = console.words
         return outcome, result
 
 

@@ -5,8 +5,8 @@ from torchmuster.launch.node import attempt, node_agent, reaper, sidecar
 
 
 @pytest.fixture
-def patient_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keeper gives nobody up because the machine is busy, but where a test asks for it."""
+def patient_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node agent gives nobody up because the machine is busy, but where a test asks for it."""
     for place, name in (
         (node_agent, "_SILENT_AT_FIRST_S"),
         (node_agent, "_GONE_WITHIN_S"),

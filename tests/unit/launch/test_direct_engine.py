@@ -1,4 +1,4 @@
-"""Ranks without torchrun's agent, as on Windows: started, listened to and ended by the keeper itself."""
+"""Ranks without torchrun's agent, as on Windows: started, listened to and ended by the node agent itself."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keeper_attempt import Attempt
+from agent_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch.node import attempt as running_module
 from torchmuster.launch.node import process_cleanup

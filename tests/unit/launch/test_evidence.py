@@ -146,15 +146,15 @@ def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> Non
     assert [one.finding.what for one in evidence.read_hangs(run)] == ["good"]
 
 
-def test_the_diary_leaves_events(run: RunFolder) -> None:
-    diary = run_state.EventLog(run)
-    diary.phase("roll-call")
+def test_the_event_log_leaves_events(run: RunFolder) -> None:
+    event_log = run_state.EventLog(run)
+    event_log.phase("node registry")
     run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
-    diary.ended("failed", 1, "rank 1 failed")
+    event_log.ended("failed", 1, "rank 1 failed")
     with (run.path / run_state.EVENTS).open("a") as stream:
         stream.write('{"event": "torn"')
     events = run_state.read_events(run)
-    assert [one.name for one in events] == ["roll-call", "started", "failed"]
+    assert [one.name for one in events] == ["node registry", "started", "failed"]
     assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
     assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}
     assert abs(events[0].at_unix_s - time.time()) < 60

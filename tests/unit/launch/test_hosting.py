@@ -14,7 +14,7 @@ from unit.launch.join.open_host import LOOPBACK, join
 
 def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(self: LocalTransport, arrive: object) -> None:
-        """Without the keeper of this machine."""
+        """Without the node agent of this machine."""
 
     monkeypatch.setattr(LocalTransport, "open", nothing)
     monkeypatch.setattr(platform, "node", lambda: "vm")

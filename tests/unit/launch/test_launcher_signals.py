@@ -33,10 +33,10 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
 ) -> None:
     course = Idle()
     warned: list[str] = []
-    voice = TerminalConsole(create_run_folder(tmp_path, "train"))
+    console = TerminalConsole(create_run_folder(tmp_path, "train"))
 
     async def work() -> None:
-        with launch_job._signals(course, voice, [], warned, can_save=False):
+        with launch_job._signals(course, console, [], warned, can_save=False):
             os.kill(os.getpid(), signal.SIGUSR1)
             while not warned:
                 await asyncio.sleep(0.01)

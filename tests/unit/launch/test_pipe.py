@@ -1,4 +1,4 @@
-"""A pipe to a keeper: whatever a login prints before it, and however it ends."""
+"""A pipe to a node agent: whatever a login prints before it, and however it ends."""
 
 import asyncio
 import sys

@@ -270,7 +270,7 @@ def test_letters_of_any_kind_arrive_whatever_the_locale(
     assert ran.error["error"] == "ValueError: é"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the keeper ends what is left")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the node agent ends what is left")
 def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """

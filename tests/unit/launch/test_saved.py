@@ -31,7 +31,9 @@ def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: 
         [machine(rank(0, 75, WORDS), rank(1, -15))],  # on its way out it was told once more
         [machine(rank(0, 143), rank(1, 75, WORDS))],
         [machine(rank(0, 75, WORDS), words="torchrun's agent was ended by SIGTERM")],
-        [machine(rank(0, 75, WORDS), lost="its keeper ended without a word")],  # after it had told
+        [
+            machine(rank(0, 75, WORDS), lost="its node agent ended without a word")
+        ],  # after it had told
     ],
 )
 def test_ranks_that_saved_say_so(machines: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The command with which ssh starts a keeper, and what ssh's own words are turned into."""
+"""The command with which ssh starts a node agent, and what ssh's own words are turned into."""
 
 import asyncio
 import os

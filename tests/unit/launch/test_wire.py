@@ -1,4 +1,4 @@
-"""The messages between launcher and keepers: what is sent arrives, what is not one of them does not."""
+"""The messages between launcher and node agents: what is sent arrives, what is not one of them does not."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def test_what_the_launcher_says_arrives(message: protocol.ToAgent) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_a_keeper_says_arrives(message: protocol.FromAgent) -> None:
+def test_what_an_agent_says_arrives(message: protocol.FromAgent) -> None:
     assert protocol.decode_from_agent(protocol.encode(message)) == message
     assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
@@ -120,7 +120,7 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
     "data",
     [
         b'{"kind":"explode"}',
-        b'{"kind":"ended","attempt":0,"good":true}',  # a keeper's word
+        b'{"kind":"ended","attempt":0,"good":true}',  # a node agent's word
         b'{"kind":"stop","grace_s":"soon","why":""}',
         b'{"kind":"stop"}',
         b"{}",
@@ -143,13 +143,13 @@ def test_what_is_not_a_message_of_the_launcher_is_an_error(data: bytes) -> None:
         b'{"kind":"alive","x":' + b"[" * 100_000,
         b'{"kind":"leave","exit_code":256,"words":""}',
         b'{"kind":"leave","exit_code":-1,"words":""}',
-        b'{"kind":"examine","ranks":[9223372036854775808]}',
+        b'{"kind":"dump-stacks","ranks":[9223372036854775808]}',
         b'{"kind":"stop","grace_s":NaN,"why":""}',
         b'{"kind":"stop","grace_s":1e999,"why":""}',
         # An empty token would name every process of the user, a line end the folder to be removed.
-        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":""}',
-        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":"a\\n/home"}',
-        b'{"kind":"engage","program":"torchmuster.diagnose.host_probe","token":"a\\n"}',
+        b'{"kind":"start-sidecar","program":"torchmuster.diagnose.host_probe","token":""}',
+        b'{"kind":"start-sidecar","program":"torchmuster.diagnose.host_probe","token":"a\\n/home"}',
+        b'{"kind":"start-sidecar","program":"torchmuster.diagnose.host_probe","token":"a\\n"}',
         protocol.encode(msgspec.structs.replace(PREPARE, token="")),
         protocol.encode(msgspec.structs.replace(PREPARE, token="a\n/home")),
         protocol.encode(msgspec.structs.replace(PREPARE, ranks=10**9)),
@@ -169,7 +169,7 @@ def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
         b'{"kind":"explode' + b"x" * 100_000 + b'"}',
         b'{"kind":"output","rank":9223372036854775808,"text":""}',
         b'{"kind":"prepared","ranks":4097,"devices":[],"reasons":[],"fingerprint":null}',
-        b'{"kind":"pulses","attempt":0,"pulses":[{"rank":0,"pid":1,"beat":1,"moves":'
+        b'{"kind":"heartbeats","attempt":0,"heartbeats":[{"rank":0,"pid":1,"beat":1,"moves":'
         + b"9" * 4000
         + b"}]}",
     ],
@@ -182,7 +182,7 @@ def test_what_a_hostile_machine_says_is_an_error(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b'{"kind":"leave","exit_code":0,"words":""}', b"\xc3(", b"7"])
-def test_what_is_not_a_message_of_a_keeper_is_an_error(data: bytes) -> None:
+def test_what_is_not_a_message_of_an_agent_is_an_error(data: bytes) -> None:
     with pytest.raises(protocol.UnreadableMessage):
         protocol.decode_from_agent(data)
 

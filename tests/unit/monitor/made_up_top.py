@@ -56,7 +56,7 @@ def with_gpus(count: int) -> Node:
     return machine(*(gpu(rank, pid=FIRST_PID + rank) for rank in range(count)))
 
 
-def pulse(rank: int, **more: object) -> Heartbeat:
+def heartbeat(rank: int, **more: object) -> Heartbeat:
     """Return what a healthy rank says."""
     known: dict[str, object] = {
         "rank": rank,
@@ -73,7 +73,7 @@ def pulse(rank: int, **more: object) -> Heartbeat:
     return Heartbeat(**{**known, **more})  # type: ignore[arg-type]
 
 
-def running(folder: Path, *pulses: Heartbeat, host: str = "a", name: str = "llm") -> RunFolder:
+def running(folder: Path, *heartbeats: Heartbeat, host: str = "a", name: str = "llm") -> RunFolder:
     """Make a run that is going on, with these ranks on one machine."""
     run = create_run_folder(folder / "runs", name)
     state = {"phase": "running", "since_unix_s": NOW - 50, "started_unix_s": NOW - 100}
@@ -81,18 +81,18 @@ def running(folder: Path, *pulses: Heartbeat, host: str = "a", name: str = "llm"
     steps = run.metrics / "steps.jsonl"
     steps.write_text(json.dumps(LINE) + "\n")
     os.utime(steps, (NOW, NOW))
-    on_machine(run, *pulses, host=host)
+    on_machine(run, *heartbeats, host=host)
     return run
 
 
 def on_machine(
-    run: RunFolder, *pulses: Heartbeat, host: str, devices: tuple[Device, ...] = ()
+    run: RunFolder, *heartbeats: Heartbeat, host: str, devices: tuple[Device, ...] = ()
 ) -> None:
     """Let a machine tell of its ranks, and of its devices."""
-    if not pulses:
+    if not heartbeats:
         return
-    first = pulses[0].rank
-    ranks = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
+    first = heartbeats[0].rank
+    ranks = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=heartbeats)
     place = node_records.node_record_path(run, host, first)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(msgspec.json.encode(ranks))

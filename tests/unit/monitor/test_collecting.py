@@ -58,10 +58,10 @@ class Watched:
         job = {"command": ["x"], "folder": "/", "hosts": [], "launcher": launcher, "token": ""}
         write_atomically(self.run.job, json.dumps(job | {"grace_s": 5.0, "slurm_job": None}))
 
-    def ranks_of(self, host: str, pulses: tuple[Heartbeat, ...]) -> None:
+    def ranks_of(self, host: str, heartbeats: tuple[Heartbeat, ...]) -> None:
         """Let a machine write what its ranks are doing."""
-        content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=pulses)
-        path = node_records.node_record_path(self.run, host, pulses[0].rank)
+        content = node_records.NodeRanks(host=host, attempt=0, at_unix_s=NOW, ranks=heartbeats)
+        path = node_records.node_record_path(self.run, host, heartbeats[0].rank)
         path.parent.mkdir(parents=True)
         path.write_bytes(msgspec.json.encode(content))
 
@@ -94,9 +94,9 @@ def watched(tmp_path: Path) -> Watched:
 
 
 def test_a_run_that_has_only_begun(watched: Watched) -> None:
-    watched.state("roll-call")
+    watched.state("node registry")
     seen = watched.look()
-    assert seen["run_phase roll-call"] == 1
+    assert seen["run_phase node registry"] == 1
     assert seen["run_start_timestamp_seconds"] == NOW - 100
     assert not [name for name in seen if name.startswith(("train", "rank", "checkpoint"))]
 
@@ -212,12 +212,14 @@ def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
 
 def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     watched.state("running")
-    pulses = tuple(
+    heartbeats = tuple(
         Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7, busy=0.5, communication_share=0.25)
         for rank in (0, 1)
     )
     for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
-        content = node_records.NodeRanks(host="a", attempt=attempt, at_unix_s=at_s, ranks=pulses)
+        content = node_records.NodeRanks(
+            host="a", attempt=attempt, at_unix_s=at_s, ranks=heartbeats
+        )
         path = node_records.node_record_path(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(content))
@@ -232,9 +234,9 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
 def test_a_rank_that_was_heard_of_before_the_first_one_counts_once(watched: Watched) -> None:
     """A machine's file is called by the first rank that it has heard of, so there may be an older one beside it."""
     watched.state("running")
-    pulses = [Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
+    heartbeats = [Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
     for first, at_s in ((1, NOW - 2), (0, NOW)):
-        ranks = tuple(pulses[first:])
+        ranks = tuple(heartbeats[first:])
         content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
         path = node_records.node_record_path(watched.run, "a", first)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,12 +257,12 @@ def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched)
     assert watched.look()["run_ranks_started"] == 1, "somebody has launched it anew"
 
 
-def test_what_a_keeper_writes_is_read(watched: Watched) -> None:
+def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     watched.state("running")
-    pulse = Heartbeat(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
-    node_records.write_node_ranks(watched.run, host="b", attempt=0, pulses=(pulse,))
+    heartbeat = Heartbeat(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
+    node_records.write_node_ranks(watched.run, host="b", attempt=0, heartbeats=(heartbeat,))
     (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
-    assert (found.host, found.ranks) == ("b", (pulse,))
+    assert (found.host, found.ranks) == ("b", (heartbeat,))
     own = socket.gethostname()
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on=own) == [found]
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on="another") == []
@@ -280,8 +282,8 @@ def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: 
     watched.line()
     watched.launched_on("login")
     for rank, host in enumerate(("a", "b")):
-        pulse = Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7)
-        watched.ranks_of(host, (pulse,))
+        heartbeat = Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7)
+        watched.ranks_of(host, (heartbeat,))
     seen = watched.look()
     assert seen["run_ranks"] == 2, "all of them"
     assert "rank_step 0" in seen

@@ -15,7 +15,7 @@ from torchmuster.runfolder import RunFolder
 
 pytestmark = [pytest.mark.browser, needs_chromium]
 TOKEN = "a-long/enough token"
-PULSE = "document.getElementById('pulse').textContent"
+HEARTBEAT = "document.getElementById('heartbeat').textContent"
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def test_the_newest_picture_is_shown_and_a_server_that_is_gone_is_told(
     with serving(Access(), shown.served()) as port:
         browser.open(f"http://127.0.0.1:{port}/")
         browser.wait_until("document.title === 'llm: running'")
-        browser.wait_until(f"{PULSE} === 'live'", meanwhile=look)
+        browser.wait_until(f"{HEARTBEAT} === 'live'", meanwhile=look)
         for part in ("head", "tiles", "curves", "times", "ranks", "happened"):
             assert browser.value(f"document.getElementById('{part}').innerText.length > 0"), part
         browser.picture(Path(os.environ.get("PICTURES", tmp_path)) / "watch.png")
         set_state(run, "finished")
-        browser.wait_until(f"{PULSE} === 'the run is over'", meanwhile=look)
-    browser.wait_until(f"{PULSE}.startsWith('muster watch does not answer: last heard 1')")
-    assert browser.value("document.getElementById('pulse').className") == "stale"
+        browser.wait_until(f"{HEARTBEAT} === 'the run is over'", meanwhile=look)
+    browser.wait_until(f"{HEARTBEAT}.startsWith('muster watch does not answer: last heard 1')")
+    assert browser.value("document.getElementById('heartbeat').className") == "stale"
     assert browser.value("document.getElementById('tiles').innerText.length > 0"), "it stays"
 
 
@@ -65,7 +65,9 @@ def test_the_token_is_taken_from_the_address_and_kept_for_the_tab_alone(
     with serving(Access(token=TOKEN), shown.served()) as port:
         address = f"http://127.0.0.1:{port}/"
         browser.open(address)
-        browser.wait_until(f"{PULSE}.startsWith('the token is missing or wrong: open the address')")
+        browser.wait_until(
+            f"{HEARTBEAT}.startsWith('the token is missing or wrong: open the address')"
+        )
         assert browser.value("document.getElementById('tiles').innerText") == ""
         browser.open("about:blank")
         browser.open(f"{address}#a-long%2Fenough%20token")

@@ -17,7 +17,7 @@ from made_up_runs import (
     set_state,
     write_lines,
 )
-from torchmuster.monitor.views.live_page import _parts
+from torchmuster.monitor.views.live_page import _live_page_parts
 from torchmuster.monitor.views.run_picture import RunWatch
 from torchmuster.runfolder import RunFolder
 
@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def _shown(run: RunFolder) -> dict[str, str]:
-    parts = _parts(RunWatch(run).look(NOW))
+    parts = _live_page_parts(RunWatch(run).look(NOW))
     for part in parts.values():
         check_markup(part)
     return parts
@@ -148,7 +148,7 @@ def test_a_long_run_has_no_more_points_than_a_page_can_show(run: RunFolder) -> N
 
 def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
     for name, at, facts in (
-        ("roll-call", 90, {}),
+        ("node registry", 90, {}),
         ("starting", 88, {}),
         ("started", 85, {"attempt": 0, "ranks": 2, "hosts": ["a 2"]}),
         ("running", 85, {}),
@@ -159,7 +159,7 @@ def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
         add_event(run, name, NOW - at, **facts)
     shown = _shown(run)["happened"]
     assert re.findall(r"<li>(.*?)</li>", shown) == [
-        "roll-call 2.00 s",
+        "node registry 2.00 s",
         "starting 3.00 s",
         "running 45.0 s",
         "restart",

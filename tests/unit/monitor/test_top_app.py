@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from patience import GIVE_UP_S
 from torchmuster.monitor.views.top_app import Looked, LookFailed, TopApp
 from torchmuster.monitor.views.top_picture import TopPicture
-from unit.monitor.made_up_top import look, machine, pulse, running, with_gpus
+from unit.monitor.made_up_top import heartbeat, look, machine, running, with_gpus
 
 NEVER_S = 3600.0
 
@@ -81,15 +81,19 @@ def _ranks_shown(app: TopApp) -> list[str]:
 
 @pytest.fixture
 def picture(tmp_path: Path) -> TopPicture:
-    pulses = (pulse(0, data_share=0.05), pulse(1, data_share=0.25), pulse(2, silent_s=4.0))
-    running(tmp_path, *pulses)
+    heartbeats = (
+        heartbeat(0, data_share=0.05),
+        heartbeat(1, data_share=0.25),
+        heartbeat(2, silent_s=4.0),
+    )
+    running(tmp_path, *heartbeats)
     return look(tmp_path, with_gpus(3))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 12)])
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_it_opens_at_every_size(tmp_path: Path, ranks: int, width: int, height: int) -> None:
-    running(tmp_path, *(pulse(rank) for rank in range(ranks)))
+    running(tmp_path, *(heartbeat(rank) for rank in range(ranks)))
     app = _app(look(tmp_path, with_gpus(ranks)))
 
     async def steps(pilot: Pilot[Exception]) -> None:
@@ -169,7 +173,7 @@ def test_a_new_picture_is_shown_unless_it_is_held(tmp_path: Path, picture: TopPi
 
 
 def test_many_ranks_are_scrolled(tmp_path: Path) -> None:
-    running(tmp_path, *(pulse(rank) for rank in range(64)))
+    running(tmp_path, *(heartbeat(rank) for rank in range(64)))
     app = _app(look(tmp_path, machine()))
 
     async def steps(pilot: Pilot[Exception]) -> None:

@@ -12,17 +12,17 @@ from torchmuster.monitor.views.top_picture import ORDERS, RankRow, TopWatch, ord
 from unit.monitor.made_up_top import (
     FIRST_PID,
     gpu,
+    heartbeat,
     look,
     machine,
     on_machine,
-    pulse,
     running,
     with_gpus,
 )
 
 
 def test_ranks_and_their_gpus_are_brought_together(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0), pulse(1))
+    running(tmp_path, heartbeat(0), heartbeat(1))
     picture = look(tmp_path, with_gpus(3))
     assert [one.ranks for one in picture.devices] == [[("llm", 0)], [("llm", 1)], []]
     assert [one.gpu for one in picture.ranks] == ["0", "1"]
@@ -34,7 +34,7 @@ def test_ranks_and_their_gpus_are_brought_together(tmp_path: Path) -> None:
 
 
 def test_a_rank_on_two_gpus(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0))
+    running(tmp_path, heartbeat(0))
     node = machine(gpu(0, pid=FIRST_PID), gpu(1, pid=FIRST_PID, utilisation_percent=None))
     (rank,) = look(tmp_path, node).ranks
     assert rank.gpu == "0,1"
@@ -43,7 +43,7 @@ def test_a_rank_on_two_gpus(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_are_the_ranks_and_the_machine(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0))
+    running(tmp_path, heartbeat(0))
     picture = look(tmp_path, machine())
     assert picture.devices == []
     assert picture.ranks[0].gpu == ""
@@ -57,20 +57,20 @@ def test_without_a_run_there_are_the_gpus(tmp_path: Path) -> None:
 
 
 def test_a_process_with_a_ranks_number_on_another_machine_is_not_that_rank(tmp_path: Path) -> None:
-    run = running(tmp_path, pulse(0), host="b.cluster")
+    run = running(tmp_path, heartbeat(0), host="b.cluster")
     picture = look(tmp_path, with_gpus(1))
     assert picture.ranks[0].gpu == ""
     assert picture.devices[0].ranks == []
-    on_machine(run, pulse(0), host="a.cluster")
+    on_machine(run, heartbeat(0), host="a.cluster")
     assert look(tmp_path, with_gpus(1)).ranks[0].gpu == "0", "the same machine, with its domain"
 
 
 def test_gpus_of_the_runs_other_machines_are_shown_as_these_told_of_them(tmp_path: Path) -> None:
-    run = running(tmp_path, pulse(0))
+    run = running(tmp_path, heartbeat(0))
     there = gpu(0, host="b", pid=FIRST_PID + 1)
-    on_machine(run, pulse(1), host="b", devices=(there,))
+    on_machine(run, heartbeat(1), host="b", devices=(there,))
     # This machine's are looked at, however many files tell of it.
-    on_machine(run, pulse(0), host="a", devices=(gpu(7, host="old"),))
+    on_machine(run, heartbeat(0), host="a", devices=(gpu(7, host="old"),))
     picture = look(tmp_path, with_gpus(1))
     assert [(one.host, one.device.uuid) for one in picture.devices] == [
         ("a", "GPU-a-0"),
@@ -81,8 +81,8 @@ def test_gpus_of_the_runs_other_machines_are_shown_as_these_told_of_them(tmp_pat
 
 
 def test_one_run_among_several(tmp_path: Path) -> None:
-    first = running(tmp_path, pulse(0), name="one")
-    running(tmp_path, pulse(0, pid=1), name="two")
+    first = running(tmp_path, heartbeat(0), name="one")
+    running(tmp_path, heartbeat(0, pid=1), name="two")
     assert {one.job for one in look(tmp_path, machine()).ranks} == {"one", "two"}
     picture = look(tmp_path, machine(), only=first)
     assert [one.job for one in picture.ranks] == ["one"]
@@ -90,8 +90,8 @@ def test_one_run_among_several(tmp_path: Path) -> None:
 
 
 def test_the_rank_that_holds_up_the_others(tmp_path: Path) -> None:
-    pulses = [pulse(rank, communication_share=0.5) for rank in range(4)]
-    running(tmp_path, *pulses[:2], pulse(2, communication_share=0.1), pulses[3])
+    heartbeats = [heartbeat(rank, communication_share=0.5) for rank in range(4)]
+    running(tmp_path, *heartbeats[:2], heartbeat(2, communication_share=0.1), heartbeats[3])
     assert [one.holds_up for one in look(tmp_path, machine()).ranks] == [False, False, True, False]
 
 
@@ -123,7 +123,7 @@ def _ranks(**values: list[object]) -> list[RankRow]:
             job="llm",
             run="r",
             host="a",
-            pulse=pulse(rank, **{name: several[rank] for name, several in values.items()}),
+            heartbeat=heartbeat(rank, **{name: several[rank] for name, several in values.items()}),
         )
         for rank in range(count)
     ]
@@ -144,8 +144,8 @@ def test_the_most_comes_first_and_what_is_not_known_last(
     order: str, values: dict[str, list[object]]
 ) -> None:
     ranks = _ranks(**values)
-    assert [one.pulse.rank for one in ordered_rows(ranks, order)] == [2, 3, 0, 1]
-    backwards = [one.pulse.rank for one in ordered_rows(ranks, order, reverse=True)]
+    assert [one.heartbeat.rank for one in ordered_rows(ranks, order)] == [2, 3, 0, 1]
+    backwards = [one.heartbeat.rank for one in ordered_rows(ranks, order, reverse=True)]
     assert backwards == ([1, 0, 2, 3] if order == "silent" else [0, 2, 3, 1])
 
 
@@ -153,7 +153,7 @@ def test_ranks_are_counted_upwards_and_busy_ones_downwards() -> None:
     ranks = _ranks(step=[1, 1, 1])
     ranks[2] = dataclasses.replace(ranks[2], devices=[gpu(0)])
     ranks[1] = dataclasses.replace(ranks[1], devices=[gpu(1, pid=1)])
-    assert [one.pulse.rank for one in ordered_rows(ranks, "rank")] == [0, 1, 2]
-    assert [one.pulse.rank for one in ordered_rows(ranks, "rank", reverse=True)] == [2, 1, 0]
-    assert [one.pulse.rank for one in ordered_rows(ranks, "busy")] == [1, 2, 0]
+    assert [one.heartbeat.rank for one in ordered_rows(ranks, "rank")] == [0, 1, 2]
+    assert [one.heartbeat.rank for one in ordered_rows(ranks, "rank", reverse=True)] == [2, 1, 0]
+    assert [one.heartbeat.rank for one in ordered_rows(ranks, "busy")] == [1, 2, 0]
     assert all(len(ordered_rows(ranks, order)) == 3 for order in ORDERS)

@@ -12,10 +12,10 @@ from torchmuster.monitor.views.top_screen import TopView, top_screen
 from unit.monitor.made_up_top import (
     FIRST_PID,
     gpu,
+    heartbeat,
     look,
     machine,
     on_machine,
-    pulse,
     running,
     with_gpus,
 )
@@ -36,7 +36,7 @@ def _row(shown: list[str], title: str, number: int = 0) -> str:
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_everything_fits(tmp_path: Path, width: int, ranks: int) -> None:
-    running(tmp_path, *(pulse(rank) for rank in range(ranks)))
+    running(tmp_path, *(heartbeat(rank) for rank in range(ranks)))
     shown = _lines(look(tmp_path, with_gpus(ranks)), width)
     assert shown[0].startswith("a  ")
     assert f"{ranks} x A100-SXM4-80GB" in shown[0]
@@ -47,7 +47,7 @@ def test_everything_fits(tmp_path: Path, width: int, ranks: int) -> None:
 
 
 def test_a_gpu_in_80_and_in_200_columns(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0))
+    running(tmp_path, heartbeat(0))
     picture = look(tmp_path, with_gpus(1))
     narrow = _row(_lines(picture, 80), "GPU").split()
     assert " ".join(narrow) == "0 ━━━━━━━━━─ 90% ━━━━━━━━━─ 70/80 GiB 62°C 390/400 W rank 0"
@@ -57,7 +57,7 @@ def test_a_gpu_in_80_and_in_200_columns(tmp_path: Path) -> None:
 
 
 def test_a_rank_in_80_and_in_200_columns(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0, place="train.py:88 in step", doing="all_reduce"))
+    running(tmp_path, heartbeat(0, place="train.py:88 in step", doing="all_reduce"))
     picture = look(tmp_path, with_gpus(1))
     narrow = _lines(picture, 80)[-1].split()
     assert " ".join(narrow) == "0 0 1,200 0 s ━── 10% ━── 20% 1.5 4.0 GiB forward a…"
@@ -123,8 +123,8 @@ def test_different_gpus_have_their_names_where_there_is_room(tmp_path: Path) -> 
 
 
 def test_several_machines_have_their_names(tmp_path: Path) -> None:
-    run = running(tmp_path, pulse(0))
-    on_machine(run, pulse(1), host="b", devices=(gpu(0, host="b", pid=FIRST_PID + 1),))
+    run = running(tmp_path, heartbeat(0))
+    on_machine(run, heartbeat(1), host="b", devices=(gpu(0, host="b", pid=FIRST_PID + 1),))
     shown = _lines(look(tmp_path, with_gpus(1)))
     assert "2 x A100-SXM4-80GB on 2 machines" in shown[0]
     assert _row(shown, "host").split()[0] == "a"
@@ -134,22 +134,22 @@ def test_several_machines_have_their_names(tmp_path: Path) -> None:
 
 
 def test_several_runs_have_their_names(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0), name="one")
-    running(tmp_path, pulse(0, pid=1), name="two")
+    running(tmp_path, heartbeat(0), name="one")
+    running(tmp_path, heartbeat(0, pid=1), name="two")
     shown = _lines(look(tmp_path, machine()))
     assert {line.split()[0] for line in shown[-2:]} == {"one", "two"}
 
 
 def test_ranks_that_stand_out_do_so_without_colours(tmp_path: Path) -> None:
-    pulses = (
-        pulse(0, silent_s=40.0),
-        pulse(1, data_share=0.6),
-        pulse(2, communication_share=0.0),
-        pulse(
+    heartbeats = (
+        heartbeat(0, silent_s=40.0),
+        heartbeat(1, data_share=0.6),
+        heartbeat(2, communication_share=0.0),
+        heartbeat(
             3, communication_share=None, data_share=None, busy=None, memory_bytes=None, step=None
         ),
     )
-    running(tmp_path, *pulses)
+    running(tmp_path, *heartbeats)
     silent, starved, slow, unknown = _lines(look(tmp_path, machine()))[-4:]
     assert "!40 s" in silent
     assert "!60%" in starved
@@ -158,7 +158,7 @@ def test_ranks_that_stand_out_do_so_without_colours(tmp_path: Path) -> None:
 
 
 def test_the_order_is_marked_in_the_titles(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0), pulse(1, silent_s=3.0))
+    running(tmp_path, heartbeat(0), heartbeat(1, silent_s=3.0))
     picture = look(tmp_path, machine())
     assert "rank▴" in "".join(_lines(picture))
     assert "rank▾" in "".join(_lines(picture, reverse=True))
@@ -180,7 +180,7 @@ def test_a_run_whose_ranks_are_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    running(tmp_path, pulse(0, place="\x1b[2Jx"), name="\x1b[2Jllm", host="\x1b[1mb")
+    running(tmp_path, heartbeat(0, place="\x1b[2Jx"), name="\x1b[2Jllm", host="\x1b[1mb")
     picture = look(tmp_path, machine(gpu(0, name="\x1b[2Jcard")))
     for width in (80, 200):
         assert "\x1b" not in top_screen(picture, width, TopView()).plain

@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def pulse(rank: int, place: str, doing: str, *, waits: str = "") -> Heartbeat:
+def heartbeat(rank: int, place: str, doing: str, *, waits: str = "") -> Heartbeat:
     called = (PendingCollective(group="", number=1, operation=waits),) if waits else ()
     return Heartbeat(
         rank=rank,
@@ -63,10 +63,10 @@ def test_values_and_errors_that_are_alike_are_shown_once() -> None:
 
 def test_where_ranks_stand_is_said_of_those_alike_together(snapshot: SnapshotAssertion) -> None:
     places = {
-        0: pulse(0, "cell-3:2", "all_reduce", waits="all_reduce"),
-        1: pulse(1, "cell-3:2", "all_reduce", waits="all_reduce"),
-        2: pulse(2, "cell-3:1", "time.sleep"),
-        4: pulse(4, "", ""),
+        0: heartbeat(0, "cell-3:2", "all_reduce", waits="all_reduce"),
+        1: heartbeat(1, "cell-3:2", "all_reduce", waits="all_reduce"),
+        2: heartbeat(2, "cell-3:1", "time.sleep"),
+        4: heartbeat(4, "", ""),
     }
     assert progress_html(range(5), (0, 1, 2, 4), places) == snapshot
     assert progress_html([0], [0], places, lambda _: "45%|####") == "rank 0 shows 45%|####"

@@ -63,7 +63,7 @@ def available_attention(
             if not possible.value:
                 missing[name] = f"{possible.reason}; not compiled it is no faster than plain"
                 continue
-        kind = _kind(name, causal, device)
+        kind = _attention_kind(name, causal, device)
         trouble = _trouble(kind, inputs)
         if trouble:
             missing[name] = trouble
@@ -72,7 +72,7 @@ def available_attention(
     return kinds, missing
 
 
-def _kind(name: str, causal: bool, device: torch.device) -> AttentionKind:
+def _attention_kind(name: str, causal: bool, device: torch.device) -> AttentionKind:
     if name == "plain":
         return AttentionKind(lambda length: partial(plain_attention, _mask(length, causal, device)))
     if name == "sdpa":
@@ -164,7 +164,7 @@ _ROWS_CHECKED = 64  # at the beginning and at the end of a sequence
 def measure_attention_kinds(request: AttentionRequest) -> AttentionAnswer:
     """Compute every kind at every length."""
     device = device_of(request.device)
-    dtype = _dtype(request, device)
+    dtype = _attention_dtype(request, device)
     shortest = _inputs(replace(request, batch=1), min(request.lengths), device, dtype)
     kinds, missing = available_attention(request.kinds, shortest, causal=request.causal)
     last_s: dict[str, float] = {}  # what a call took at the length before
@@ -182,7 +182,7 @@ def measure_attention_kinds(request: AttentionRequest) -> AttentionAnswer:
     )
 
 
-def _dtype(request: AttentionRequest, device: torch.device) -> torch.dtype:
+def _attention_dtype(request: AttentionRequest, device: torch.device) -> torch.dtype:
     name: str = request.number_type
     if name == "auto":
         types, _ = number_types(device)

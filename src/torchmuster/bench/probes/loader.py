@@ -54,7 +54,7 @@ def _visit(loader: Loader, reading: Reading, world: World, window_s: float, shar
         # What was read ahead of the epoch that is left would hold up the next one.
         ahead = 2 * reading.prefetch * max(reading.workers, 1)
         time.sleep(min(_MOST_SETTLING_S, took_s * ahead / _COMPARED) if reading.workers else 0)
-        return _timed(loader, reading, world, window_s, share, first_batch_s, digests)
+        return _loader_timed(loader, reading, world, window_s, share, first_batch_s, digests)
     finally:
         close = getattr(loader, "close", None)
         if close is not None:
@@ -80,7 +80,7 @@ def _beginning(loader: Loader, world: World) -> tuple[float, tuple[str, str], fl
     return first_s, digests, time.perf_counter() - begun_s
 
 
-def _timed(
+def _loader_timed(
     loader: Loader,
     reading: Reading,
     world: World,

@@ -137,7 +137,7 @@ class _Trial:
             if not self.built.optimizer.state:  # the step that makes them is not like the others
                 self._step(way)
             with tensor_memory(device) as look:
-                _show(self.built, look)
+                _show_memory(self.built, look)
                 peaks = []
                 for _ in range(_STEADY):
                     look()
@@ -154,7 +154,7 @@ class _Trial:
         return min(peaks), reserved
 
 
-def _show(built: BuiltStep, look: Look) -> None:
+def _show_memory(built: BuiltStep, look: Look) -> None:
     """Let a follower see what there is already: it knows of what passes an operation."""
     with torch.no_grad():
         for one in (*built.model.parameters(), *built.model.buffers(), *_states(built)):
@@ -186,7 +186,7 @@ def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple
                 before_bytes=before,
                 peak_bytes=peak,
                 after_bytes=live,
-                parts=_parts(built, live),
+                parts=_memory_parts(built, live),
             )
         )
 
@@ -219,7 +219,7 @@ def _hooked(model: nn.Module, hook: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _parts(built: BuiltStep, live_bytes: int) -> Mapping[str, int]:
+def _memory_parts(built: BuiltStep, live_bytes: int) -> Mapping[str, int]:
     parameters = list(built.model.parameters())
     sizes = (
         local_bytes([*parameters, *built.model.buffers()]),

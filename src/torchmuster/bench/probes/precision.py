@@ -58,7 +58,7 @@ def measure_precisions(request: PrecisionRequest, world: World) -> PrecisionAnsw
     other_order = [*batches[:_HELD], *reversed(batches[_HELD:])]
     again = _Training(request, "fp32", world, reference).way(other_order)
     first = _built(request, "fp32", world)
-    taken = _times(request, first, [one.precision for one in ways], batches[0])
+    taken = _precision_times(request, first, [one.precision for one in ways], batches[0])
     return PrecisionAnswer(
         device=str(world.device),
         device_name=device_name(world.device),
@@ -228,7 +228,7 @@ class _Training:
         """
         for _ in range(_MOST_TRIES):
             torch.manual_seed(number)  # for dropout
-            loss, outcome = _step(built, number, batch)
+            loss, outcome = _precision_step(built, number, batch)
             value = _finite(loss)
             if outcome.applied:
                 break
@@ -251,13 +251,14 @@ class _Training:
         built.model.eval()
         with torch.no_grad():
             losses = [
-                _mean(*built.loss_of(move_to_device(one, self._world.device))) for one in held
+                _precision_mean(*built.loss_of(move_to_device(one, self._world.device)))
+                for one in held
             ]
         built.model.train()
         return _finite(torch.stack(losses).mean())
 
 
-def _step(built: BuiltStep, number: int, batch: Any) -> tuple[torch.Tensor, StepResult]:
+def _precision_step(built: BuiltStep, number: int, batch: Any) -> tuple[torch.Tensor, StepResult]:
     """Make one whole step with a batch."""
     size = built.candidate.micro_batch_size
     step = Step(
@@ -271,10 +272,10 @@ def _step(built: BuiltStep, number: int, batch: Any) -> tuple[torch.Tensor, Step
     for micro in built.update.accumulate(step):
         loss, count = built.loss_of(micro.batch)
         built.update.backward(loss, count)
-    return _mean(loss.detach(), count), built.update.apply()
+    return _precision_mean(loss.detach(), count), built.update.apply()
 
 
-def _mean(loss: torch.Tensor, count: int | torch.Tensor | None) -> torch.Tensor:
+def _precision_mean(loss: torch.Tensor, count: int | torch.Tensor | None) -> torch.Tensor:
     return loss if count is None else loss / count
 
 
@@ -282,7 +283,7 @@ def _finite(value: torch.Tensor) -> float | None:
     return float(value) if math.isfinite(float(value)) else None
 
 
-def _times(
+def _precision_times(
     request: PrecisionRequest, built: BuiltStep, names: Sequence[str], batch: Any
 ) -> dict[str, tuple[float, ...]]:
     """Time steps of one model that is trained in all precisions in turns."""
@@ -307,7 +308,7 @@ def _times(
 
 def _timed_step(name: str, built: BuiltStep, batch: Any) -> None:
     with _arithmetic(name):
-        _step(built, 0, batch)
+        _precision_step(built, 0, batch)
 
 
 def main(request: str, answers: str) -> None:

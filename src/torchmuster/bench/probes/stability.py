@@ -76,7 +76,7 @@ def _course(case: Case, precision: Precision, world: World, steps: int) -> Cours
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     scaler = torch.amp.GradScaler(device.type, growth_interval=_GROW_SCALE_AFTER)
     update = TrainStep(model, optimizer, strategy, world, precision=precision, scaler=scaler)
-    batch = tuple(one.to(device) for one in _data(case))
+    batch = tuple(one.to(device) for one in _stability_data(case))
     losses: list[float | None] = []
     scales: list[float] = []
     skipped: list[int] = []
@@ -84,10 +84,10 @@ def _course(case: Case, precision: Precision, world: World, steps: int) -> Cours
 
     def loss_of() -> torch.Tensor:
         with precision.autocast(device):
-            return _loss(case, model(batch[0]), batch[1])
+            return _stability_loss(case, model(batch[0]), batch[1])
 
     for number in range(steps):
-        for _ in update.accumulate(_step(number, batch)):
+        for _ in update.accumulate(_stability_step(number, batch)):
             loss = loss_of()
             value = loss.item()
             losses.append(value if math.isfinite(value) else None)
@@ -110,7 +110,7 @@ def _course(case: Case, precision: Precision, world: World, steps: int) -> Cours
     )
 
 
-def _data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def _stability_data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     maker = torch.Generator().manual_seed(1)
     inputs = torch.randn(_SAMPLES, _FEATURES, generator=maker)
     if case == "large losses":
@@ -118,13 +118,13 @@ def _data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs[:, :_CLASSES].argmax(1)
 
 
-def _loss(case: Case, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _stability_loss(case: Case, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if case == "large losses":
         return nn.functional.mse_loss(output.float(), targets)
     return nn.functional.cross_entropy(output.float(), targets)
 
 
-def _step(number: int, batch: Any) -> Step:
+def _stability_step(number: int, batch: Any) -> Step:
     micro = MicroBatch(batch=batch, samples=_SAMPLES)
     return Step(
         epoch=0,

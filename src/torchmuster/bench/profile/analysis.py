@@ -122,12 +122,12 @@ def analyse_facts(
         ranks=ranks,
         steps=steps,
         step_s=usual_step_s(steps) if steps else 0.0,
-        slow=_slow(ranks, steps),
+        slow=_analysis_slow(ranks, steps),
         took_s=took_s,
     )
 
 
-def _slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) -> SlowRank | None:
+def _analysis_slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) -> SlowRank | None:
     """Return the rank that others wait for, by its device's own time where there is one."""
     traced = {one.facts.rank: one.trace for one in ranks if one.trace and one.trace.on_device}
     if not traced:

@@ -56,18 +56,18 @@ def record_profile(
         device=asked.device,
         folder=asked.folder,
         name="profile",
-        doing=f"{_name(asked)}, up to step {asked.last_step}",
+        doing=f"{_capture_name(asked)}, up to step {asked.last_step}",
         say=say,
     )
     if ran.trouble is not None:
         raise MusterError(
-            f"{_name(asked)} failed while it was profiled",
+            f"{_capture_name(asked)} failed while it was profiled",
             why=_seen(ran.trouble),
             fix=ran.trouble.fix or "see that it runs by itself first: muster run",
         )
     if len(ran.texts) != asked.ranks:
         raise MusterError(
-            f"{_name(asked)} was not recorded on all ranks",
+            f"{_capture_name(asked)} was not recorded on all ranks",
             why=f"{len(ran.texts)} of {asked.ranks} told what they saw",
             fix="does the script end its process itself (os._exit)?",
         )
@@ -86,7 +86,7 @@ def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
     plain = [step for step in fewest.steps if not step.profiled]
     if not fewest.steps:
         raise Impossible(
-            f"{_name(asked)} made no steps that could be recorded",
+            f"{_capture_name(asked)} made no steps that could be recorded",
             why="a step is recognised by the end of torch.optim.Optimizer.step, and the first three warm up: "
             f"rank {fewest.rank} had no more",
             fix="let it train longer; an optimiser that is not of torch.optim cannot be seen",
@@ -94,7 +94,7 @@ def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
     if len(plain) < _FEWEST_STEPS or fewest.steps[-1].number < asked.last_step:
         last = fewest.steps[-1].number
         raise Impossible(
-            f"{_name(asked)} ended after step {last}",
+            f"{_capture_name(asked)} ended after step {last}",
             why=f"steps {asked.first_step} to {asked.last_step} were asked for, and {_FEWEST_STEPS} before "
             "them are needed without the profiler",
             fix="let it train longer"
@@ -103,7 +103,7 @@ def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
         )
 
 
-def _name(asked: ProfileRequest) -> str:
+def _capture_name(asked: ProfileRequest) -> str:
     return "the training" if asked.module else Path(asked.command[0]).name
 
 
@@ -161,11 +161,11 @@ def _round(
     """Run the training once without and once with each change; return the changes that cannot be tried."""
     failed = []
     say(f"the training as it is, {which}")
-    before.append(measured_step_s(_run(asked, say)))
+    before.append(measured_step_s(_run_capture(asked, say)))
     for change, taken_s in after.items():
         say(f"the training with {change}, {which}")
         try:
-            facts = _run(with_change(asked, change), say)
+            facts = _run_capture(with_change(asked, change), say)
         except MusterError as error:
             say(f"{change} could not be tried: {error.why or error.what}")
             failed.append(change)
@@ -193,7 +193,7 @@ def _trials(
     )
 
 
-def _run(asked: ProfileRequest, say: Callable[[str], None]) -> list[RankFacts]:
+def _run_capture(asked: ProfileRequest, say: Callable[[str], None]) -> list[RankFacts]:
     with tempfile.TemporaryDirectory(prefix="muster-trial-") as place:
         steps = min(_STEPS, asked.last_step)
         question = record_again(
@@ -262,11 +262,11 @@ def with_change(asked: ProfileRequest, change: TriedChange) -> ProfileRequest:
     if not asked.with_run_folder:
         return dataclasses.replace(asked, changes=(change,))
     if change.kind == "workers":
-        return _told(asked, {"data.workers": change.value})
+        return _capture_message(asked, {"data.workers": change.value})
     if change.kind == "bf16":
-        return _told(asked, {"train.precision": "bf16"})
+        return _capture_message(asked, {"train.precision": "bf16"})
     if change.kind == "batch":
-        return _told(asked, _batch(asked, change.value))
+        return _capture_message(asked, _batch(asked, change.value))
     return dataclasses.replace(asked, changes=(change,))
 
 
@@ -284,6 +284,6 @@ def _batch(asked: ProfileRequest, times: int) -> dict[str, int]:
     return {_GLOBAL: whole * times, _MICRO: min(micro or _USUAL_MICRO_BATCH, own) * times}
 
 
-def _told(asked: ProfileRequest, settings: Mapping[str, int | str]) -> ProfileRequest:
+def _capture_message(asked: ProfileRequest, settings: Mapping[str, int | str]) -> ProfileRequest:
     words = [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
     return dataclasses.replace(asked, command=(*asked.command, *words))

@@ -47,8 +47,8 @@ def find_slow_rank(steps: Sequence[RanksStep]) -> SlowRank | None:
     last = _last(waited)
     if last is None:
         return None
-    phase, longer_s = _phase(last[0], steps)
-    return _slow(waited, last, phase=phase, longer_s=longer_s, step_s=usual_step_s(steps))
+    phase, longer_s = _slow_rank_phase(last[0], steps)
+    return _slow_rank_slow(waited, last, phase=phase, longer_s=longer_s, step_s=usual_step_s(steps))
 
 
 def on_devices(
@@ -70,7 +70,7 @@ def on_devices(
     }
     phase = max(behind, key=lambda name: behind[name])
     whole_s = max(one.total_s for one in shares.values())
-    return _slow(waited, last, phase=phase, longer_s=behind[phase], step_s=whole_s)
+    return _slow_rank_slow(waited, last, phase=phase, longer_s=behind[phase], step_s=whole_s)
 
 
 def _last(waited: Sequence[Mapping[int, float]]) -> tuple[int, int] | None:
@@ -81,7 +81,7 @@ def _last(waited: Sequence[Mapping[int, float]]) -> tuple[int, int] | None:
     return found.most_common(1)[0]
 
 
-def _slow(
+def _slow_rank_slow(
     waited: Sequence[Mapping[int, float]],
     last: tuple[int, int],
     *,
@@ -102,7 +102,7 @@ def _slow(
     )
 
 
-def _phase(rank: int, steps: Sequence[RanksStep]) -> tuple[str, float]:
+def _slow_rank_phase(rank: int, steps: Sequence[RanksStep]) -> tuple[str, float]:
     """Return the phase in which the rank is most behind the others' median, and by how much."""
     behind = dict.fromkeys(PHASES, 0.0)
     for step in steps:

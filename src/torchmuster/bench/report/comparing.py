@@ -46,11 +46,12 @@ class ComparedSides:
     def changes(self) -> list[MetricChange]:
         """What got worse first, and of that what changed most."""
         return sorted(
-            self.comparison.changes, key=lambda one: (_ORDER.index(one.verdict), -_size(one.change))
+            self.comparison.changes,
+            key=lambda one: (_ORDER.index(one.verdict), -_comparing_size(one.change)),
         )
 
 
-def _size(change: float) -> float:
+def _comparing_size(change: float) -> float:
     return 0.0 if math.isnan(change) else abs(change)
 
 
@@ -104,10 +105,10 @@ def _busy(environment: Environment) -> float:
 
 def comparison_findings(compared: ComparedSides) -> list[Finding]:
     """Return the verdict, and what must be known to trust it."""
-    return [*_verdict(compared), *_doubts(compared)]
+    return [*_comparing_verdict(compared), *_doubts(compared)]
 
 
-def _verdict(compared: ComparedSides) -> Iterator[Finding]:
+def _comparing_verdict(compared: ComparedSides) -> Iterator[Finding]:
     changes = compared.changes
     worse = [one for one in changes if one.verdict == "worse"]
     better = [one for one in changes if one.verdict == "better"]
@@ -117,7 +118,7 @@ def _verdict(compared: ComparedSides) -> Iterator[Finding]:
             yield Finding(
                 name=word,
                 status=status,
-                what=f"{len(some)} of {len(changes)} got {word}, by {_percent(some[0].change)} at most",
+                what=f"{len(some)} of {len(changes)} got {word}, by {_comparing_percent(some[0].change)} at most",
                 evidence="\n".join(map(_in_words, some[:_MOST_NAMED])),
             )
     if unknown:
@@ -183,16 +184,16 @@ def _in_words(one: MetricChange) -> str:
     unit = one.series.unit
     return (
         f"{one.series.title}: {amount_text(one.before, unit)} before, {amount_text(one.after, unit)} after, "
-        f"{_percent(one.change)} ({_interval(one)})"
+        f"{_comparing_percent(one.change)} ({_interval(one)})"
     )
 
 
-def _percent(share: float) -> str:
+def _comparing_percent(share: float) -> str:
     return "?" if not math.isfinite(share) else f"{share:+.1%}"
 
 
 def _interval(one: MetricChange) -> str:
-    return f"{_percent(one.low)} to {_percent(one.high)}"
+    return f"{_comparing_percent(one.low)} to {_comparing_percent(one.high)}"
 
 
 def _rows(compared: ComparedSides) -> list[tuple[str, ...]]:
@@ -201,7 +202,7 @@ def _rows(compared: ComparedSides) -> list[tuple[str, ...]]:
             one.series.title,
             amount_text(one.before, one.series.unit),
             amount_text(one.after, one.series.unit),
-            _percent(one.change),
+            _comparing_percent(one.change),
             _interval(one),
             one.verdict,
         )
@@ -242,7 +243,7 @@ def comparison_page(compared: ComparedSides) -> str:
             value=one.change * 100,
             low=one.low * 100,
             high=one.high * 100,
-            label=f"{_percent(one.change)} {one.verdict}",
+            label=f"{_comparing_percent(one.change)} {one.verdict}",
         )
         for one in compared.changes
         if math.isfinite(one.low + one.high + one.change)
@@ -277,9 +278,9 @@ def comparison_json(compared: ComparedSides) -> dict[str, object]:
                 "unit": one.series.unit,
                 "before": one.before,
                 "after": one.after,
-                "change": _number(one.change),
-                "low": _number(one.low),
-                "high": _number(one.high),
+                "change": _comparing_number(one.change),
+                "low": _comparing_number(one.low),
+                "high": _comparing_number(one.high),
                 "verdict": one.verdict,
             }
             for one in compared.changes
@@ -288,5 +289,5 @@ def comparison_json(compared: ComparedSides) -> dict[str, object]:
     }
 
 
-def _number(value: float) -> float | None:
+def _comparing_number(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -38,7 +38,7 @@ def shares_picture(analysis: Analysis) -> str:
     stacks = [
         Stack(
             name=f"rank {one.facts.rank}",
-            parts={WORDS[name]: one.shares.by_name()[name] for name in _names(analysis)},
+            parts={WORDS[name]: one.shares.by_name()[name] for name in _profile_names(analysis)},
         )
         for one in shown
     ]
@@ -65,24 +65,28 @@ def step_picture(analysis: Analysis) -> str | None:
         return None
     longest_s = max(_took_s(one) for one in shown)
     body: list[str] = []
-    names = _names(analysis)
+    names = _profile_names(analysis)
     for place, one in enumerate(shown):
         picture = one.trace.picture if one.trace else None
         if picture is None:
             continue
         y = _TOP + place * _ROW
-        body.append(_text(_LEFT - 8, y + 15, f"rank {one.facts.rank}", "end"))
-        body += _row(picture.doing, names, y, 20, longest_s)
-        body += _row(picture.sending, names, y + 23, 6, longest_s)
+        body.append(_profile_text(_LEFT - 8, y + 15, f"rank {one.facts.rank}", "end"))
+        body += _profile_row(picture.doing, names, y, 20, longest_s)
+        body += _profile_row(picture.sending, names, y + 23, 6, longest_s)
     bottom = _TOP + len(shown) * _ROW
     for part in range(5):
         at_s = longest_s * part / 4
-        body.append(_text(_across(at_s, longest_s), bottom + 12, amount_text(at_s, "s"), "middle"))
-    body.append(_text(14, bottom + 34, "colours as above; the thin rows: messages on their way"))
+        body.append(
+            _profile_text(_across(at_s, longest_s), bottom + 12, amount_text(at_s, "s"), "middle")
+        )
+    body.append(
+        _profile_text(14, bottom + 34, "colours as above; the thin rows: messages on their way")
+    )
     return svg_chart("one step over time", _WIDTH, bottom + 48, body)
 
 
-def _names(analysis: Analysis) -> list[str]:
+def _profile_names(analysis: Analysis) -> list[str]:
     """Return the shares that any picture shows, in the order of their colours."""
     drawn = {
         piece.name
@@ -105,7 +109,7 @@ def _across(at_s: float, longest_s: float) -> float:
     return _LEFT + (_WIDTH - _LEFT - 40) * at_s / longest_s
 
 
-def _row(
+def _profile_row(
     pieces: Sequence[Piece], names: Sequence[str], y: float, height: float, longest_s: float
 ) -> list[str]:
     found = []
@@ -120,7 +124,7 @@ def _row(
     return found
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+def _profile_text(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -223,7 +227,7 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
 
 def _shares(analysis: Analysis) -> Iterator[str]:
     names = seen_shares(analysis)
-    shown = _shown(analysis)
+    shown = _profile_shown(analysis)
     head = ["of a step", *(f"rank {one.facts.rank}" for one in shown)]
     rows = [
         [WORDS[name], *(f"{one.shares.part(name):.0%}" for one in shown)]
@@ -234,7 +238,7 @@ def _shares(analysis: Analysis) -> Iterator[str]:
         yield f"and {len(analysis.ranks) - len(shown)} more ranks, which the page has"
 
 
-def _shown(analysis: Analysis) -> list[RankAnalysis]:
+def _profile_shown(analysis: Analysis) -> list[RankAnalysis]:
     """Return the first ranks, and the one that the others wait for."""
     slow = None if analysis.slow is None else analysis.slow.rank
     first = list(analysis.ranks[:_MOST_RANKS])

@@ -64,7 +64,7 @@ def bench_page(report: Report) -> str:
     good = [one for one in found if one.status is Status.OK]
     notes = [one for one in found if one.status is Status.NOTE]
     parts = [
-        f"<h1>muster bench {escape(report.bench)}: {_verdict(report)}</h1>",
+        f"<h1>muster bench {escape(report.bench)}: {_report_verdict(report)}</h1>",
         f"<p>{escape(report.question)}</p>",
         f"<p>measured {escape(record.date)} on {escape(record.environment.host)}, "
         f"in {format_seconds(report.took_s)}</p>",
@@ -77,14 +77,16 @@ def bench_page(report: Report) -> str:
         ),
         *map(_page_table, report.tables),
         *map(html_article, notes),
-        html_details("every series, with its noise", html_table(_TITLES, map(_row, record.series))),
+        html_details(
+            "every series, with its noise", html_table(_TITLES, map(_report_row, record.series))
+        ),
         html_details("measured on", _environment(record.environment)),
         html_details("settings", _settings(record)),
     ]
     return frame.html_page(f"muster bench {report.bench}", parts)
 
 
-def _verdict(report: Report) -> str:
+def _report_verdict(report: Report) -> str:
     for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "with warnings")):
         if any(finding.status is status for finding in report.findings):
             return f'<b class="{status.value}">{word}</b>'
@@ -106,7 +108,7 @@ def _page_table(one: Table) -> str:
 _TITLES = ("what", "median", "95 % interval", "noise", "samples")
 
 
-def _row(series: Series) -> tuple[str, ...]:
+def _report_row(series: Series) -> tuple[str, ...]:
     found = estimate(series.samples)
     return (
         series.title,

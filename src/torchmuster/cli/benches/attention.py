@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
     begun = time.monotonic()
     where = device_of(options)
-    request = _request(options, on_cpu=where.value == "cpu")
+    request = _attention_request(options, on_cpu=where.value == "cpu")
     seen = environment.environment_here(where.value)
     answer = attention.measure_attention(request, device=where.value, say=output.say)
     report = attention.attention_report(
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     return finish(report, options)
 
 
-def _request(options: argparse.Namespace, *, on_cpu: bool) -> "AttentionRequest":
+def _attention_request(options: argparse.Namespace, *, on_cpu: bool) -> "AttentionRequest":
     from torchmuster.bench import attention
 
     batch, heads, head_size = _ON_CPU if on_cpu else _ON_GPU

@@ -48,13 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--smallest",
-        type=_size,
+        type=_collectives_size,
         default=_SMALLEST_BYTES,
         metavar="SIZE",
         help="the smallest message (1KiB); each is 4 times the one before",
     )
     parser.add_argument(
-        "--largest", type=_size, metavar="SIZE", help="the largest (16MiB; on GPUs 256MiB)"
+        "--largest",
+        type=_collectives_size,
+        metavar="SIZE",
+        help="the largest (16MiB; on GPUs 256MiB)",
     )
     parser.add_argument("--rounds", type=count, metavar="N", help=f"samples of each ({_ROUNDS})")
     add_common_flags(parser)
@@ -71,7 +74,7 @@ def _operations(text: str) -> tuple[str, ...]:
     return names
 
 
-def _size(text: str) -> int:
+def _collectives_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:

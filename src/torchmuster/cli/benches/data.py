@@ -49,25 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="a dataset of your own")
     parser.add_argument(
-        "--workers", nargs="+", type=_number, metavar="N", help="these numbers (0, 1, 2, 4, …)"
+        "--workers", nargs="+", type=_data_number, metavar="N", help="these numbers (0, 1, 2, 4, …)"
     )
     parser.add_argument(
         "--ranks", type=count, metavar="N", help="so many that read at once (one per GPU; CPU: 1)"
     )
     parser.add_argument(
-        "--needed", type=_rate, metavar="N", help="samples a second that each rank computes"
+        "--needed", type=_data_rate, metavar="N", help="samples a second that each rank computes"
     )
     add_setting_flags(parser)
     add_common_flags(parser)
 
 
-def _number(text: str) -> int:
+def _data_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: 0, 1, 2, …")
     return int(text)
 
 
-def _rate(text: str) -> float:
+def _data_rate(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> ExitCode:
         flag = Flag(flag="--dataset", path="data.dataset", text=options.dataset)
         options.set.append(flag)
     settings = settings_from(options).settings
-    name = _data(settings)
+    name = _data_data(settings)
     machine = here.hardware_from_settings(settings, ranks=options.ranks, device=where.value)
     seen = environment.environment_here(where.value)
     readings = readings_for(seen.cores, machine.cards)
@@ -157,7 +157,7 @@ def _further_ahead(
     return dataclasses.replace(measured, by_prefetch=found, prefetch=loader.best_reading(found))
 
 
-def _data(settings: Settings) -> str:
+def _data_data(settings: Settings) -> str:
     """Return what is read, as people know it; refuse what cannot be."""
     data = settings.data
     name = data.dataset or data.files or data.hugging_face

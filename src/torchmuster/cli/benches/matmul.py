@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
     begun = time.monotonic()
     where = device_of(options)
-    request = _request(options, "cpu" if where.value == "cpu" else "auto")
+    request = _matmul_request(options, "cpu" if where.value == "cpu" else "auto")
     seen = environment.environment_here(where.value)
     answer = matmul.measure_matmul(request, device=where.value, say=output.say)
     report = matmul.matmul_report(
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     return finish(report, options)
 
 
-def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "MatmulRequest":
+def _matmul_request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "MatmulRequest":
     from torchmuster.bench import matmul
     from torchmuster.plan.request import work_from_settings
 

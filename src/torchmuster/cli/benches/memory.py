@@ -62,13 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples at once (8, or as settings say)",
     )
     parser.add_argument(
-        "--limit", type=_size, metavar="SIZE", help="what a step may take, such as 20GiB"
+        "--limit",
+        type=_benches_memory_size,
+        metavar="SIZE",
+        help="what a step may take, such as 20GiB",
     )
     add_setting_flags(parser)
     add_common_flags(parser)
 
 
-def _size(text: str) -> int:
+def _benches_memory_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:

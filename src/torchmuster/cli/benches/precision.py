@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> ExitCode:
 
     begun = time.monotonic()
     where = device_of(options)
-    request = _request(options, "cpu" if where.value == "cpu" else "auto")
+    request = _precision_request(options, "cpu" if where.value == "cpu" else "auto")
     seen = environment.environment_here(where.value)
     answer = precision.measure_precision(request, device=where.value, say=output.say)
     report = precision.precision_report(
@@ -65,7 +65,9 @@ def run(options: argparse.Namespace) -> ExitCode:
     return finish(report, options)
 
 
-def _request(options: argparse.Namespace, device: Literal["auto", "cpu"]) -> "PrecisionRequest":
+def _precision_request(
+    options: argparse.Namespace, device: Literal["auto", "cpu"]
+) -> "PrecisionRequest":
     from torchmuster.bench import precision
     from torchmuster.plan.request import work_from_settings
 

@@ -71,13 +71,13 @@ def read_intel(
     chosen = discrete or integrated
     holders = sysfs.drm_processes(proc_root) if chosen else {}
     devices = [
-        _device(index, pci / address, driver, dev_root, ioctl, holders.get(address, []))
+        _intel_device(index, pci / address, driver, dev_root, ioctl, holders.get(address, []))
         for index, (address, driver) in enumerate(chosen)
     ]
     return devices, [_shut(device) for device in devices if device.trouble]
 
 
-def _device(
+def _intel_device(
     index: int,
     pci: Path,
     driver: str,
@@ -90,7 +90,7 @@ def _device(
     temperature, limit = sysfs.temperatures(sensors, "pkg")
     total, used, trouble = sysfs.drm_local_memory(pci, driver, dev_root, ioctl)
     if total is None:
-        total, used = _written(pci)
+        total, used = _intel_written(pci)
     return Device(
         kind=DeviceKind.XPU,
         index=index,
@@ -109,7 +109,7 @@ def _device(
     )
 
 
-def _written(pci: Path) -> tuple[int | None, int | None]:
+def _intel_written(pci: Path) -> tuple[int | None, int | None]:
     """Return total and used bytes from sysfs, where only Intel's own driver packages put them."""
     cards = [
         pci / "drm" / name for name in sysfs.read_names(pci / "drm") if name.startswith("card")

@@ -56,11 +56,11 @@ async def measure_link(
                 round_trip_s=min(trips_s),
                 frames_bytes=(own_frame_bytes, target.frame_bytes),
             )
-            there = await _timed(there, connection, datagrams.TAKE, block)
+            there = await _measure_timed(there, connection, datagrams.TAKE, block)
             there = replace(there, retransmits=_retransmits(connection))
         # A connection that stalled is of no more use, so the way back has its own.
         with await reconnect() as connection:
-            back = await _timed(back, connection, datagrams.GIVE, block)
+            back = await _measure_timed(back, connection, datagrams.GIVE, block)
     return (
         replace(there, round_trips_s=tuple(trips_s)),
         replace(back, round_trips_s=tuple(trips_s)),
@@ -130,7 +130,9 @@ async def _sound(
     )
 
 
-async def _timed(figures: Figures, connection: socket.socket, verb: bytes, block: bytes) -> Figures:
+async def _measure_timed(
+    figures: Figures, connection: socket.socket, verb: bytes, block: bytes
+) -> Figures:
     """Send more and more data, until it takes long enough to be timed."""
     size, wrong = _FIRST_BYTES, 0
     rate: float | None = None

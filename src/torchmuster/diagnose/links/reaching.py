@@ -154,16 +154,16 @@ async def keep_open(found: Sequence[OpenedListeners], nonce: str) -> None:
     """Have the machines keep their ports open for another while."""
     again = encode_message(Serve(nonce=nonce, for_s=_SERVE_FOR_S))
     await asyncio.gather(
-        *(_tell(one.examiner, "serve", again) for one in found if one.served is not None)
+        *(_tell_reaching(one.examiner, "serve", again) for one in found if one.served is not None)
     )
 
 
 async def close_listeners(examiner: LinkProbe, nonce: str) -> None:
     """Have a machine close its ports; else it does so by itself after a while."""
-    await _tell(examiner, "close", {"nonce": nonce})
+    await _tell_reaching(examiner, "close", {"nonce": nonce})
 
 
-async def _tell(examiner: LinkProbe, verb: str, argument: Any) -> None:
+async def _tell_reaching(examiner: LinkProbe, verb: str, argument: Any) -> None:
     with contextlib.suppress(MusterError):
         await examiner.ask(verb, argument, within_s=_DONE_WITHIN_S)
 
@@ -277,7 +277,7 @@ def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[
         calls = [entry for (_, called), entry in tried.items() if called == position]
         own = one.served.addresses if one.served is not None else ()
         chosen = min(own, key=lambda at: _distance(at.address, calls), default=None)
-        end = _end(one, chosen)
+        end = _end_reaching(one, chosen)
         notes = tuple(_passed_over(end, own, calls))
         ends.append(replace(end, findings=(*end.findings, *notes)))
     return ends
@@ -314,7 +314,7 @@ def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
     return sum(map(bool, problems)), farness
 
 
-def _end(found: OpenedListeners, chosen: protocol.Address | None) -> End:
+def _end_reaching(found: OpenedListeners, chosen: protocol.Address | None) -> End:
     examiner, served = found.examiner, found.served
     end = End(
         name=examiner.name,

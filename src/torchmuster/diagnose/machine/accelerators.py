@@ -16,7 +16,7 @@ _ALWAYS_LINKED = re.compile(r"SXM|HBM3|B200|B300")
 _BUSY_PERCENT = 20
 
 
-def _state(surroundings: Surroundings) -> Iterator[Finding]:
+def _accelerators_state(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
     found = [*node.findings, *_prohibited(node), *_slowed(node), *_split(node), *_others(node)]
     yield from found
@@ -214,7 +214,7 @@ CHECKS = (
     Check(
         name="accelerators",
         asks="Do all accelerators answer, cool, without errors, and open to programs?",
-        run=_state,
+        run=_accelerators_state,
     ),
     Check(
         name="accelerator-links",

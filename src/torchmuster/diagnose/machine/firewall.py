@@ -219,7 +219,7 @@ def _nftables_match(match: Mapping[str, Any], rule: dict[str, Any]) -> str:
     ((kind, about),) = left.items() if isinstance(left, dict) else [("", {})]
     about = about if isinstance(about, dict) else {}
     what = about.get("field") or about.get("key") or kind
-    values = [str(one) for one in _values(right)]
+    values = [str(one) for one in _firewall_values(right)]
     plain = match.get("op") in ("==", "in")
     if what == "dport" and about.get("protocol") in ("tcp", "th") and plain:
         rule["ports"] = tuple(_port_pairs(right))
@@ -238,14 +238,14 @@ def _nftables_match(match: Mapping[str, Any], rule: dict[str, Any]) -> str:
     return f"{what} {','.join(values)}"
 
 
-def _values(right: Any) -> list[Any]:
+def _firewall_values(right: Any) -> list[Any]:
     if isinstance(right, dict) and "set" in right:
         right = right["set"]
     return right if isinstance(right, list) else [right]
 
 
 def _port_pairs(right: Any) -> Iterator[tuple[int, int]]:
-    for one in _values(right):
+    for one in _firewall_values(right):
         if isinstance(one, dict) and "range" in one:
             first, last = one["range"]
             yield int(first), int(last)

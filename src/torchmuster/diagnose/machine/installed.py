@@ -49,7 +49,7 @@ class Package:
 
     def libraries(self) -> Iterator[tuple[str, int]]:
         """Yield the compiled files it was installed with, each with the size it should have."""
-        for match in _RECORDED_LIBRARY.finditer(_text(self.metadata / "RECORD") or ""):
+        for match in _RECORDED_LIBRARY.finditer(_installed_text(self.metadata / "RECORD") or ""):
             yield match[1], int(match[2])
 
 
@@ -150,10 +150,10 @@ def _entries(folder: Path) -> list[str]:
 
 def _header(path: Path) -> list[str]:
     """Return the fields of a metadata file; the description that follows may be long."""
-    return (_text(path) or "").partition("\n\n")[0].splitlines()
+    return (_installed_text(path) or "").partition("\n\n")[0].splitlines()
 
 
-def _text(path: Path) -> str | None:
+def _installed_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -32,26 +32,30 @@ class _Limit:
 def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the limits that this process has, and so would what it starts."""
     limits = {
-        name: _Limit(soft=_number(soft), hard=_number(hard))
+        name: _Limit(soft=_limits_number(soft), hard=_limits_number(hard))
         for name, soft, hard in _LINE.findall(surroundings.text("/proc/self/limits") or "")
     }
     findings = [
         *_open_files(limits),
         *_locked_memory(limits, surroundings),
-        *_processes(limits, surroundings),
+        *_limits_processes(limits, surroundings),
         *_pids(surroundings),
         *_sizes(limits),
     ]
     files = limits.get("Max open files")
-    seen = f"{_told(files.soft)} open files, enough of the rest" if files else "could not be read"
+    seen = (
+        f"{_limits_message(files.soft)} open files, enough of the rest"
+        if files
+        else "could not be read"
+    )
     yield from findings or [Finding(name="limits", status=Status.OK, what=seen)]
 
 
-def _number(word: str) -> int | None:
+def _limits_number(word: str) -> int | None:
     return int(word) if word.isdecimal() else None
 
 
-def _told(limit: int | None) -> str:
+def _limits_message(limit: int | None) -> str:
     return "unlimited" if limit is None else f"{limit:,}"
 
 
@@ -86,7 +90,7 @@ def _open_files(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
         why="DataLoader workers hand over each tensor as an open file and end with “Too many open "
         "files”; each connection to another rank takes one too",
         fix=raising,
-        evidence=f"/proc/self/limits: Max open files {limit.soft} (may be raised to {_told(limit.hard)})",
+        evidence=f"/proc/self/limits: Max open files {limit.soft} (may be raised to {_limits_message(limit.hard)})",
     )
 
 
@@ -110,7 +114,9 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     )
 
 
-def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iterator[Finding]:
+def _limits_processes(
+    limits: Mapping[str, _Limit], surroundings: Surroundings
+) -> Iterator[Finding]:
     limit = limits.get("Max processes")
     user = re.search(r"^Uid:\s+(\d+)", surroundings.text("/proc/self/status") or "", re.M)
     if limit is None or limit.soft is None or limit.soft > _FEW_FOR_A_USER or user is None:

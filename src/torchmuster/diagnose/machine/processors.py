@@ -20,13 +20,13 @@ _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at quota, affinity, throttling, load and governor."""
-    machine = _count(surroundings.text(f"{_CPUS}/online"))
+    machine = _processors_count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
     usable = usable_cores(
         surroundings.path("/proc"),
         surroundings.path("/sys"),
         machine_cores=machine or None,
-        allowed_cores=(lambda: _count(allowed[1])) if allowed else None,
+        allowed_cores=(lambda: _processors_count(allowed[1])) if allowed else None,
     )
     findings = [
         *_quota(usable.value, usable.reason),
@@ -40,7 +40,7 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     yield from findings or [Finding(name="processors", status=Status.OK, what=seen)]
 
 
-def _count(ranges: str | None) -> int:
+def _processors_count(ranges: str | None) -> int:
     """Count what ``0-3,8`` means; 0 if it cannot be read."""
     count = 0
     for part in (ranges or "").strip().split(","):

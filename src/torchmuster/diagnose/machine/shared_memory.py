@@ -54,13 +54,13 @@ def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
     seen = f"{format_bytes(total)} at {FOLDER}, {format_bytes(free)} of it free"
     leftovers = _leftovers(surroundings)
-    findings = list(_findings(total, free, seen, leftovers))
+    findings = list(_shared_memory_findings(total, free, seen, leftovers))
     if not findings:
         findings.append(Finding(name="shared-memory", status=Status.OK, what=seen))
     yield from findings
 
 
-def _findings(
+def _shared_memory_findings(
     total: int, free: int, seen: str, leftovers: Sequence[_Leftover]
 ) -> Iterator[Finding]:
     small = total <= _CONTAINER_DEFAULT_BYTES
@@ -82,7 +82,8 @@ def _findings(
             status=Status.FAILURE if free < _BARELY_ANY_BYTES else Status.WARNING,
             what=f"{FOLDER} is full: {format_bytes(free)} of {format_bytes(total)} are free",
             why="DataLoader workers and NCCL take their buffers from it and end with “Bus error” or "
-            "“No space left on device”" + (f"; {_told(leftovers)}" if leftovers else ""),
+            "“No space left on device”"
+            + (f"; {_shared_memory_message(leftovers)}" if leftovers else ""),
             fix=_removal(leftovers) or f"ls -lS {FOLDER} | head  # what fills it, and whose it is",
             evidence=seen,
         )
@@ -91,7 +92,7 @@ def _findings(
             name="shared-memory-stale",
             status=Status.NOTE,
             what=f"{format_bytes(wasted)} of {FOLDER} are held by files that nobody uses",
-            why=_told(leftovers),
+            why=_shared_memory_message(leftovers),
             fix=_removal(leftovers),
             evidence=seen,
         )
@@ -107,7 +108,7 @@ def _missing() -> Finding:
     )
 
 
-def _told(leftovers: Sequence[_Leftover]) -> str:
+def _shared_memory_message(leftovers: Sequence[_Leftover]) -> str:
     owners = sorted({one.uid for one in leftovers})
     wasted = format_bytes(sum(one.size_bytes for one in leftovers))
     files = "1 file is" if len(leftovers) == 1 else f"{len(leftovers)} files are"

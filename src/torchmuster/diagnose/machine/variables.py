@@ -225,7 +225,7 @@ HARMFUL_CHECKS = (
 # ---- which GPUs, which interfaces
 
 
-def _devices(surroundings: Surroundings) -> Iterator[Finding]:
+def _variables_devices(surroundings: Surroundings) -> Iterator[Finding]:
     node, environment = surroundings.look(), surroundings.environment
     shown = visible(node.accelerators, environment)
     gpus = [one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled]
@@ -353,7 +353,7 @@ CHECKS = (
     Check(
         name="visible-devices",
         asks="Do CUDA_VISIBLE_DEVICES and its kin name GPUs that exist, each once?",
-        run=_devices,
+        run=_variables_devices,
     ),
     Check(
         name="chosen-interfaces",

@@ -4,7 +4,7 @@ Run it as ``torchrun --nproc-per-node 2 -m torchmuster.diagnose.probes.collectiv
 runs it on all machines. Each rank prints its record (``diagnose/rank_record.py``), and ends with 0
 whatever it saw: what the records mean is decided where all of them are (``diagnose/collectives.py``).
 
-Every stage begins with a roll-call through the store and has a limit, so that a hang has a name.
+Every stage begins with a node registry through the store and has a limit, so that a hang has a name.
 """
 
 import os
@@ -117,7 +117,7 @@ def main() -> int:
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
     record = _Course(record, together, group.device).run()
     _say(_changed(record, stage="end", ended=True))
-    _end(record, together)
+    _end_collectives(record, together)
     return 0
 
 
@@ -161,7 +161,7 @@ class _Course:
             return Trouble(stage=name, problem="error", text=_first_line(error))
         began = time.monotonic()
         try:
-            self._change(**in_time(work, _SILENT_S, self._together.pulse))
+            self._change(**in_time(work, _SILENT_S, self._together.heartbeat))
         except Hangs:
             return Trouble(stage=name, problem="hangs", ranks=self._stragglers(name))
         except Absent as error:
@@ -251,7 +251,7 @@ def _say(record: RankRecord) -> None:
     sys.stdout.flush()
 
 
-def _end(record: RankRecord, together: RankBarrier) -> None:
+def _end_collectives(record: RankRecord, together: RankBarrier) -> None:
     """Leave together: the store may live in rank 0, and others may still have to read from it."""
     try:
         together.share("end", True, _END_S)

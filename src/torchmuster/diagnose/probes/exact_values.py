@@ -171,13 +171,15 @@ _WAIT_S = 10.0
 
 def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
     """Run every collective; the slower the group, the fewer turns of large ones."""
-    return tuple(_run(name, prepare, seat, together) for name, prepare in OPERATIONS.items())
+    return tuple(
+        _run_exact_values(name, prepare, seat, together) for name, prepare in OPERATIONS.items()
+    )
 
 
-def _run(
+def _run_exact_values(
     name: str, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, together: RankBarrier
 ) -> Operation:
-    count = _Count(prepare, seat, together.pulse)
+    count = _Count(prepare, seat, together.heartbeat)
     small_s = min(count.turn(_SMALL) for _ in range(_SMALL_TURNS))
     large = _LARGE.get(seat.device.type, _LARGE_ON_GPU)
     # All ranks must make the same number of calls, so they decide by the slowest of them.
@@ -205,11 +207,11 @@ class _Count:
     """The turns of one collective and what they came to."""
 
     def __init__(
-        self, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, pulse: ProbeHeartbeat
+        self, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, heartbeat: ProbeHeartbeat
     ) -> None:
         self._prepare = prepare
         self._seat = seat
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._turns = 0
         self.values = Values()
         self.wrong_from: dict[int, int] = {}
@@ -223,7 +225,7 @@ class _Count:
         call()
         wait_for_device(self._seat.device)
         seconds = time.perf_counter() - began
-        self._pulse.beat()
+        self._heartbeat.beat()
         for source, got, expected in pieces():
             compared = compare_values(got, expected)
             self.values += compared
@@ -272,7 +274,7 @@ def _wrong_groups(
             device=seat.device,
             group=group,
         )
-        count = _Count(all_reduce, inside, together.pulse)
+        count = _Count(all_reduce, inside, together.heartbeat)
         for _ in range(_MOST_TURNS["all-reduce"]):
             count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
         seen_wrong = count.values.wrong > 0

@@ -38,11 +38,11 @@ class ProbeHeartbeat:
 
 
 def in_time(
-    work: Callable[[], Result], within_s: float, pulse: ProbeHeartbeat | None = None
+    work: Callable[[], Result], within_s: float, heartbeat: ProbeHeartbeat | None = None
 ) -> Result:
     """Return what the work returns, raise what it raises, or ``Hangs`` if it does not end in time.
 
-    With a pulse it is in time as long as it beats again within ``within_s``. A collective can block
+    With a heartbeat it is in time as long as it beats again within ``within_s``. A collective can block
     inside the call itself, so the limit is kept from outside; what hangs stays behind in a thread that
     dies with the process.
     """
@@ -58,10 +58,10 @@ def in_time(
     thread = threading.Thread(target=run, name="in-time", daemon=True)
     thread.start()
     beats = None
-    while thread.is_alive() and (pulse is None or pulse.beats != beats):
-        beats = None if pulse is None else pulse.beats
+    while thread.is_alive() and (heartbeat is None or heartbeat.beats != beats):
+        beats = None if heartbeat is None else heartbeat.beats
         thread.join(within_s)
-        if pulse is None:
+        if heartbeat is None:
             break
     if errors:
         raise errors.pop()  # kept here, it would keep the group alive that its traceback mentions
@@ -77,12 +77,12 @@ class RankBarrier:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self.pulse = ProbeHeartbeat()
+        self.heartbeat = ProbeHeartbeat()
 
     def share(self, name: str, value: Any, within_s: float) -> list[Any]:
         """Return what every rank shared under this name, by rank; each name can be used once."""
         shared = in_time(lambda: self._share(name, value, within_s), within_s + 1)
-        self.pulse.beat()
+        self.heartbeat.beat()
         return shared
 
     def _share(self, name: str, value: Any, within_s: float) -> list[Any]:

@@ -39,7 +39,7 @@ def measure_pairs(seat: Seat, hosts: list[str], together: RankBarrier) -> tuple[
                 if seat.rank in (low, high):
                     peer = high if seat.rank == low else low
                     found[peer] = _better(_exchange(seat, peer), found.get(peer))
-                    together.pulse.beat()
+                    together.heartbeat.beat()
         speeds = {peer: pair.bytes_per_s for peer, pair in found.items()}
         table = together.share(f"pairs {again}", speeds, _WAIT_S)
         slow = slow_pairs(table, hosts)

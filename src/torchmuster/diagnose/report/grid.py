@@ -166,7 +166,7 @@ def heat_map(grid: Grid) -> str:
     """Return the picture: rows send, columns receive."""
     count = len(grid.names)
     side = max(18, min(64, 720 // count))
-    longest = max(len(_short(name)) for name in grid.names)
+    longest = max(len(_grid_short(name)) for name in grid.names)
     left = round(24 + longest * _LETTER)
     # Column labels stand at 45 degrees.
     top = round(58 + longest * _LETTER * 0.71)
@@ -181,7 +181,7 @@ def heat_map(grid: Grid) -> str:
         f'<text x="12" y="20" style="font-size:14px;font-weight:600">{escape(_title(grid))}</text>',
         '<text x="12" y="36">each row sends to the columns</text>',
         *_labels(grid, left, top, side),
-        *_cells(grid, left, top, side),
+        *_grid_cells(grid, left, top, side),
         *_legend(grid, left, top + count * side + 24),
         "</svg>",
     ]
@@ -194,20 +194,20 @@ def _title(grid: Grid) -> str:
     return f"{grid.title}, the worst of each {grid.together} x {grid.together}"
 
 
-def _short(name: str) -> str:
+def _grid_short(name: str) -> str:
     return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
 
 
 def _labels(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
     for place, name in enumerate(grid.names):
         middle = place * side + side / 2
-        label = escape(_short(name))
+        label = escape(_grid_short(name))
         yield f'<text x="{left - 8}" y="{top + middle + 4:g}" text-anchor="end">{label}</text>'
         x, y = left + middle + 3, top - 8
         yield f'<text x="{x:g}" y="{y}" transform="rotate(-45 {x:g} {y})">{label}</text>'
 
 
-def _cells(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
+def _grid_cells(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
     speeds = grid.speeds
     for row, cells in enumerate(grid.cells):
         for column, cell in enumerate(cells):
@@ -236,7 +236,7 @@ def _heat_cell(cell: Cell, x: int, y: int, side: int, speeds: list[float]) -> It
         yield _square(x, y, side, "#eeeeee", tip)
         yield _mark(x, y, side, "·", _INK)
         return
-    share = _share(cell.bytes_per_s, speeds)
+    share = _grid_share(cell.bytes_per_s, speeds)
     yield _square(x, y, side, _colour(share), tip)
     if side >= 44:
         amount, unit = speed_text(cell.bytes_per_s).split()
@@ -259,7 +259,7 @@ def _mark(x: int, y: int, side: int, text: str, ink: str, up: int = 0) -> str:
     )
 
 
-def _share(value: float, speeds: list[float]) -> float:
+def _grid_share(value: float, speeds: list[float]) -> float:
     """Return where a speed lies between the slowest and the fastest, by its logarithm."""
     low, high = _ends(speeds)
     return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))

@@ -40,7 +40,11 @@ def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value"
     got = torch.as_tensor(given, dtype=torch.float64)
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     same = got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
-    require(bool(same), otherwise, f"{what} gave {_short(given)}, expected {_short(expected)}")
+    require(
+        bool(same),
+        otherwise,
+        f"{what} gave {_bench_short(given)}, expected {_bench_short(expected)}",
+    )
 
 
 def is_close(given: Any, other: Any) -> bool:
@@ -50,13 +54,13 @@ def is_close(given: Any, other: Any) -> bool:
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
-def _short(value: Any) -> str:
+def _bench_short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         value = value.detach().flatten()[:4].tolist() if value.dim() else value.item()
     if isinstance(value, float):
         return f"{value:.5g}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_short(one) for one in value) + "]"
+        return "[" + ", ".join(_bench_short(one) for one in value) + "]"
     return repr(value)
 
 

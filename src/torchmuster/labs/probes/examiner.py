@@ -20,13 +20,15 @@ def main(asked: str, answered: str) -> None:
     request = msgspec.json.decode(Path(asked).read_bytes(), type=GradeRequest)
     lesson = course.lesson(request.lab)
     verdicts = [
-        tuple(_verdict(lesson, paper, name, request.deadline_s) for name in paper.exercises)
+        tuple(
+            _examiner_verdict(lesson, paper, name, request.deadline_s) for name in paper.exercises
+        )
         for paper in request.papers
     ]
     Path(answered).write_bytes(msgspec.json.encode(verdicts))
 
 
-def _verdict(lesson: Lesson, paper: Paper, name: str, deadline_s: float) -> Verdict:
+def _examiner_verdict(lesson: Lesson, paper: Paper, name: str, deadline_s: float) -> Verdict:
     exercise = lesson.exercise(name)
     checks = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.checks").CHECKS
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:

@@ -112,7 +112,9 @@ def _outcomes(
             if (left := _left(folder, rank)) is not None:
                 found[rank] = left
             elif not alive:
-                found[rank] = LearnerOutcome(mistake="died", seen=f"rank {rank}: {_end(process)}")
+                found[rank] = LearnerOutcome(
+                    mistake="died", seen=f"rank {rank}: {_end_ranks(process)}"
+                )
             else:
                 continue
             told = found[rank].mistake not in ("", "wrong-value")
@@ -143,7 +145,7 @@ def _left(folder: Path, rank: int) -> LearnerOutcome | None:
         return None
 
 
-def _end(process: BaseProcess) -> str:
+def _end_ranks(process: BaseProcess) -> str:
     code = process.exitcode or 0
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
@@ -207,17 +209,19 @@ def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Learne
     except Recognised as found:
         return LearnerOutcome(mistake=found.name, seen=found.seen)
     except NotImplementedError as error:
-        return LearnerOutcome(mistake="not-done", seen=_line(error, file).lstrip())
+        return LearnerOutcome(mistake="not-done", seen=_ranks_line(error, file).lstrip())
     except (SystemExit, KeyboardInterrupt) as error:
-        return LearnerOutcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
+        return LearnerOutcome(
+            mistake="ended", seen=f"{type(error).__name__}{_ranks_line(error, file)}"
+        )
     except BaseException as error:
         text = str(error).partition("\n")[0]
         return LearnerOutcome(
-            mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}"
+            mistake="raised", seen=f"{type(error).__name__}: {text}{_ranks_line(error, file)}"
         )
 
 
-def _line(error: BaseException, file: Path) -> str:
+def _ranks_line(error: BaseException, file: Path) -> str:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
     ]

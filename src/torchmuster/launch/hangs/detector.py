@@ -1,4 +1,4 @@
-"""From the ranks' pulses over time: nothing is wrong, or who keeps whom waiting, and how.
+"""From the ranks' heartbeats over time: nothing is wrong, or who keeps whom waiting, and how.
 
 A hang is judged on evidence only: some rank waits in a collective, and another one does not come to it.
 How long that must last depends on what the other one does: a process that was stopped will not go on by
@@ -52,7 +52,7 @@ class StuckRank:
     """A rank as it was heard; times are of the watch's clock."""
 
     host: str
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     since_s: float  # it has been doing just this since then
     still_s: float  # it has come to nothing new since then
     state_since_s: float
@@ -63,22 +63,22 @@ class StuckRank:
     @property
     def rank(self) -> int:
         """Its number."""
-        return self.pulse.rank
+        return self.heartbeat.rank
 
     @property
     def ended(self) -> bool:
         """Whether its process is gone."""
-        return self.pulse.state in ("X", "Z")
+        return self.heartbeat.state in ("X", "Z")
 
     @property
     def stopped(self) -> bool:
         """Whether its process is stopped, by a signal or by a debugger."""
-        return self.pulse.state in ("T", "t")
+        return self.heartbeat.state in ("T", "t")
 
     @property
     def silent(self) -> bool:
         """Whether Python has not run in it for longer than a busy machine explains."""
-        return self.pulse.silent_s >= SILENT_S
+        return self.heartbeat.silent_s >= SILENT_S
 
     @property
     def may_wait(self) -> bool:
@@ -91,7 +91,7 @@ class StuckRank:
         """Whether it waits for others: in a collective, or for one that it has called."""
         if not self.may_wait:
             return False
-        return self.pulse.waiting or (bool(self.pulse.waits) and not self.busy)
+        return self.heartbeat.waiting or (bool(self.heartbeat.waits) and not self.busy)
 
     def is_ahead(self, least_begun: Mapping[str, int]) -> bool:
         """Say whether it stands still since it called a collective that somebody has not come to.
@@ -100,7 +100,7 @@ class StuckRank:
         """
         return self.may_wait and any(
             least_begun.get(called.group, called.number) < called.number
-            for called in self.pulse.waits
+            for called in self.heartbeat.waits
         )
 
     @property
@@ -169,7 +169,7 @@ _PATIENCE_S: Mapping[HangKind, float] = {
 
 
 class HangWatch:
-    """Listens to the pulses of one attempt; asked every second or so what there is to say."""
+    """Listens to the heartbeats of one attempt; asked every second or so what there is to say."""
 
     def __init__(
         self,
@@ -190,18 +190,18 @@ class HangWatch:
         """The hang that was told last and is not over."""
         return self._told
 
-    def heard(self, host: str, pulses: Iterable[Heartbeat]) -> None:
+    def heard(self, host: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Take in what a machine says of its ranks; also that it has nothing new to say."""
         now = self._clock()
         self._hosts[host] = now
-        for pulse in pulses:
-            known = self._ranks.get(pulse.rank)
-            if known is None or known.pulse.pid != pulse.pid:
+        for heartbeat in heartbeats:
+            known = self._ranks.get(heartbeat.rank)
+            if known is None or known.heartbeat.pid != heartbeat.pid:
                 known = StuckRank(
-                    host=host, pulse=pulse, since_s=now, still_s=now, state_since_s=now
+                    host=host, heartbeat=heartbeat, since_s=now, still_s=now, state_since_s=now
                 )
-                self._ranks[pulse.rank] = known
-            _go_on(known, pulse, now)
+                self._ranks[heartbeat.rank] = known
+            _go_on(known, heartbeat, now)
 
     def look(self) -> Finding | None:
         """Return what there is to say now: a hang, that it lasts, or that it is over."""
@@ -226,7 +226,7 @@ class HangWatch:
         """Say whether a hang that was told is over; not while too little is heard to know."""
         heard = {one.rank: one for one in self._heard_of(self._clock())}
         return any(
-            one.rank in heard and _progress(heard[one.rank].pulse) != _progress(one.pulse)
+            one.rank in heard and _progress(heard[one.rank].heartbeat) != _progress(one.heartbeat)
             for one in hang.waiting
         ) or (hang.kind is HangKind.STOPPED and not any(one.stopped for one in heard.values()))
 
@@ -266,7 +266,7 @@ class HangWatch:
         return None
 
     def _all_wait(self, ranks: Sequence[StuckRank], now: float) -> Hang | None:
-        numbers = [{(one.group, one.number) for one in rank.pulse.waits} for rank in ranks]
+        numbers = [{(one.group, one.number) for one in rank.heartbeat.waits} for rank in ranks]
         if not all(numbers):  # a look now and then may find healthy ranks in collectives each time
             return None
         together = bool(set.intersection(*numbers))
@@ -310,54 +310,63 @@ class HangWatch:
 
     def _at_first(self) -> bool:
         """Say whether hardly anything has been done together yet."""
-        pulses = [one.pulse for one in self._ranks.values()]
-        numbers = [number for pulse in pulses for number in pulse.begun.values()]
-        return max(numbers or [pulse.moves for pulse in pulses]) <= _AT_FIRST
+        heartbeats = [one.heartbeat for one in self._ranks.values()]
+        numbers = [number for heartbeat in heartbeats for number in heartbeat.begun.values()]
+        return max(numbers or [heartbeat.moves for heartbeat in heartbeats]) <= _AT_FIRST
 
 
-def _go_on(known: StuckRank, pulse: Heartbeat, now: float) -> None:
-    """Take in a pulse of the same process."""
-    before = known.pulse
-    known.pulse = pulse
-    known.groups.update(pulse.groups, pulse.begun)
-    if pulse.state != before.state:
+def _go_on(known: StuckRank, heartbeat: Heartbeat, now: float) -> None:
+    """Take in a heartbeat of the same process."""
+    before = known.heartbeat
+    known.heartbeat = heartbeat
+    known.groups.update(heartbeat.groups, heartbeat.begun)
+    if heartbeat.state != before.state:
         known.state_since_s = now
-    if _progress(pulse) != _progress(before):
+    if _progress(heartbeat) != _progress(before):
         known.since_s = now
-    place = (pulse.place, pulse.doing)
+    place = (heartbeat.place, heartbeat.doing)
     # One that looks again and again whether something has come is between the same few lines. Where
     # it cannot be seen whether anything moves, every change counts.
-    if pulse.moves != before.moves or pulse.moves < _MOVES_SEEN:
+    if heartbeat.moves != before.moves or heartbeat.moves < _MOVES_SEEN:
         known.places.clear()
     if place not in known.places and place != (before.place, before.doing):
         known.still_s = now
-    if pulse.moves != before.moves:
+    if heartbeat.moves != before.moves:
         known.still_s = now
     known.places.add(place)
-    if pulse.busy is not None:
-        known.samples.append(RankSample(at_s=now, load=pulse.busy, ready=pulse.state == "R"))
+    if heartbeat.busy is not None:
+        known.samples.append(
+            RankSample(at_s=now, load=heartbeat.busy, ready=heartbeat.state == "R")
+        )
         while known.samples[0].at_s < now - _SAMPLES_FOR_S:
             known.samples.popleft()
 
 
-def _progress(pulse: Heartbeat) -> tuple[object, ...]:
+def _progress(heartbeat: Heartbeat) -> tuple[object, ...]:
     """Return what changes when a rank gets anywhere."""
-    return pulse.pid, pulse.moves, pulse.step, pulse.phase, pulse.place, pulse.doing
+    return (
+        heartbeat.pid,
+        heartbeat.moves,
+        heartbeat.step,
+        heartbeat.phase,
+        heartbeat.place,
+        heartbeat.doing,
+    )
 
 
 def _least_begun(ranks: Sequence[StuckRank]) -> dict[str, int]:
     """Return how far the last rank of each group has come, of those that stand still."""
     least: dict[str, int] = {}
     for one in ranks:
-        for group, number in one.pulse.begun.items():
+        for group, number in one.heartbeat.begun.items():
             least[group] = min(number, least.get(group, number))
     return least
 
 
 def _members(absent: Sequence[StuckRank], waiting: Sequence[StuckRank]) -> list[StuckRank]:
     """Return those who can be meant: who are in a group that is waited in, or of whom that is not known."""
-    groups = {called.group for one in waiting for called in one.pulse.waits}
-    if EVERYBODY in groups or not all(one.pulse.waits for one in waiting):
+    groups = {called.group for one in waiting for called in one.heartbeat.waits}
+    if EVERYBODY in groups or not all(one.heartbeat.waits for one in waiting):
         return list(absent)
     return [one for one in absent if not one.groups or one.groups & groups]
 
@@ -366,7 +375,7 @@ def _different(waiting: Sequence[StuckRank]) -> list[StuckRank]:
     """Return the ranks that wait in one group's collective of the same number, but called different things."""
     by_number: dict[tuple[str, int], list[tuple[StuckRank, PendingCollective]]] = {}
     for one in waiting:
-        for called in one.pulse.waits:
+        for called in one.heartbeat.waits:
             by_number.setdefault((called.group, called.number), []).append((one, called))
     for ranks in by_number.values():
         if len({called.operation for _, called in ranks}) > 1:
@@ -381,8 +390,8 @@ def _what_keeps(one: StuckRank, now: float) -> HangKind:
     """Say what keeps a rank from coming to the others."""
     if one.ended:
         return HangKind.ENDED
-    if one.pulse.state == "D" and now - one.state_since_s >= SILENT_S:
+    if one.heartbeat.state == "D" and now - one.state_since_s >= SILENT_S:
         return HangKind.DISK
-    if one.busy or one.pulse.phase in _LONG_PHASES:
+    if one.busy or one.heartbeat.phase in _LONG_PHASES:
         return HangKind.AT_WORK
     return HangKind.NATIVE if one.silent else HangKind.ASLEEP

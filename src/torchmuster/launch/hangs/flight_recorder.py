@@ -99,7 +99,7 @@ def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
     called: dict[str, str] = {}
     for entry in _entries(dump):
         name, description = _group_of(entry)
-        call = _call(entry)
+        call = _call_flight_recorder(entry)
         if call is not None:
             calls.setdefault(name, {})[call.seq] = call
             called[name] = description
@@ -189,7 +189,7 @@ def _behind(known: Mapping[int, RecordedGroup], missing: Sequence[int]) -> Findi
         name="rank-behind",
         status=Status.FAILURE,
         what=f"{rank_text(absent)} {_has(absent)} not come to {earliest.words}, number "
-        f"{earliest.seq}{_in(known)}, in which {rank_text(there)} {_wait(there)}",
+        f"{earliest.seq}{_in(known)}, in which {rank_text(there)} {_wait_flight_recorder(there)}",
         why="; ".join(words),
         fix="the stacks show what they do instead",
     )
@@ -240,7 +240,7 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
     return name, described
 
 
-def _call(entry: Mapping[str, Any]) -> RecordedCall | None:
+def _call_flight_recorder(entry: Mapping[str, Any]) -> RecordedCall | None:
     """Return the collective of an entry; None for messages between two ranks, which have no common number."""
     seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
     if entry.get("is_p2p") or not isinstance(seq, int) or not isinstance(name, str):
@@ -291,5 +291,5 @@ def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _wait(ranks: Sequence[int]) -> str:
+def _wait_flight_recorder(ranks: Sequence[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"

@@ -1,6 +1,6 @@
-"""A pulse: what one rank is doing, as it says itself and as its machine sees it.
+"""A heartbeat: what one rank is doing, as it says itself and as its machine sees it.
 
-A thread in each rank writes it down about once a second (``rank_pulse.py``); the keeper adds what the system
+A thread in each rank writes it down about once a second (``rank_heartbeat.py``); the node agent adds what the system
 knows of the process and sends it on every two seconds. It does not pass through the process group, so it
 also comes from ranks that hang in it.
 """
@@ -45,7 +45,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     # Shares of the rank's time between the last two lines about steps, as the trainer knows them.
     data_share: float | None = None
     communication_share: float | None = None
-    # Added by the keeper.
+    # Added by the node agent.
     state: str = (
         ""  # the system's letter: R, S, D, T (stopped), Z, X (gone); "" where it is not known
     )

@@ -65,8 +65,8 @@ def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
         status=Status.WARNING,
         what="; ".join(told) + waiting,
         why=_WHY[kind],
-        fix=_fix(kind, first),
-        evidence=_evidence(hang, devices),
+        fix=_fix_messages(kind, first),
+        evidence=_messages_evidence(hang, devices),
     )
 
 
@@ -100,7 +100,7 @@ def _doing(one: StuckRank, hang: Hang, devices: Mapping[int, str]) -> str:
             )
         case HangKind.ENDED:
             return f"{who} has ended, and keeps the others waiting"
-    doing = one.pulse.doing or "its own code"
+    doing = one.heartbeat.doing or "its own code"
     stood = format_seconds(max(0.0, hang.now_s - one.still_s))
     if hang.kind is HangKind.AT_WORK:
         stood = format_seconds(hang.waited_s)
@@ -116,10 +116,10 @@ def _who(one: StuckRank, devices: Mapping[int, str]) -> str:
 
 def _at(one: StuckRank) -> str:
     """Say where in the user's code a rank is, and in which part of which step."""
-    pulse = one.pulse
-    step = f"step {pulse.step}" if pulse.step is not None else ""
-    part = ", ".join(words for words in (pulse.phase, step) if words)
-    place = f" at {pulse.place}" if pulse.place else ""
+    heartbeat = one.heartbeat
+    step = f"step {heartbeat.step}" if heartbeat.step is not None else ""
+    part = ", ".join(words for words in (heartbeat.phase, step) if words)
+    place = f" at {heartbeat.place}" if heartbeat.place else ""
     return place + (f" ({part})" if part else "")
 
 
@@ -136,36 +136,34 @@ def _waiting_words(waiting: Sequence[StuckRank]) -> str:
 
 def _what(one: StuckRank) -> str:
     """Say what a rank waits in: the collective's own name, where there is one."""
-    if one.pulse.waits:
-        return one.pulse.waits[0].operation
-    return one.pulse.doing or "a collective"
+    if one.heartbeat.waits:
+        return one.heartbeat.waits[0].operation
+    return one.heartbeat.doing or "a collective"
 
 
-def _fix(kind: HangKind, one: StuckRank) -> str:
-    pulse = one.pulse
+def _fix_messages(kind: HangKind, one: StuckRank) -> str:
+    heartbeat = one.heartbeat
     if kind is HangKind.STOPPED:
-        return f"on {one.host}: kill -CONT {pulse.pid}   # after finding out who stopped it"
+        return f"on {one.host}: kill -CONT {heartbeat.pid}   # after finding out who stopped it"
     if kind is HangKind.ASLEEP:
-        if pulse.doing.startswith(_LOADER) or pulse.phase == "loading data":
+        if heartbeat.doing.startswith(_LOADER) or heartbeat.phase == "loading data":
             return (
                 f"see what the loader reads on {one.host}: a disk, a download or a worker that does not answer; "
                 "DataLoader(timeout=60) turns such a wait into an error"
             )
-        return (
-            f"look at {pulse.place or 'its stacks'}: what is waited for there on this rank alone?"
-        )
-    return _FIX[kind].format(host=one.host, pid=pulse.pid)
+        return f"look at {heartbeat.place or 'its stacks'}: what is waited for there on this rank alone?"
+    return _FIX[kind].format(host=one.host, pid=heartbeat.pid)
 
 
 def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
     ways: dict[str, list[int]] = {}
     for one in hang.culprits:
-        ways.setdefault(_call(one) + _at(one), []).append(one.rank)
+        ways.setdefault(_call_messages(one) + _at(one), []).append(one.rank)
     told = [
         f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
         for way, ranks in list(ways.items())[:_CULPRITS_SHOWN]
     ]
-    calls = [one.pulse.waits[0] for one in hang.culprits]
+    calls = [one.heartbeat.waits[0] for one in hang.culprits]
     same_op = len({call.operation for call in calls}) == 1
     return Finding(
         name="collective-shapes-differ" if same_op else "collectives-differ",
@@ -179,7 +177,7 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
             "not, or did more or fewer steps"
         ),
         fix=FIX_SHAPES if same_op else FIX_ORDER,
-        evidence=_evidence(hang, devices),
+        evidence=_messages_evidence(hang, devices),
     )
 
 
@@ -191,13 +189,13 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
             status=Status.WARNING,
             what=f"all ranks wait for {waited}, but not in the same collective: "
             + "; ".join(
-                f"rank {one.rank} in {_call(one)}{_number(one)}{_at(one)}"
+                f"rank {one.rank} in {_call_messages(one)}{_messages_number(one)}{_at(one)}"
                 for one in hang.culprits[:_CULPRITS_SHOWN]
             ),
             why="collectives meet in the order in which each rank calls them, in each group by itself; ranks that wait in "
             "different ones never meet",
             fix=FIX_ORDER,
-            evidence=_evidence(hang, devices),
+            evidence=_messages_evidence(hang, devices),
         )
     return Finding(
         name="collective-does-not-end",
@@ -205,28 +203,28 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
         what=f"all ranks are in {_what(hang.culprits[0])} for {waited}, and it does not end{_at(hang.culprits[0])}",
         why="nobody is missing: it takes long, or what the ranks send to each other does not arrive",
         fix=FIX_NETWORK,
-        evidence=_evidence(hang, devices),
+        evidence=_messages_evidence(hang, devices),
     )
 
 
-def _call(one: StuckRank) -> str:
+def _call_messages(one: StuckRank) -> str:
     """Say what a rank called: ``all_reduce of Float [1024]``."""
-    if not one.pulse.waits:
+    if not one.heartbeat.waits:
         return _what(one)
-    called = one.pulse.waits[0]
+    called = one.heartbeat.waits[0]
     kind = f"{called.dtype} " if called.dtype else ""
     return called.operation + (f" of {kind}{called.shapes}" if called.shapes else "")
 
 
-def _number(one: StuckRank) -> str:
-    return f", number {one.pulse.waits[0].number}" if one.pulse.waits else ""
+def _messages_number(one: StuckRank) -> str:
+    return f", number {one.heartbeat.waits[0].number}" if one.heartbeat.waits else ""
 
 
-def _evidence(hang: Hang, devices: Mapping[int, str]) -> str:
+def _messages_evidence(hang: Hang, devices: Mapping[int, str]) -> str:
     """Show a line for each rank, the guilty ones first; of very many only the first."""
     everybody = {one.rank: one for one in (*hang.culprits, *hang.waiting)}
     lines = [
-        f"{_who(one, devices)}: {one.pulse.doing or 'its own code'}"
+        f"{_who(one, devices)}: {one.heartbeat.doing or 'its own code'}"
         f" for {format_seconds(max(0.0, hang.now_s - one.still_s))}{_at(one)}"
         for one in list(everybody.values())[:_RANKS_SHOWN]
     ]

@@ -1,4 +1,4 @@
-"""The launcher's lookout for hangs: tells who keeps whom waiting, has the ranks examined, keeps what they show."""
+"""The launcher's hang monitor for hangs: tells who keeps whom waiting, has the ranks examined, keeps what they show."""
 
 import asyncio
 import contextlib
@@ -106,8 +106,8 @@ class HangMonitor:
         with self._whatever_happens():
             match sign:
                 case protocol.Heartbeats():
-                    self._watch.heard(node.name, sign.pulses)
-                    if sign.pulses and not sign.kept:
+                    self._watch.heard(node.name, sign.heartbeats)
+                    if sign.heartbeats and not sign.kept:
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
                     self._keep(self._examination, sign)
@@ -123,12 +123,12 @@ class HangMonitor:
             self._run,
             host=node.name,
             attempt=sign.attempt,
-            pulses=sign.pulses,
+            heartbeats=sign.heartbeats,
         )
 
     @contextlib.contextmanager
     def _whatever_happens(self) -> Iterator[None]:
-        """Go on without a lookout should it fail: it must not end the run that it watches."""
+        """Go on without a hang monitor should it fail: it must not end the run that it watches."""
         try:
             yield
         except Exception as error:
@@ -136,7 +136,7 @@ class HangMonitor:
             self._watch = HangWatch()
             if not self._failed:
                 self._failed = True
-                self._say(f"hangs may go unnoticed, the lookout for them failed: {error!r}")
+                self._say(f"hangs may go unnoticed, the hang monitor for them failed: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Have the ranks show what they are doing, and keep it beside what was told."""

@@ -90,7 +90,7 @@ def keep_failure(
         attempt=attempt,
         at_unix_s=time.time(),
         finding=redacted_evidence(finding),
-        ranks=_ranks(ends),
+        ranks=_evidence_ranks(ends),
     )
     content = asdict(failed) | {"finding": failed.finding.as_json()}
     append_line(run.path / FAILURES, content)
@@ -129,7 +129,7 @@ def _rank_ends(content: object) -> Iterator[RankEnd]:
             )
 
 
-def _ranks(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
+def _evidence_ranks(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
     now_s, now_unix_s = time.monotonic(), time.time()
     found = []
     for end in ends:

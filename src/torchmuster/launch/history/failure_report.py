@@ -21,7 +21,7 @@ from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
-_NO_HANG_SINCE = ("hang-over", "submitted", "roll-call", "starting")
+_NO_HANG_SINCE = ("hang-over", "submitted", "node registry", "starting")
 _LINES_SHOWN = 14
 _FIRST_LINES = 5
 _LONGEST_LINE = 200
@@ -105,12 +105,14 @@ class Timeline:
         for event in self.untold_restarts:
             yield TimelineEvent(at_unix_s=event.at_unix_s, what=_restart_words(event))
         for failed in self.failures:
-            words = f"attempt {failed.attempt + 1} failed: {_line(failed.finding.what)}"
+            words = (
+                f"attempt {failed.attempt + 1} failed: {_failure_report_line(failed.finding.what)}"
+            )
             yield TimelineEvent(at_unix_s=failed.at_unix_s, what=words)
         yield from self._saves()
         told = bool(self.events) and state is not None and self.events[-1].name == state.phase
         if state is not None and not state.active and not told:
-            words = f"{state.phase}: {_line(state.headline)}"
+            words = f"{state.phase}: {_failure_report_line(state.headline)}"
             yield TimelineEvent(at_unix_s=state.since_unix_s, what=words)
 
     def _saves(self) -> Iterator[TimelineEvent]:
@@ -151,7 +153,7 @@ def _event_words(event: run_state.RunEvent) -> str:
     """Say what happened; "" for what only leads to something else."""
     facts = event.facts
     match event.name:
-        case "submitted" | "roll-call" | "starting" | "running":
+        case "submitted" | "node registry" | "starting" | "running":
             return ""
         case "started":
             count, attempt = facts.get("ranks"), facts.get("attempt")
@@ -160,17 +162,20 @@ def _event_words(event: run_state.RunEvent) -> str:
             again = f" (attempt {attempt + 1})" if isinstance(attempt, int) and attempt else ""
             return f"{count} rank{'' if count == 1 else 's'} started{where}{again}"
         case "finished" | "failed" | "stopped" | "saved":
-            return f"{event.name}: {_line(str(facts.get('headline', '')))}"
-    return _line(str(facts.get("what", "")))
+            return f"{event.name}: {_failure_report_line(str(facts.get('headline', '')))}"
+    return _failure_report_line(str(facts.get("what", "")))
 
 
 def _restart_words(event: run_state.RunEvent) -> str:
-    headline, step = _line(str(event.facts.get("headline", ""))), event.facts.get("from_step")
+    headline, step = (
+        _failure_report_line(str(event.facts.get("headline", ""))),
+        event.facts.get("from_step"),
+    )
     where = f" from step {step:,}" if isinstance(step, int) else ""
     return f"{headline or 'it failed'}; started again{where}"
 
 
-def _line(text: str) -> str:
+def _failure_report_line(text: str) -> str:
     line = text.partition("\n")[0]
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
 
@@ -196,15 +201,15 @@ def failure_report_of(run: RunFolder) -> FailureReport:
     story = Timeline.of(run)
     return FailureReport(
         story=story,
-        findings=tuple(_with_names_inside(one) for one in _findings(story)),
-        files=tuple(_files(story)),
+        findings=tuple(_with_names_inside(one) for one in _failure_report_findings(story)),
+        files=tuple(_failure_report_files(story)),
     )
 
 
-def _findings(story: Timeline) -> Iterator[Finding]:
+def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
     state = story.state
     if state is None:
-        yield _unknown()
+        yield _failure_report_unknown()
         yield from _last_troubles(story)
         return
     match state.phase:
@@ -304,7 +309,7 @@ def _active(story: Timeline, state: run_state.RunState) -> Finding:
     )
 
 
-def _unknown() -> Finding:
+def _failure_report_unknown() -> Finding:
     return Finding(
         name="run-unknown",
         status=Status.NOTE,
@@ -347,7 +352,7 @@ def _after_failures(story: Timeline) -> str:
 # ---- logs
 
 
-def _files(story: Timeline) -> Iterator[str]:
+def _failure_report_files(story: Timeline) -> Iterator[str]:
     """Return the names of what there is to read, the most telling first."""
     run = story.run
     guilty = [one.rank for failed in story.failures[-1:] for one in failed.ranks]

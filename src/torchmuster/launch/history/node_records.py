@@ -124,13 +124,15 @@ def seen_here(path: str | None, run_id: str) -> RunFolder | None:
 
 
 def write_node_ranks(
-    run: RunFolder, *, host: str, attempt: int, pulses: tuple[Heartbeat, ...]
+    run: RunFolder, *, host: str, attempt: int, heartbeats: tuple[Heartbeat, ...]
 ) -> None:
     """Write down what a machine's ranks are doing; a full disk must not end the run."""
-    if not pulses or not run.marker.is_file():
+    if not heartbeats or not run.marker.is_file():
         return
-    content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=pulses)
-    path = node_record_path(run, socket.gethostname(), min(pulse.rank for pulse in pulses))
+    content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=heartbeats)
+    path = node_record_path(
+        run, socket.gethostname(), min(heartbeat.rank for heartbeat in heartbeats)
+    )
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
@@ -145,7 +147,9 @@ def read_node_ranks(
     run: RunFolder, now_unix_s: float, *, written_on: str | None = None
 ) -> list[NodeRanks]:
     """Return the machines whose ranks were seen lately, of the newest attempt; all, or what one machine wrote."""
-    found = [one for one in map(_read_ranks, _files(run, written_on)) if one is not None]
+    found = [
+        one for one in map(_read_ranks, _node_records_files(run, written_on)) if one is not None
+    ]
     lately = [one for one in found if now_unix_s - one.at_unix_s < _GONE_AFTER_S]
     newest = max((one.attempt for one in lately), default=0)
     return _each_rank_once([one for one in lately if one.attempt == newest])
@@ -155,8 +159,8 @@ def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
     """Leave out what is told anew elsewhere: a machine that hears of a lower rank later writes to another file."""
     newest: dict[int, float] = {}
     for node in nodes:
-        for pulse in node.ranks:
-            newest[pulse.rank] = max(newest.get(pulse.rank, 0.0), node.at_unix_s)
+        for heartbeat in node.ranks:
+            newest[heartbeat.rank] = max(newest.get(heartbeat.rank, 0.0), node.at_unix_s)
     kept = [
         msgspec.structs.replace(
             node, ranks=tuple(one for one in node.ranks if newest[one.rank] == node.at_unix_s)
@@ -166,7 +170,7 @@ def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
     return [node for node in kept if node.ranks]
 
 
-def _files(run: RunFolder, written_on: str | None) -> Iterable[Path]:
+def _node_records_files(run: RunFolder, written_on: str | None) -> Iterable[Path]:
     if written_on is not None:
         return sorted(node_record_path(run, written_on, 0).parent.glob("from-*.json"))
     return sorted(run.metrics.glob("ranks/*/from-*.json"))

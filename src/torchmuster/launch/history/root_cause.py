@@ -141,7 +141,7 @@ _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", r
 class NodeExit:
     """How one machine's part ended; times are of the launcher's monotonic clock.
 
-    ``ended`` is what its keeper reported, at ``ended_s``; ``lost`` is why it is not heard any more.
+    ``ended`` is what its node agent reported, at ``ended_s``; ``lost`` is why it is not heard any more.
     """
 
     host: str
@@ -199,18 +199,24 @@ def root_cause_of(
     first = min(blames, key=lambda report: (blames[report], report.at_s))
     alike = [report for report in blames if report is not first and _alike(first, report)]
     who = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
-    if world_size is not None and 1 < world_size == len(_ranks([first, *alike])):
+    if world_size is not None and 1 < world_size == len(_root_cause_ranks([first, *alike])):
         who = f"all {world_size} ranks"
         alike_words = []
     else:
-        alike_words = [f"{rank_text(_ranks(alike))} failed in the same way"] if alike else []
+        alike_words = (
+            [f"{rank_text(_root_cause_ranks(alike))} failed in the same way"] if alike else []
+        )
     rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
     aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
     early = [rank for end in ends if end.ended for rank in end.ended.finished]
     if blames[first] is _Blame.PEER and first.failure is not None and early:
         return _of_early_end(first, early, aftermath, logs)
     finding = _finding(first, who, aftermath, logs)
-    if first.failure and first.failure.rank in early and _code(first.failure) == _ABORTED:
+    if (
+        first.failure
+        and first.failure.rank in early
+        and _root_cause_code(first.failure) == _ABORTED
+    ):
         return _of_abort_at_exit(finding, first, aftermath)
     return finding
 
@@ -236,7 +242,9 @@ def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
     if gave_up:
         first = min(gave_up, key=lambda report: report.at_s)
         lines = (
-            [f"{rank_text(_ranks(gave_up))} then gave up: {_cause(first)}"] if first.failure else []
+            [f"{rank_text(_root_cause_ranks(gave_up))} then gave up: {_cause(first)}"]
+            if first.failure
+            else []
         )
     return dataclasses.replace(
         hang,
@@ -300,7 +308,7 @@ def _said(failure: protocol.Failure) -> str:
     return last_error(failure.last_lines) or ("" if is_code else own)
 
 
-def _code(failure: protocol.Failure) -> int:
+def _root_cause_code(failure: protocol.Failure) -> int:
     """Return how it ended by itself: a rank that is on its way out is still sent a signal."""
     own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
     if failure.what or failure.traceback or (own and own == failure.error):
@@ -321,7 +329,7 @@ def _blame(report: _Report, ours_from_s: float) -> _Blame:
     failure = report.failure
     killed = "by SIGKILL" in report.text
     if failure is not None:
-        code = _code(failure)
+        code = _root_cause_code(failure)
         killed = code == _KILLED and not _was_out_of_memory(failure)
         if code in _ASKED_TO_END:
             return _Blame.ENDED
@@ -339,11 +347,11 @@ def _only_waited(report: _Report) -> bool:
 
 
 def _role(report: _Report) -> Role | None:
-    found = None if report.lost else _known(report)
+    found = None if report.lost else _root_cause_known(report)
     return found.role if found else None
 
 
-def _known(report: _Report) -> Explanation | None:
+def _root_cause_known(report: _Report) -> Explanation | None:
     """Return what is known of a report's text, without what the text says only in passing."""
     found = explain_text(report.text, host=report.host)
     return found[0] if found and found[0].role is not Role.ASIDE else None
@@ -390,13 +398,13 @@ def _cause(report: _Report) -> str:
     exit_ = _exit(report.failure)
     if exit_ is known_failures.OUT_OF_MEMORY or not report.text:
         return exit_.words
-    by_signal = _code(report.failure) < 0
+    by_signal = _root_cause_code(report.failure) < 0
     return f"{exit_.words}: {_headline(report.text)}" if by_signal else _headline(report.text)
 
 
 def _exit(failure: protocol.Failure) -> known_failures.KnownExit:
     """Return what is known of how a rank ended."""
-    code = _code(failure)
+    code = _root_cause_code(failure)
     if code == _KILLED and _was_out_of_memory(failure):
         return known_failures.OUT_OF_MEMORY
     return known_failures.exit_of(code)
@@ -419,9 +427,9 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
     elif report.lost:
         why = "the launcher and {host} no longer hear each other"
         fix = "see whether {host} is up and on the network, and whether somebody ended it there"
-    elif found := _known(report):
+    elif found := _root_cause_known(report):
         why, fix = "; ".join(part for part in (found.what, found.why) if part), found.fix
-    elif failure is not None and (_code(failure) != 1 or not report.text):
+    elif failure is not None and (_root_cause_code(failure) != 1 or not report.text):
         exit_ = _exit(failure)
         why, fix = exit_.why, exit_.fix
         if place := crashed_at(failure.last_lines):
@@ -436,7 +444,7 @@ def _explanation(report: _Report) -> tuple[list[str], str]:
 def _of_memory(failure: protocol.Failure) -> str:
     if "its peak" in failure.evidence or failure.peak_rss_bytes is None:
         return failure.evidence
-    if _code(failure) != _KILLED:
+    if _root_cause_code(failure) != _KILLED:
         return failure.evidence
     peak = f"its peak was {format_bytes(failure.peak_rss_bytes)}"
     return f"{failure.evidence}; {peak}" if failure.evidence else peak
@@ -450,7 +458,7 @@ def _alike(first: _Report, other: _Report) -> bool:
     return len(texts) == 1
 
 
-def _ranks(reports: Sequence[_Report]) -> list[int]:
+def _root_cause_ranks(reports: Sequence[_Report]) -> list[int]:
     return [report.failure.rank for report in reports if report.failure is not None]
 
 
@@ -461,8 +469,8 @@ def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]
         who = f"rank {report.failure.rank} on {report.host}" if report.failure else report.host
         lines.append(f"{who} {'was lost' if report.lost else 'failed'} too: {_cause(report)}")
     gone = [report for report, blame in rest.items() if blame is _Blame.PEER]
-    peers = _ranks([report for report in gone if not _only_waited(report)])
-    ended = _ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
+    peers = _root_cause_ranks([report for report in gone if not _only_waited(report)])
+    ended = _root_cause_ranks([report for report, blame in rest.items() if blame is _Blame.ENDED])
     if peers:
         lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:

@@ -110,7 +110,7 @@ def silent_for_s(state: Path) -> float:
 
 
 # The phases of a run that is not over.
-ACTIVE = ("submitted", "roll-call", "starting", "running")
+ACTIVE = ("submitted", "node registry", "starting", "running")
 EVENTS = "events.jsonl"
 RESTART = "restart"  # the event that all ranks, or their launcher, start again after a failure
 # A run whose folder is there but nothing else yet: its launcher is given so long to write it down.
@@ -232,13 +232,13 @@ def write_job(
 
 def read_job(run: RunFolder) -> RunJob | None:
     """Return what was launched, or None if that was not written (yet)."""
-    content = _read(run.job)
+    content = _read_run_state(run.job)
     try:
         return RunJob(
             command=list(content["command"]),
             folder=str(content["folder"]),
             hosts=list(content["hosts"]),
-            launcher=Launcher(**_known(Launcher, content["launcher"])),
+            launcher=Launcher(**_run_state_known(Launcher, content["launcher"])),
             token=str(content["token"]),
             grace_s=float(content["grace_s"]),
             slurm_job=content["slurm_job"],
@@ -294,7 +294,7 @@ class EventLog:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        before = _state(_read(run.state))
+        before = _history_state(_read_run_state(run.state))
         # One whose launcher was killed and started again goes on.
         goes_on = before is not None and before.active
         self._started = before.started_unix_s if before and goes_on else time.time()
@@ -325,8 +325,8 @@ class EventLog:
 
 def read_state(run: RunFolder) -> RunState | None:
     """Return how a run goes; one whose launcher was killed, or is not heard of any more, is ``died``."""
-    content = _read(run.state)
-    state = _state(content)
+    content = _read_run_state(run.state)
+    state = _history_state(content)
     if state is None:
         return None
     job = read_job(run)
@@ -339,9 +339,9 @@ def read_state(run: RunFolder) -> RunState | None:
             return state
         since_unix_s = time.time() - silent_s
         headline = f"nothing was heard of the launcher for {format_seconds(silent_s)}"
-    fresh = _read(run.state)  # it may have ended between the two looks
+    fresh = _read_run_state(run.state)  # it may have ended between the two looks
     if fresh != content:
-        return _state(fresh)
+        return _history_state(fresh)
     return RunState(
         phase="died",
         since_unix_s=since_unix_s,
@@ -358,7 +358,7 @@ def _heard_unix_s(run: RunFolder, state: RunState) -> float:
         return state.since_unix_s
 
 
-def _state(content: dict[str, Any]) -> RunState | None:
+def _history_state(content: dict[str, Any]) -> RunState | None:
     """Return the state that was written as this; None if it was not one."""
     exit_code = content.get("exit_code")
     try:
@@ -373,13 +373,13 @@ def _state(content: dict[str, Any]) -> RunState | None:
         return None
 
 
-def _known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
+def _run_state_known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
     """Leave out what a newer version may have written beside what is known here."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in content.items() if name in names}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_run_state(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

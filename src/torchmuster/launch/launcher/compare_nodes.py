@@ -58,7 +58,7 @@ def compare_all_nodes(
         *_torch(nodes),
         *_machine_kinds(nodes),
         *_pythons(nodes),
-        *_code([one for one in nodes if one.fingerprint is not None], spec),
+        *_compare_nodes_code([one for one in nodes if one.fingerprint is not None], spec),
         *_packages(nodes, packages or {}),
         *_clocks(nodes),
     ]
@@ -158,7 +158,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
 
 
 def _machine_kinds(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
-    groups = _groups(nodes, lambda one: _kind(one.record.machine.lower()))
+    groups = _groups(nodes, lambda one: _compare_nodes_kind(one.record.machine.lower()))
     if len(groups) > 1:
         yield Finding(
             name="machine-kind",
@@ -168,7 +168,7 @@ def _machine_kinds(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         )
 
 
-def _kind(machine: str) -> str:
+def _compare_nodes_kind(machine: str) -> str:
     return _SAME_KIND.get(machine, machine)
 
 
@@ -207,7 +207,7 @@ def _clocks(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
 # ---- the code
 
 
-def _code(known: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
+def _compare_nodes_code(known: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
     script = f"module {spec.command[0]}" if spec.module else spec.command[0]
     kind = PureWindowsPath if "\\" in spec.folder else PurePosixPath
     folder = str(code_folder(kind(spec.folder, spec.command[0]), spec.module, spec.folder))
@@ -251,12 +251,12 @@ def _different_code(
             name="code-differs",
             status=Status.FAILURE,
             what=f"the code beside {script} is not the same on {name_several(names)} as on {first.name}",
-            why=f"Python files in {folder} differ: {_files(first)}, {_files(other_code[0])}",
+            why=f"Python files in {folder} differ: {_compare_nodes_files(first)}, {_compare_nodes_files(other_code[0])}",
             fix=_copy(first, names, folder),
         )
 
 
-def _files(one: NodeDescription) -> str:
+def _compare_nodes_files(one: NodeDescription) -> str:
     count = one.fingerprint.code_files if one.fingerprint is not None else 0
     return f"{count:,} files on {one.name}"
 

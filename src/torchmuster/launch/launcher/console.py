@@ -137,7 +137,7 @@ class OutputFolder:
         return f"{shown}… {more:,} characters more: see {self._log(rank)}" if more > 0 else shown
 
     def _add_line(self, rank: int, line: str, now_s: float) -> None:
-        own_prefix = line.startswith("[rank") and _names(line, rank)
+        own_prefix = line.startswith("[rank") and _console_names(line, rank)
         # What a rank says of itself by number is its own statement, never another's as well.
         key = f"\0{rank}\0{line}" if own_prefix else _LOG_TIME.sub("", line)
         last = self._last_of.get(rank)
@@ -242,7 +242,7 @@ class OutputFolder:
         return f"[{who}] {text}" if text else f"[{who}]"
 
 
-def _names(line: str, rank: int) -> bool:
+def _console_names(line: str, rank: int) -> bool:
     found = _OWN_PREFIX.match(line)
     return found is not None and int(found[1]) == rank
 

@@ -1,4 +1,4 @@
-"""The launcher's heart: a run from the roll-call to its end, started again after failures if asked."""
+"""The launcher's heart: a run from the node registry to its end, started again after failures if asked."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ class NodeRejoin:
 
     async def __aenter__(self) -> None:
         """Begin to look, where somebody is missing."""
-        if self._session.roll.left_out:
+        if self._session.registry.left_out:
             self._task = asyncio.create_task(self._look())
 
     async def __aexit__(
@@ -78,7 +78,7 @@ class NodeRejoin:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             # Before, the machines answer to the start of the attempt, and must not be asked anything else.
-            new = [one for one in session.roll.newcomers if one.prepared is None]
+            new = [one for one in session.registry.newcomers if one.prepared is None]
             if not new or not self._is_running():
                 continue
             ready = [node for node in new if await self._is_ready(node)]
@@ -97,15 +97,15 @@ class NodeRejoin:
             await self._prepare([node], again=True)
         except MusterError as error:
             self._say(f"{node.name} came, but cannot take part: {error.what}")
-            await self._session.roll.send_away(node)
+            await self._session.registry.send_away(node)
             return False
         return True
 
 
-def rejoin_message(roll: NodeRegistry, all_machines: int, global_batch_size: int | None) -> str:
+def rejoin_message(registry: NodeRegistry, all_machines: int, global_batch_size: int | None) -> str:
     """Say with how many machines a run goes on: ``going on with 3 of 4 machines, without d``."""
-    here = len(roll.nodes)
-    without = f", without {name_several(roll.left_out)}" if roll.left_out else ""
+    here = len(registry.nodes)
+    without = f", without {name_several(registry.left_out)}" if registry.left_out else ""
     batch = "" if global_batch_size is None else f"; the global batch stays {global_batch_size:,}"
     return f"going on with {here:,} of {all_machines:,} machines{without}{batch}"
 
@@ -245,13 +245,13 @@ class JobOutcome:
 
 
 class JobRunner:
-    """One run, from the roll-call to its end."""
+    """One run, from the node registry to its end."""
 
     def __init__(
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Console,
+        console: Console,
         *,
         run_id: str,
         logs: str,
@@ -259,13 +259,13 @@ class JobRunner:
     ) -> None:
         self._spec = spec
         self._transport = transport
-        self._voice = voice
+        self._console = console
         self._tell_phase = on_phase
         self._phase = ""
         self._logs = Path(logs)
         self._many = len(transport.places) > 1
         self._session = Session(
-            spec, transport, voice, run_id=run_id, logs=logs, on_phase=self._on_phase
+            spec, transport, console, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
         self._history: list[PastAttempt] = []
         self._asked_to_save = False
@@ -286,16 +286,16 @@ class JobRunner:
         session = self._session
         outcome = JobOutcome(good=False, stopped=True)
         try:
-            self._on_phase("roll-call")
-            await self._transport.open(session.roll.arrive)
-            await session.roll.call(range(len(self._transport.places)))
+            self._on_phase("node registry")
+            await self._transport.open(session.registry.arrive)
+            await session.registry.call(range(len(self._transport.places)))
             if self._many:
-                self._voice.say(session.roll.words())
-                self._refuse(session.differing_records(session.roll.nodes))
-            await self._prepare(session.roll.nodes)
+                self._console.say(session.registry.words())
+                self._refuse(session.differing_records(session.registry.nodes))
+            await self._prepare(session.registry.nodes)
             outcome = await self._attempts()
         except Stopped:
-            nodes = session.roll.nodes
+            nodes = session.registry.nodes
             await session.end(nodes)
             left = tuple(node.name for node in nodes if node.lost and not node.ended)
             outcome = JobOutcome(
@@ -311,16 +311,16 @@ class JobRunner:
     async def _prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
         await self._session.prepare(nodes, again=again)
         if self._many:
-            everybody = {node.place: node for node in (*self._session.roll.nodes, *nodes)}
+            everybody = {node.place: node for node in (*self._session.registry.nodes, *nodes)}
             findings = await self._session.differences(list(everybody.values()))
-            self._voice.show([one for one in findings if one.status is not Status.FAILURE])
+            self._console.show([one for one in findings if one.status is not Status.FAILURE])
             self._refuse(findings)
         self._session.say_reasons(nodes)
 
     def _refuse(self, findings: Sequence[Finding]) -> None:
         """End the run before it begins if the machines cannot work together."""
         failures = [one for one in findings if one.status is Status.FAILURE]
-        self._voice.show(failures[1:])
+        self._console.show(failures[1:])
         if failures:
             first = failures[0]
             raise Impossible(first.what, why=first.why, fix=first.fix)
@@ -334,7 +334,7 @@ class JobRunner:
             taking_in = NodeRejoin(
                 self._spec,
                 self._session,
-                say=self._voice.say,
+                say=self._console.say,
                 prepare=self._prepare,
                 is_running=lambda: self._phase == "running",
             )
@@ -346,7 +346,7 @@ class JobRunner:
             warned = self._asked_to_save or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
             if words := node_handle.trouble_text(
-                self._session.roll.nodes, warned=warned and can_save
+                self._session.registry.nodes, warned=warned and can_save
             ):
                 if self._asked_to_save or not taking_in.asked_to_save:
                     return JobOutcome(good=False, stopped=True, saved=words)
@@ -362,7 +362,7 @@ class JobRunner:
     async def _announce(self, pause_s: float, reason: str) -> None:
         """Say what failed and that all starts again, and write it down."""
         last = self._history[-1]
-        self._voice.say(restart_announcement(last, pause_s, reason))
+        self._console.say(restart_announcement(last, pause_s, reason))
         run = RunFolder(self._logs.parent)
         facts = {"headline": last.finding.what, "from_step": last.saved}
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
@@ -374,19 +374,19 @@ class JobRunner:
         """Run once; return None if it went well, else what went wrong."""
         session = self._session
         self._on_phase("starting")
-        for node in session.roll.nodes:
+        for node in session.registry.nodes:
             node.expect(number)
-        missed = session.roll.left_out
+        missed = session.registry.left_out
         try:
-            if back := await session.roll.call_back_the_lost():
+            if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
         except MachineLost:
-            return await session.fail(session.roll.nodes)
-        if session.roll.left_out != missed or (number == 0 and missed):
+            return await session.fail(session.registry.nodes)
+        if session.registry.left_out != missed or (number == 0 and missed):
             batch = now.global_batch_size
-            self._voice.say(rejoin_message(session.roll, len(self._transport.places), batch))
+            self._console.say(rejoin_message(session.registry, len(self._transport.places), batch))
         async with taking_in:
-            return await session.attempt(session.roll.nodes, number)
+            return await session.attempt(session.registry.nodes, number)
 
     def _failed(
         self,
@@ -394,7 +394,7 @@ class JobRunner:
         before: training_progress.TrainingProgress,
         after: training_progress.TrainingProgress,
     ) -> PastAttempt:
-        ends = [node.ended for node in self._session.roll.nodes if node.ended]
+        ends = [node.ended for node in self._session.registry.nodes if node.ended]
         failures = [failure for ended in ends for failure in ended.failures]
         return PastAttempt(
             finding=finding,

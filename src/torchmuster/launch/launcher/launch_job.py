@@ -1,4 +1,4 @@
-"""Launching a job from beginning to end: the run folder, the signals, the supervisor, the last word."""
+"""Launching a job from beginning to end: the run folder, the signals, the job runner, the last word."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ _REMIND_AFTER_S = 2.0
 
 
 class GroupTask(Protocol):
-    """What is done with the machines: a run (``Supervisor``), or a check of the group."""
+    """What is done with the machines: a run (``Job runner``), or a check of the group."""
 
     token: str
 
@@ -54,7 +54,7 @@ class MakeGroupTask(Protocol):
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: "TerminalConsole",
+        console: "TerminalConsole",
         *,
         run_id: str,
         logs: str,
@@ -76,7 +76,7 @@ def launch_job(
     """
 
     async def work() -> int:
-        # The machines are called first: keepers start while this process imports what it needs.
+        # The machines are called first: node agents start while this process imports what it needs.
         called = _Called(transport)
         await called.call()
         return await _launch(spec, called, run, make_voice(run), make_course)
@@ -150,7 +150,7 @@ async def _launch(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    voice: "TerminalConsole",
+    console: "TerminalConsole",
     make_course: MakeGroupTask | None,
 ) -> int:
     from torchmuster.launch.history import run_state
@@ -160,45 +160,47 @@ async def _launch(
     from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
 
     began = time.monotonic()
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     logs = str(run.logs.resolve())
     make_course = make_course or JobRunner
-    course = make_course(spec, transport, voice, run_id=run.id, logs=logs, on_phase=diary.phase)
+    course = make_course(
+        spec, transport, console, run_id=run.id, logs=logs, on_phase=event_log.phase
+    )
     slurm_job = os.environ.get("SLURM_JOB_ID")
     run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
-    with voice.speaking():
+    with console.speaking():
         asked: list[str] = []
         warned: list[str] = []
         newest = None if slurm_job is None else await _newest_checkpoint(spec)
         try:
             with (
                 launcher_heartbeat_of(run.state),
-                _signals(course, voice, asked, warned, can_save=spec.checkpoints is not None),
+                _signals(course, console, asked, warned, can_save=spec.checkpoints is not None),
             ):
-                voice.say(f"run {run.id}")  # whoever reads it may ask for the end
+                console.say(f"run {run.id}")  # whoever reads it may ask for the end
                 outcome = await course.run()
         except MusterError as error:
-            voice.show(findings := from_error(error))
+            console.show(findings := from_error(error))
             keep_failure(run, len(read_failures(run)), findings[0], ())
-            diary.ended("failed", error.exit_code, error.what)
+            event_log.ended("failed", error.exit_code, error.what)
             return error.exit_code
         except (
             asyncio.CancelledError
         ):  # Ctrl-C before anybody was there to ask for the end politely
-            diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+            event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
             raise
         except BaseException as error:
-            diary.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
+            event_log.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
             raise
-        voice.finish()
+        console.finish()
         took_s = time.monotonic() - began
-        code = _conclude(outcome, spec, diary, voice, run, took_s)
+        code = _conclude(outcome, spec, event_log, console, run, took_s)
         if code == ExitCode.SAVED and slurm_job is not None and not asked:
             is_newer = await _newest_checkpoint(spec) != newest
             why_not = would_not_get_on(
                 spec, outcome.saved, is_newer=is_newer, warned=bool(warned), took_s=took_s
             )
-            await asyncio.to_thread(_go_back_into_the_queue, slurm_job, voice, why_not)
+            await asyncio.to_thread(_go_back_into_the_queue, slurm_job, console, why_not)
         return code
 
 
@@ -212,62 +214,62 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
     return seen.checkpoint
 
 
-def _go_back_into_the_queue(job: str, voice: "TerminalConsole", why_not: str) -> None:
+def _go_back_into_the_queue(job: str, console: "TerminalConsole", why_not: str) -> None:
     from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue
 
     decided = may_go_back(job, why_not=why_not)
-    voice.say(decided.reason)
+    console.say(decided.reason)
     if decided.value and (trouble := requeue(job)):
-        voice.say(trouble)
+        console.say(trouble)
 
 
 def _conclude(
     outcome: "JobOutcome",
     spec: JobSpec,
-    diary: "run_state.EventLog",
-    voice: "TerminalConsole",
+    event_log: "run_state.EventLog",
+    console: "TerminalConsole",
     run: RunFolder,
     took_s: float,
 ) -> int:
     took = format_seconds(took_s)
     if outcome.good and outcome.words:
-        diary.ended("finished", ExitCode.GOOD, outcome.words)
+        event_log.ended("finished", ExitCode.GOOD, outcome.words)
         return ExitCode.GOOD
     if outcome.good:
-        voice.say(f"finished well in {took}; logs in {_shown(run.logs)}")
-        diary.ended("finished", ExitCode.GOOD, "finished well")
+        console.say(f"finished well in {took}; logs in {_launch_job_shown(run.logs)}")
+        event_log.ended("finished", ExitCode.GOOD, "finished well")
         return ExitCode.GOOD
     if outcome.saved:
-        voice.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
-        diary.ended("saved", ExitCode.SAVED, outcome.saved)
+        console.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
+        event_log.ended("saved", ExitCode.SAVED, outcome.saved)
         return ExitCode.SAVED
     if outcome.stopped:
         not_saved = ", without saving once more" if spec.checkpoints else ""
-        voice.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
-        diary.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+        console.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
+        event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
         return ExitCode.INTERRUPTED
     if outcome.words:
-        diary.ended("failed", ExitCode.FAILED, outcome.words)
+        event_log.ended("failed", ExitCode.FAILED, outcome.words)
         return ExitCode.FAILED
     assert outcome.finding is not None
-    voice.show([outcome.finding])
-    diary.ended("failed", ExitCode.FAILED, outcome.finding.what)
+    console.show([outcome.finding])
+    event_log.ended("failed", ExitCode.FAILED, outcome.finding.what)
     return ExitCode.FAILED
 
 
 def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
     if spec.checkpoints is None:  # a script of the user's own, which knows how
         return "start it again to go on"
-    return f"go on with: muster train --resume {_shown(run.path)}"
+    return f"go on with: muster train --resume {_launch_job_shown(run.path)}"
 
 
 def _left(machines: Sequence[str]) -> str:
     if not machines:
         return "nothing of it is running any more"
-    return f"given up: {name_several(machines)}, where its keeper ends it as soon as it can"
+    return f"given up: {name_several(machines)}, where its node agent ends it as soon as it can"
 
 
-def _shown(path: Path) -> str:
+def _launch_job_shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
@@ -276,7 +278,7 @@ def _shown(path: Path) -> str:
 @contextlib.contextmanager
 def _signals(
     course: GroupTask,
-    voice: "TerminalConsole",
+    console: "TerminalConsole",
     asked: list[str],
     warned: list[str],
     *,
@@ -292,7 +294,7 @@ def _signals(
 
     def stop(why: str) -> None:
         asked.append(why)
-        voice.say(f"{why}: ending all ranks (once more to end them at once)")
+        console.say(f"{why}: ending all ranks (once more to end them at once)")
         course.stop(why)
 
     def stop_as_a_scheduler_asks(why: str) -> None:
@@ -311,7 +313,7 @@ def _signals(
             reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
 
     def suspend() -> None:
-        voice.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
+        console.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
 
     actions = {
         "SIGINT": (stop, "Ctrl-C"),

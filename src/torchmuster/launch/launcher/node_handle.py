@@ -20,13 +20,13 @@ Sign = protocol.Heartbeats | protocol.Evidence | protocol.StackDump
 
 
 class NodeHandle:
-    """A machine that answered the roll-call."""
+    """A machine that answered the node registry."""
 
     def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
         self.place = place
         self.name = name
         self.channel = channel
-        self.part = part  # the token of what this keeper starts
+        self.part = part  # the token of what this node agent starts
         self.record: protocol.NodeRecord | None = None
         self.prepared: protocol.Prepared | None = None
         self.clock_offset_s = 0.0
@@ -135,7 +135,7 @@ class NodeHandle:
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
     ) -> None:
-        """Have a program started beside the keeper; ``on_word`` gets its lines, and its end."""
+        """Have a program started beside the node agent; ``on_word`` gets its lines, and its end."""
         self._on_word = on_word
         message = protocol.StartSidecar(program=program, token=self.part)
         await self.ask(message, protocol.SidecarStarted, within_s=within_s)
@@ -150,7 +150,7 @@ class NodeHandle:
             self._on_change()
 
     async def close(self) -> None:
-        """Let go of the machine; its keeper ends what is left there."""
+        """Let go of the machine; its node agent ends what is left there."""
         tasks = [*self._tasks, *filter(None, [self._sign])]
         for task in tasks:
             task.cancel()
@@ -186,7 +186,7 @@ class NodeHandle:
             match message:
                 case None:
                     words = self.channel.why_closed().rstrip(".")
-                    self.lose(words or "its keeper was killed, or ended without a word")
+                    self.lose(words or "its node agent was killed, or ended without a word")
                     return
                 case protocol.Alive():
                     pass
@@ -238,16 +238,16 @@ def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
     ends = [node.ended for node in nodes if node.ended is not None]
     if not ends or len(ends) < len(nodes):
         return ""
-    if not all(any(_code(one) in asked for one in ended.failures) for ended in ends):
+    if not all(any(_node_handle_code(one) in asked for one in ended.failures) for ended in ends):
         return ""
     failures = [failure for ended in ends for failure in ended.failures]
-    if any(_code(failure) not in (*asked, *_ENDED) for failure in failures):
+    if any(_node_handle_code(failure) not in (*asked, *_ENDED) for failure in failures):
         return ""
     told = [one.what for one in failures if one.exit_code == ExitCode.SAVED]
     return next(filter(None, told), "saved at a request to end" if told else NOTHING_NEW)
 
 
-def _code(failure: protocol.Failure) -> int:
+def _node_handle_code(failure: protocol.Failure) -> int:
     return known_failures.by_signal(failure.exit_code)
 
 

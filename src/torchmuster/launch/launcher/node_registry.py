@@ -1,4 +1,4 @@
-"""The roll-call: who is here, who is missing and why. What it costs grows with the machines, not faster."""
+"""The node registry: who is here, who is missing and why. What it costs grows with the machines, not faster."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ class NodeRegistry:
 
     def arrive(self, place: int, channel: Channel) -> None:
         """Take in a machine that has come."""
-        # A keeper that was lost and still ends its ranks must not end those of the one after it.
+        # A node agent that was lost and still ends its ranks must not end those of the one after it.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
         node = NodeHandle(place, f"machine {place + 1}", channel, part)
@@ -240,7 +240,7 @@ class NodeRegistry:
             await self._transport.reopen(node.place)
 
     async def leave(self, exit_code: int, words: str) -> None:
-        """Tell every keeper that it is over, and let go of all."""
+        """Tell every node agent that it is over, and let go of all."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
         async def leave(node: NodeHandle) -> None:

@@ -1,7 +1,7 @@
 """The logs of other machines' ranks, kept in the run's folder on the launcher's machine.
 
 Written by a thread: the folder is often on a network disk, and one that stands still for some seconds
-must not silence the launcher, whose keepers would take it for lost. What waits for the disk is kept in
+must not silence the launcher, whose node agents would take it for lost. What waits for the disk is kept in
 memory.
 """
 

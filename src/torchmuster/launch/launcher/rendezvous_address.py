@@ -33,18 +33,18 @@ async def choose_rendezvous_address(
     head, *others = nodes
     nonce = os.urandom(16).hex()
     if not others:
-        listening = await _listen(head, nonce, spec.port, spec.address)
+        listening = await _listen_rendezvous_address(head, nonce, spec.port, spec.address)
         only = listening.addresses[0]
         return _meeting(spec, only.address, listening.port, (only,))
     assert head.record is not None
     limit_s, system = spec.limits.reach_s, head.record.system
     # First any port, for that is where ranks talk; the meeting port last, for it is held from then on.
-    talking = await _listen(head, nonce, 0, spec.address)
+    talking = await _listen_rendezvous_address(head, nonce, 0, spec.address)
     reach.check_not_loopback(head.name, talking, spec.address, head.record.addresses)
     if spec.endpoint is not None:
         await _try_service(spec, nodes, _target(spec.endpoint))
     talked = await _reach_all(others, nonce, talking, limit_s)
-    listening = await _listen(head, nonce, spec.port, spec.address)
+    listening = await _listen_rendezvous_address(head, nonce, spec.port, spec.address)
     try:
         best = reach.choose_address(head.name, system, talking, talked, timeout_s=limit_s)
         narrowed = msgspec.structs.replace(
@@ -58,7 +58,7 @@ async def choose_rendezvous_address(
     chosen = reach.choose_address(head.name, system, narrowed, reached, timeout_s=limit_s)
     ends = [reach.local_end(answer, chosen.value) for _, answer in reached]
     local = (*_with(listening.addresses, chosen.value), *filter(None, ends))
-    places = [_place(node, end) for node, end in zip(nodes, local, strict=True)]
+    places = [_rendezvous_address_place(node, end) for node, end in zip(nodes, local, strict=True)]
     target = protocol.Target(address=chosen.value, port=talking.port)
     calls = [
         reach.ReachCall(
@@ -81,7 +81,7 @@ async def choose_rendezvous_address(
     return _meeting(spec, chosen.value, listening.port, local)
 
 
-async def _listen(
+async def _listen_rendezvous_address(
     node: NodeHandle, nonce: str, port: int | None, address: str | None
 ) -> protocol.Listening:
     message = protocol.Listen(nonce=nonce, port=port, address=address)
@@ -118,7 +118,7 @@ async def _call_each_other(
     """Let every machine but the first open any port, and some of the others try it."""
     opened = await asyncio.gather(
         *(
-            _listen(node, nonce, 0, place.address)
+            _listen_rendezvous_address(node, nonce, 0, place.address)
             for node, place in zip(nodes[1:], places[1:], strict=True)
         )
     )
@@ -149,7 +149,7 @@ def _with(addresses: Sequence[protocol.Address], wanted: str) -> list[protocol.A
     return [one for one in addresses if one.address == wanted]
 
 
-def _place(node: NodeHandle, end: protocol.Address) -> reach.NodeAddress:
+def _rendezvous_address_place(node: NodeHandle, end: protocol.Address) -> reach.NodeAddress:
     assert node.record is not None
     return reach.NodeAddress(name=node.name, system=node.record.system, address=end.address)
 

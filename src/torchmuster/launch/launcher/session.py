@@ -1,7 +1,7 @@
 """A session with the machines of a run: called, prepared, met, started, watched, ended, let go of.
 
 It does not know how machines are reached (that is the transport's) nor how a machine starts its ranks
-(the keeper's), nor what the ranks are for: a run (``supervisor.py``) and a check of the group use it
+(the node agent's), nor what the ranks are for: a run (``supervisor.py``) and a check of the group use it
 alike. Every wait has a limit, and whoever waits says for whom.
 """
 
@@ -106,34 +106,34 @@ def environment_of(spec: JobSpec) -> dict[str, str]:
 
 
 class Session:
-    """The machines of one run, from the roll-call until they are let go of."""
+    """The machines of one run, from the node registry until they are let go of."""
 
     def __init__(
         self,
         spec: JobSpec,
         transport: Transport,
-        voice: Console,
+        console: Console,
         *,
         run_id: str,
         logs: str,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._spec = spec
-        self._voice = voice
+        self._console = console
         self._run_id = run_id
         self._logs = logs
         self._run = RunFolder(Path(logs).parent)
-        self._rank_logs = RankLogs(Path(logs), voice.say)
+        self._rank_logs = RankLogs(Path(logs), console.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
         self._stop_why = ""
         self._stop_grace_s = spec.limits.grace_s
         self._silence = SilenceWatch()
         self._attempt = 0
-        self._lookout: HangMonitor | None = None
+        self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
-        self.waiting = WaitingMessages(voice.say)
-        self.roll = NodeRegistry(
+        self.waiting = WaitingMessages(console.say)
+        self.registry = NodeRegistry(
             transport,
             self.waiting,
             token=self.token,
@@ -152,12 +152,12 @@ class Session:
         self._stop_grace_s = 0.0 if again else self._spec.limits.grace_s
         self.waiting.stop()
         if again:
-            for node in self.roll.nodes:
+            for node in self.registry.nodes:
                 self._later(node.stop(0.0, why))
 
     def pass_on(self, name: str) -> None:
         """Pass a signal on to every rank."""
-        for node in self.roll.nodes:
+        for node in self.registry.nodes:
             self._later(node.channel.send(protocol.Signal(name=name)))
 
     # ---- before the start
@@ -207,7 +207,7 @@ class Session:
             for reason in node.prepared.reasons if node.prepared else ():
                 machines.setdefault(reason, []).append(node.name)
         for reason, names in machines.items():
-            self._voice.say(f"{name_several(names)}: {reason}" if self._many else reason)
+            self._console.say(f"{name_several(names)}: {reason}" if self._many else reason)
 
     def _preparation(self, node: NodeHandle, spec: JobSpec, *, again: bool) -> protocol.Prepare:
         host_ranks = spec.hosts[node.place].ranks if spec.hosts else None
@@ -243,7 +243,7 @@ class Session:
         return compare_nodes.compare_all_nodes(described, self._spec, packages=packages)
 
     def differing_records(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
-        """Return what differs between machines that only answered the roll-call."""
+        """Return what differs between machines that only answered the node registry."""
         return compare_nodes.compare_all_nodes([_described(node) for node in nodes], self._spec)
 
     # ---- the ranks
@@ -258,14 +258,14 @@ class Session:
             async with self.waiting.telling(lambda: "the machines are trying to reach each other"):
                 meeting = await self.waiting.unless_stopped(
                     choose_rendezvous_address(
-                        self._spec, nodes, attempt=attempt, say=self._voice.say
+                        self._spec, nodes, attempt=attempt, say=self._console.say
                     )
                 )
             await self._start(nodes, meeting, attempt)
         except MachineLost:
             return await self.fail(nodes)
         self._on_phase("running")
-        self._lookout = lookout = self._look_out(nodes)
+        self._hang_monitor = hang_monitor = self._look_out(nodes)
         async with self.waiting.telling(self._words):
             while True:
                 await self.waiting.something_new(1.0)
@@ -273,23 +273,23 @@ class Session:
                     return await self.fail(nodes)
                 if all(node.ended for node in nodes):
                     return None
-                lookout.look()
-                if lookout.must_end:
+                hang_monitor.look()
+                if hang_monitor.must_end:
                     return await self.fail(nodes)
 
     def _look_out(self, nodes: Sequence[NodeHandle]) -> HangMonitor:
         return HangMonitor(
             nodes,
             self._run,
-            say=self._voice.say,
-            show=self._voice.show,
+            say=self._console.say,
+            show=self._console.show,
             later=self._later,
             end_after_s=self._spec.limits.end_hangs_s,
         )
 
     def _words(self) -> str:
         """Say that the ranks are alive, unless it was told that they hang."""
-        told = self._lookout is not None and self._lookout.finding is not None
+        told = self._hang_monitor is not None and self._hang_monitor.finding is not None
         return "" if told else self._silence.words()
 
     async def _start(
@@ -298,7 +298,7 @@ class Session:
         sizes = [node.prepared.ranks for node in nodes if node.prepared]
         first_ranks = [0, *itertools.accumulate(sizes)]
         world_size = sum(sizes)
-        self._voice.world(world_size)
+        self._console.world(world_size)
         # Not the node's own place: another one may be missing.
         order = {node.place: number for number, node in enumerate(nodes)}
 
@@ -326,7 +326,7 @@ class Session:
         if len(spread) > _MACHINES_SHOWN:
             spread = [f"on {len(spread):,} machines"]
         count = plural(world_size, "rank")
-        self._voice.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
+        self._console.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
         devices = {
             node.name: list(node.prepared.devices)[:_DEVICES_NOTED]
             for node in nodes[:_MACHINES_SHOWN]
@@ -337,7 +337,7 @@ class Session:
 
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
-        self._voice.output(rank, text)
+        self._console.output(rank, text)
         if self._many:  # of one machine, the ranks themselves write there
             self._rank_logs.write(rank, text)
 
@@ -346,9 +346,9 @@ class Session:
     async def fail(self, nodes: Sequence[NodeHandle]) -> Finding:
         """End all machines because one failed; return the verdict."""
         noticed_s = time.monotonic()
-        hang = self._lookout.finding if self._lookout is not None else None
+        hang = self._hang_monitor.finding if self._hang_monitor is not None else None
         await self.end(nodes)
-        self._lookout = None
+        self._hang_monitor = None
         ends = [
             root_cause.NodeExit(
                 host=node.name,
@@ -387,15 +387,15 @@ class Session:
             while time.monotonic() < deadline and words():
                 await self.waiting.something_new(0.2, although_stopped=True)
         if slow := words():
-            self._voice.say(f"given up: {slow}")
+            self._console.say(f"given up: {slow}")
         for node in waiting:
             if not node.ended:
                 node.lose(f"it did not end within {grace_s + _END_WITHIN_S:.0f} s")
 
     async def leave(self, exit_code: int, words: str) -> None:
-        """Let go of every machine; the words are for whoever watches a keeper's terminal."""
-        async with self.waiting.telling(lambda: "waiting for the keepers to end"):
-            await self.roll.leave(exit_code, words)
+        """Let go of every machine; the words are for whoever watches a node agent's terminal."""
+        async with self.waiting.telling(lambda: "waiting for the node agents to end"):
+            await self.registry.leave(exit_code, words)
             await asyncio.to_thread(self._rank_logs.close)
 
     # ---- waiting

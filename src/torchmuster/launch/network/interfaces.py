@@ -86,14 +86,14 @@ def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[
 def _order(
     one: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
 ) -> tuple[bool, int, int, int]:
-    return (address.is_link_local, _kind(one.name), -one.speed_mbits, address.version)
+    return (address.is_link_local, _interfaces_kind(one.name), -one.speed_mbits, address.version)
 
 
 def _only_on_its_link(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.version == 6 and address.is_link_local
 
 
-def _kind(name: str) -> int:
+def _interfaces_kind(name: str) -> int:
     if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
         return 2
     return 1 if _VPNS.match(name) else 0
@@ -176,7 +176,7 @@ def socket_findings(
             status=Status.FAILURE,
             what=f"{variable}={value} cannot work on this machine",
             why=why,
-            fix=_fix(variable, interfaces),
+            fix=_fix_interfaces(variable, interfaces),
             evidence=f"interfaces here: {_listed(interfaces)}",
         )
         for variable, value, why in troubles
@@ -240,7 +240,7 @@ def _leads_nowhere(one: Interface) -> str:
     return ""
 
 
-def _fix(variable: str, interfaces: Sequence[Interface]) -> str:
+def _fix_interfaces(variable: str, interfaces: Sequence[Interface]) -> str:
     text = f"unset {variable}  # then the interface that reaches the other machines is taken"
     best = next(iter(interface_candidates(interfaces)), None)
     if best is None:

@@ -54,7 +54,7 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
     # One who waits for connections is the holder rather than one who was given one.
     held.sort(key=lambda one: (one.status != psutil.CONN_LISTEN, one.pid is None))
     if held[0].pid is not None:
-        return _told(held[0].pid)
+        return _listening_message(held[0].pid)
     owner = _owner(port, proc_root)
     return f"a program of user {owner}" if owner else _UNKNOWN
 
@@ -66,21 +66,21 @@ def _own_holder(port: int) -> str | None:
         except (psutil.Error, OSError):
             continue
         if any(one.laddr[1:] == (port,) and one.status == psutil.CONN_LISTEN for one in mine):
-            return _told(process.pid)
+            return _listening_message(process.pid)
     return None
 
 
-def _told(pid: int) -> str:
+def _listening_message(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            command = _short(printable(process.cmdline() or [process.name()]))
+            command = _listening_short(printable(process.cmdline() or [process.name()]))
             return f"{command} (pid {pid}, user {process.username()})"
     except (psutil.Error, OSError):
         return f"pid {pid}"
 
 
-def _short(command: str) -> str:
+def _listening_short(command: str) -> str:
     """Leave out the middle of a long command: a program's name is at one end, its job at the other."""
     half = _COMMAND_SHOWN // 2
     return command if len(command) <= 2 * half else f"{command[:half]} … {command[-half:]}"
@@ -237,7 +237,7 @@ def open_port(
     if port:
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
-            raise _taken(port)
+            raise _listening_taken(port)
         reason = f"port {port}: it was asked for"
     elif port is None:
         sockets, reason = _bind_usual(where)
@@ -255,7 +255,7 @@ def open_loopback(port: int | None) -> socket.socket:
         return _bind(_LOOPBACK.address, _checked(port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _taken(port) from None
+            raise _listening_taken(port) from None
         raise _not_allowed(port, error) from None
 
 
@@ -265,7 +265,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         if found:
             return found, ""
         return [_LOOPBACK], "; only at 127.0.0.1, for this machine has no other address"
-    named = _named(address.removeprefix("[").removesuffix("]"), known)
+    named = _listening_name(address.removeprefix("[").removesuffix("]"), known)
     local = [one for one in named if network_interfaces.is_local(one, known)]
     if not local:
         raise _not_here(address, named, known)
@@ -276,7 +276,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
     return chosen, f"; only at {address}, which was asked for"
 
 
-def _named(word: str, known: Sequence[Interface]) -> list[str]:
+def _listening_name(word: str, known: Sequence[Interface]) -> list[str]:
     """Return the addresses meant by an address, the name of an interface, or any other name."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(word))]
@@ -387,7 +387,7 @@ def _checked(port: int) -> int:
     return port
 
 
-def _taken(port: int) -> Impossible:
+def _listening_taken(port: int) -> Impossible:
     holder = holder_of(port)
     return Impossible(
         f"port {port} is asked for, but it is taken",

@@ -62,7 +62,10 @@ def check_reachability(
     if fatal:
         raise _blocked(fatal, port, timeout_s)
     if failed:
-        callers, called = _names(one.caller for one in failed), _names(one.called for one in failed)
+        callers, called = (
+            _reach_names(one.caller for one in failed),
+            _reach_names(one.called for one in failed),
+        )
         verb = "does" if len(callers) == 1 else "do"
         return (
             f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports at which ranks talk; "
@@ -78,7 +81,10 @@ def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
 
 
 def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossible:
-    callers, called = _names(one.caller for one in fatal), _names(one.called for one in fatal)
+    callers, called = (
+        _reach_names(one.caller for one in fatal),
+        _reach_names(one.called for one in fatal),
+    )
     verb = "does" if len(callers) == 1 else "do"
     lines = [
         f"{one.caller.name} to {one.called.name} ({one.called.address}, at port {one.port} to try it): "
@@ -101,7 +107,7 @@ def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossi
     )
 
 
-def _names(places: Iterable[NodeAddress]) -> list[str]:
+def _reach_names(places: Iterable[NodeAddress]) -> list[str]:
     return list(dict.fromkeys(one.name for one in places))
 
 
@@ -172,7 +178,9 @@ async def _call_until_answered(
     local = None
     for call in range(_CALLS):
         await asyncio.sleep(call * _PAUSE_S)
-        answer, local, connection = await _call(target, request_line(nonce), len(wanted), known)
+        answer, local, connection = await _call_reach(
+            target, request_line(nonce), len(wanted), known
+        )
         if hmac.compare_digest(answer, wanted):
             return "", local, connection
         connection.close()
@@ -181,7 +189,7 @@ async def _call_until_answered(
     return "impostor", local, None
 
 
-async def _call(
+async def _call_reach(
     target: protocol.Target, request: bytes, length: int, known: Sequence[Interface]
 ) -> tuple[bytes, protocol.Address, socket.socket]:
     """Return what was answered, at most ``length`` bytes, our own end, and the connection.
@@ -265,7 +273,7 @@ def choose_address(
     if chosen is None:
         raise _none_reached(listening, troubles, answers, head, system, timeout_s)
     passed_over = [
-        f"{one.address} was passed over ({_told(found, timeout_s)})"
+        f"{one.address} was passed over ({_reach_message(found, timeout_s)})"
         for one, found in troubles.items()
         if found and listening.addresses.index(one) < listening.addresses.index(chosen)
     ]
@@ -294,7 +302,7 @@ def check_service(
         verb = "does" if len(nodes) == 1 else "do"
         raise Impossible(
             f"{name_several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
-            why=_told(troubles, timeout_s),
+            why=_reach_message(troubles, timeout_s),
             fix=f"start {name} there, or let these machines in at port {target.port}; the address "
             "is what --rdzv-endpoint says",
         )
@@ -326,7 +334,7 @@ def _none_reached(
 ) -> Impossible:
     words = {problem for found in troubles.values() for problem in found}
     lines = [
-        f"{one.address} ({one.interface}): {_told(found, timeout_s)}"
+        f"{one.address} ({one.interface}): {_reach_message(found, timeout_s)}"
         for one, found in troubles.items()
     ]
     failing = [{node for nodes in found.values() for node in nodes} for found in troubles.values()]
@@ -349,7 +357,7 @@ def _none_reached(
     return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
 
 
-def _told(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
+def _reach_message(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
     return "; ".join(
         f"{name_several(nodes)}: {meaning_of_errno(problem, timeout_s)}"
         for problem, nodes in found.items()

@@ -1,1 +1,1 @@
-"""The keeper: the one process of ours on each machine that takes part in a run."""
+"""The node agent: the one process of ours on each machine that takes part in a run."""

@@ -1,4 +1,4 @@
-"""``python -m torchmuster.launch.node``: a keeper on standard input and output."""
+"""``python -m torchmuster.launch.node``: a node agent on standard input and output."""
 
 import argparse
 import asyncio

@@ -46,13 +46,13 @@ class Tail:
         if end:
             self._unfinished = rest
             self._shown_s = now_s
-            return _text(whole + end)
+            return _attempt_text(whole + end)
         if len(rest) >= _CHUNK:
             text, self._unfinished = _whole_letters(rest)
             return f"{text}\n"
         if last:
             self._unfinished = b""
-            return _text(rest + b"\n") if rest else ""
+            return _attempt_text(rest + b"\n") if rest else ""
         return self._progress(now_s)
 
     def skip(self) -> int:
@@ -88,7 +88,7 @@ class Tail:
         self._shown_s = now_s
         self._unfinished = states[-1]
         shown = next((state for state in reversed(states[:-1]) if state.strip()), b"")
-        return _text(shown + b"\n") if shown else ""
+        return _attempt_text(shown + b"\n") if shown else ""
 
 
 def _whole_letters(data: bytes) -> tuple[str, bytes]:
@@ -97,7 +97,7 @@ def _whole_letters(data: bytes) -> tuple[str, bytes]:
     return decoder.decode(data), decoder.getstate()[0]
 
 
-def _text(data: bytes) -> str:
+def _attempt_text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
 
 
@@ -117,14 +117,18 @@ async def dump_stacks(
     asked = [rank for rank in ranks if rank in pids]
     for rank in asked:
         with contextlib.suppress(OSError):
-            _request(records, rank).touch()
-    silent = await _wait(lambda rank: not _request(records, rank).exists(), asked, _ANSWER_WITHIN_S)
+            _attempt_request(records, rank).touch()
+    silent = await _wait_attempt(
+        lambda rank: not _attempt_request(records, rank).exists(), asked, _ANSWER_WITHIN_S
+    )
     signalled = [rank for rank in silent if _signal(pids[rank])]
-    await _wait(lambda rank: bool(_faults(records, rank)), signalled, _SIGNAL_WITHIN_S)
-    return _evidence(records, pids, asked, silent)
+    await _wait_attempt(lambda rank: bool(_faults(records, rank)), signalled, _SIGNAL_WITHIN_S)
+    return _attempt_evidence(records, pids, asked, silent)
 
 
-async def _wait(done: Callable[[int], bool], ranks: Iterable[int], within_s: float) -> list[int]:
+async def _wait_attempt(
+    done: Callable[[int], bool], ranks: Iterable[int], within_s: float
+) -> list[int]:
     """Wait until all are done; return those that are not when the time is up."""
     deadline = time.monotonic() + within_s
     while left := [rank for rank in ranks if not done(rank)]:
@@ -134,7 +138,7 @@ async def _wait(done: Callable[[int], bool], ranks: Iterable[int], within_s: flo
     return left
 
 
-def _evidence(
+def _attempt_evidence(
     records: Path, pids: dict[int, int], asked: Iterable[int], silent: Iterable[int]
 ) -> Iterator[protocol.Evidence]:
     for rank in asked:
@@ -187,7 +191,7 @@ def _signal(pid: int) -> bool:
     return False
 
 
-def _request(records: Path, rank: int) -> Path:
+def _attempt_request(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.examine"
 
 
@@ -204,7 +208,7 @@ def _dump_text(path: Path) -> str:
 
 _FOLLOW_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 1.0
-_PULSES_EVERY_S = 2.0
+_HEARTBEATS_EVERY_S = 2.0
 _KILL_WITHIN_S = 5.0
 # What the agent may take to end once it has no rank any more.
 _AGENT_GRACE_S = 2.0
@@ -226,7 +230,7 @@ class RunningAttempt:
         self._tails = [Tail(rank, share.logs / f"rank-{rank}.log") for rank in self._ranks]
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
-        self._pulses = HeartbeatReader(share.records, self._ranks)
+        self._heartbeats = HeartbeatReader(share.records, self._ranks)
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
@@ -296,21 +300,27 @@ class RunningAttempt:
             if now - sampled_s > _SAMPLE_EVERY_S:
                 sampled_s = now
                 self._peaks.sample(engines.rank_pids(self._share.records).values())
-            if now - told_s > _PULSES_EVERY_S:
+            if now - told_s > _HEARTBEATS_EVERY_S:
                 told_s = now
-                await self._tell_pulses()
+                await self._tell_heartbeats()
         await self._forward_the_rest()
 
-    async def _tell_pulses(self) -> None:
+    async def _tell_heartbeats(self) -> None:
         # In a thread: to find a rank's children, all processes of the machine are looked at.
-        if pulses := await asyncio.to_thread(self._pulses.read):
+        if heartbeats := await asyncio.to_thread(self._heartbeats.read):
             attempt, run = self._share.start.attempt, self._run
-            message = protocol.Heartbeats(attempt=attempt, pulses=pulses, kept=run is not None)
+            message = protocol.Heartbeats(
+                attempt=attempt, heartbeats=heartbeats, kept=run is not None
+            )
             await self._send(message)
             if run is not None:
                 host = socket.gethostname()
                 await asyncio.to_thread(
-                    node_records.write_node_ranks, run, host=host, attempt=attempt, pulses=pulses
+                    node_records.write_node_ranks,
+                    run,
+                    host=host,
+                    attempt=attempt,
+                    heartbeats=heartbeats,
                 )
 
     async def _kill_when_time_is_up(self) -> None:
@@ -339,7 +349,7 @@ class RunningAttempt:
                     break
 
     async def _forward_the_rest(self) -> None:
-        """Send what is left, however long it takes: with the keeper its files go, too.
+        """Send what is left, however long it takes: with the node agent its files go, too.
 
         Of very much only the last part, where the end was asked for or the launcher has the logs.
         """

@@ -1,4 +1,4 @@
-"""The keeper's end of its connection to the launcher, on a pipe."""
+"""The node agent's end of its connection to the launcher, on a pipe."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from torchmuster.launch import protocol
 
 
 class AgentConnection(Protocol):
-    """What a keeper needs of a connection to the launcher."""
+    """What a node agent needs of a connection to the launcher."""
 
     async def receive(self) -> protocol.ToAgent | None:
         """Return the next message, or None when the launcher has gone."""

@@ -45,7 +45,7 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
         held = acquire_devices(
             Claims.here(os.environ),
             snapshot.take_snapshot_with_history,
-            _request(prepare),
+            _device_lease_request(prepare),
             environment=os.environ,
             wait_s=prepare.wait_s,
             on_wait=on_wait,
@@ -64,14 +64,16 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     node = snapshot.take_snapshot_with_history()
     claimed = Claims.here(os.environ).glance(one.uuid for one in node.accelerators).in_the_way
     try:
-        decision = choose_devices(node, _request(prepare), environment=os.environ, claims=claimed)
+        decision = choose_devices(
+            node, _device_lease_request(prepare), environment=os.environ, claims=claimed
+        )
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
     return _gpus(prepare, decision, None)
 
 
-def _request(prepare: protocol.Prepare) -> DeviceRequest:
+def _device_lease_request(prepare: protocol.Prepare) -> DeviceRequest:
     return DeviceRequest(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
 
 

@@ -1,7 +1,7 @@
 """torchrun's elastic agent for one machine.
 
 The agent is PyTorch's own, and so are its flags; this file adds three things to it: it dies with the
-keeper, it writes down which ranks failed and how, and it knows the rendezvous ``torchmuster``.
+node agent, it writes down which ranks failed and how, and it knows the rendezvous ``torchmuster``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What starts a machine's ranks: torchrun's agent, or the keeper itself where that cannot run."""
+"""What starts a machine's ranks: torchrun's agent, or the node agent itself where that cannot run."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ def rank_pids(records: Path) -> dict[int, int]:
     found = {}
     for path in records.glob("rank-*.json"):
         if path.name.count(".") == 1:
-            found[int(path.stem.removeprefix("rank-"))] = int(_read(path).get("pid", 0))
+            found[int(path.stem.removeprefix("rank-"))] = int(_read_engines(path).get("pid", 0))
     return found
 
 
@@ -172,7 +172,7 @@ def read_failure_files(
     """
     found = []
     for local_rank, rank in enumerate(ranks):
-        own = _read(records / f"rank-{rank}.error.json")
+        own = _read_engines(records / f"rank-{rank}.error.json")
         if rank not in exits and not own:
             continue
         seen = exits.get(rank)
@@ -183,11 +183,11 @@ def read_failure_files(
                 local_rank=local_rank,
                 exit_code=_exit_code(seen, own),
                 ago_s=max(0.0, time.time() - float(at)),
-                error=_text(own, "error"),
-                what=_text(own, "what"),
-                why=_text(own, "why"),
-                fix=_text(own, "fix"),
-                traceback=_text(own, "traceback"),
+                error=_engines_text(own, "error"),
+                what=_engines_text(own, "what"),
+                why=_engines_text(own, "why"),
+                fix=_engines_text(own, "fix"),
+                traceback=_engines_text(own, "traceback"),
                 last_lines=last_output_lines(logs / f"rank-{rank}.log", began.get(rank, 0)),
                 peak_rss_bytes=peaks.get(rank),
                 evidence=evidence.get(rank, ""),
@@ -243,7 +243,7 @@ def agent_exits(records: Path) -> dict[int, RankExit]:
         int(one["rank"]): RankExit(
             pid=int(one["pid"]), code=int(one["exit_code"]), at_unix_s=float(one["at_unix_s"])
         )
-        for one in _read(records / "agent.json").get("failures", [])
+        for one in _read_engines(records / "agent.json").get("failures", [])
     }
 
 
@@ -259,12 +259,12 @@ def last_output_lines(path: Path, began: int) -> str:
     return "\n".join(text.splitlines()[-_LAST_LINES:])
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def _engines_text(record: Mapping[str, Any], name: str) -> str:
     """Return a text of a record; halves of characters, as in odd file names, cannot travel."""
     return str(record.get(name, "")).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_engines(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -323,7 +323,7 @@ class TorchrunEngine:
                 stdout=log,
                 stderr=log,
                 pass_fds=() if socket is None else (socket,),
-                start_new_session=True,  # Ctrl-C is the keeper's to deal with
+                start_new_session=True,  # Ctrl-C is the node agent's to deal with
             )
         return self._process.pid
 
@@ -364,7 +364,7 @@ class TorchrunEngine:
 
 
 class DirectEngine:
-    """The ranks as children of the keeper, for Windows, where torchrun's agent cannot run."""
+    """The ranks as children of the node agent, for Windows, where torchrun's agent cannot run."""
 
     def __init__(self, share: NodeShare, environment: Mapping[str, str]) -> None:
         self._share = share

@@ -1,4 +1,4 @@
-"""The pulses of a machine's ranks: what each wrote down of itself, and what the system knows of it."""
+"""The heartbeats of a machine's ranks: what each wrote down of itself, and what the system knows of it."""
 
 import os
 import time
@@ -110,7 +110,7 @@ _decode = msgspec.json.Decoder(Heartbeat).decode
 
 
 class HeartbeatReader:
-    """Reads the pulses of one attempt."""
+    """Reads the heartbeats of one attempt."""
 
     def __init__(
         self,
@@ -118,16 +118,18 @@ class HeartbeatReader:
         ranks: Iterable[int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._paths = [records / f"rank-{rank}.pulse.json" for rank in ranks]
+        self._paths = [records / f"rank-{rank}.heartbeat.json" for rank in ranks]
         self._clock = clock
         self._beats: dict[int, tuple[int, float]] = {}  # by process: the last, and since when
         self._moves: dict[int, tuple[int, float]] = {}
         self._load = Load(clock)
 
     def read(self) -> tuple[Heartbeat, ...]:
-        """Return the newest pulse of every rank that has one."""
-        told = [pulse for path in self._paths if (pulse := _read(path)) is not None]
-        stats = {pulse.pid: look_at_process(pulse.pid) for pulse in told}
+        """Return the newest heartbeat of every rank that has one."""
+        told = [
+            heartbeat for path in self._paths if (heartbeat := _read_heartbeats(path)) is not None
+        ]
+        stats = {heartbeat.pid: look_at_process(heartbeat.pid) for heartbeat in told}
         still = [
             one.pid
             for one in told
@@ -136,13 +138,13 @@ class HeartbeatReader:
         busy = self._load.take(stats, with_children=still)
         return tuple(
             msgspec.structs.replace(
-                pulse,
-                state=GONE if (stat := stats[pulse.pid]) is None else stat.state,
-                busy=busy.get(pulse.pid),
+                heartbeat,
+                state=GONE if (stat := stats[heartbeat.pid]) is None else stat.state,
+                busy=busy.get(heartbeat.pid),
                 memory_bytes=None if stat is None else stat.memory_bytes,
-                silent_s=round(self._unchanged_s(self._beats, pulse.pid, pulse.beat), 1),
+                silent_s=round(self._unchanged_s(self._beats, heartbeat.pid, heartbeat.beat), 1),
             )
-            for pulse in told
+            for heartbeat in told
         )
 
     def _unchanged_s(self, known: dict[int, tuple[int, float]], pid: int, count: int) -> float:
@@ -155,7 +157,7 @@ class HeartbeatReader:
         return now - since_s
 
 
-def _read(path: Path) -> Heartbeat | None:
+def _read_heartbeats(path: Path) -> Heartbeat | None:
     try:
         return _decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):  # none yet, or its disk is full

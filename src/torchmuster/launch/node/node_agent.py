@@ -1,4 +1,4 @@
-"""The keeper itself: does what the launcher says, and ends everything when it no longer hears it."""
+"""The node agent itself: does what the launcher says, and ends everything when it no longer hears it."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ class NodeAgent:
         """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
 
         A launcher that is not trusted has each message checked by ``allowed`` (``join_policy.py``).
-        ``tell`` is for whoever watches this keeper's own terminal, where it has one.
+        ``tell`` is for whoever watches this node agent's own terminal, where it has one.
         """
         self._end = end
         self._system = system
@@ -82,7 +82,7 @@ class NodeAgent:
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
         self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
-        self._watchman: Reaper | None = None
+        self._reaper: Reaper | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # how it ended, for whoever watches this terminal
@@ -195,7 +195,7 @@ class NodeAgent:
                 await self._end.send(protocol.Refused(trouble=trouble_of(error)))
             except Exception as error:  # whatever it is, the launcher must hear of it
                 words = f"{type(error).__name__}: {error}"
-                unexpected = MusterError(f"the keeper failed: {words}")
+                unexpected = MusterError(f"the node agent failed: {words}")
                 await self._end.send(protocol.Refused(trouble=trouble_of(unexpected)))
 
         task = asyncio.create_task(guarded())
@@ -217,8 +217,8 @@ class NodeAgent:
             self._job.prepare = message
             await self._tell_prepared()
             return
-        if self._watchman is None:
-            self._watchman = Reaper(message.token, self._folder)
+        if self._reaper is None:
+            self._reaper = Reaper(message.token, self._folder)
         loop = asyncio.get_running_loop()
 
         def on_wait(error: MusterError) -> None:
@@ -329,7 +329,7 @@ class NodeAgent:
             assert self._job is not None
             token = self._job.prepare.token
             await asyncio.to_thread(process_cleanup.kill_processes, token, within_s=_GONE_WITHIN_S)
-            words = f"the keeper failed: {type(error).__name__}: {error}"
+            words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
         try:
@@ -363,8 +363,8 @@ class NodeAgent:
         await self._end.send(protocol.Packages(packages=packages))
 
     async def _engage(self, message: protocol.StartSidecar) -> None:
-        if self._watchman is None:
-            self._watchman = Reaper(message.token, self._folder)
+        if self._reaper is None:
+            self._reaper = Reaper(message.token, self._folder)
         if self._engaged is not None:
             await self._engaged.end()
         self._engaged = await Sidecar.begin(message, self._end.send)
@@ -373,8 +373,8 @@ class NodeAgent:
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(_ALIVE_EVERY_S)
-            if self._watchman is not None:
-                self._watchman.see_to_it()
+            if self._reaper is not None:
+                self._reaper.see_to_it()
             await self._end.send(protocol.Alive())
 
     async def _notice_silence(self, over: "asyncio.Future[int]") -> None:
@@ -407,12 +407,12 @@ class NodeAgent:
                 gone_within_s = self._last_grace_s + _GONE_WITHIN_S
                 await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
             except TimeoutError:
-                ended = False  # the watchman goes on trying
+                ended = False  # the reaper goes on trying
         await self._forget_port()
         if self._job is not None:
             self._job.holding.release()
-        if self._watchman is not None and ended:
-            self._watchman.dismiss()
+        if self._reaper is not None and ended:
+            self._reaper.dismiss()
         shutil.rmtree(self._folder, ignore_errors=True)
         await self._end.close()
 

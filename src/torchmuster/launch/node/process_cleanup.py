@@ -18,9 +18,9 @@ _LOOK_AGAIN_S = 0.02
 
 
 def processes_of(token: str) -> list[psutil.Process]:
-    """Return the living processes on this machine that belong to a run, or to one keeper's part of it.
+    """Return the living processes on this machine that belong to a run, or to one node agent's part of it.
 
-    A part's token is the run's, a dot and the place: two keepers on one machine leave each other alone.
+    A part's token is the run's, a dot and the place: two node agents on one machine leave each other alone.
     """
     found = []
     for process in psutil.process_iter():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RankExits:
-    """The ranks that failed, in a file for the keeper.
+    """The ranks that failed, in a file for the node agent.
 
     torch reports them once it has ended the other ranks, with times in whole seconds. That can take a while, and the agent
     may itself be killed meanwhile, so each failure is written as soon as its process exits.

@@ -1,8 +1,8 @@
-"""The process that ends what a keeper started, should the keeper itself be killed.
+"""The process that ends what a node agent started, should the node agent itself be killed.
 
 It sits in a session of its own, so that neither Ctrl-C nor the end of an ssh session reaches it, and
-waits for the other end of its standard input to close. Where the keeper said ``done`` first, there is
-nothing to do. Should the watchman be killed, the keeper starts another.
+waits for the other end of its standard input to close. Where the node agent said ``done`` first, there is
+nothing to do. Should the reaper be killed, the node agent starts another.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _GO_WITHIN_S = 2.0
 
 
 class Reaper:
-    """The keeper's hold on it."""
+    """The node agent's hold on it."""
 
     def __init__(self, token: str, folder: Path) -> None:
         self._told = f"{token}\n{folder}\n".encode()
@@ -32,7 +32,7 @@ class Reaper:
             self._process = self._start()
 
     def dismiss(self) -> None:
-        """Nothing is left to be ended: it goes before the keeper does."""
+        """Nothing is left to be ended: it goes before the node agent does."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(_DONE)
@@ -59,7 +59,7 @@ class Reaper:
 
 
 def main() -> None:
-    """Wait for the keeper's end; unless it was done, kill what it left and remove its folder."""
+    """Wait for the node agent's end; unless it was done, kill what it left and remove its folder."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         with contextlib.suppress(AttributeError, ValueError):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

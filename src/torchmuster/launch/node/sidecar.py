@@ -1,4 +1,4 @@
-"""A small program of ours that runs beside the keeper and talks with the launcher through it.
+"""A small program of ours that runs beside the node agent and talks with the launcher through it.
 
 The lines of its standard input and output travel as ``relay``; what it writes on standard error is kept,
 should it end badly. It is found by the run's token as everything else of the run is.
@@ -47,7 +47,7 @@ class Sidecar:
         if not _OURS.fullmatch(message.program):
             raise Impossible(
                 f"{message.program!r} is not a program of torchmuster's",
-                why="a keeper starts no others beside itself",
+                why="a node agent starts no others beside itself",
             )
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", message.program),

@@ -171,7 +171,7 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
             value=value, reason=f"{library}, with {here.accelerator}:{index} for this rank"
         )
     value = without_library(here.accelerator, index)
-    reason = f"gloo instead of {asked}, on the {_kind(value)}: {problem or no_device}"
+    reason = f"gloo instead of {asked}, on the {_membership_kind(value)}: {problem or no_device}"
     return Decision(value=value, reason=reason)
 
 
@@ -182,7 +182,7 @@ def without_library(accelerator: str | None, index: int | None) -> BackendChoice
     return BackendChoice(backend="gloo", device="cpu")
 
 
-def _kind(choice: BackendChoice) -> str:
+def _membership_kind(choice: BackendChoice) -> str:
     return "CPU" if choice.index is None else "GPU"
 
 

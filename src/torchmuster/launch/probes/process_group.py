@@ -67,7 +67,7 @@ def _store(member: Membership, timeout: timedelta) -> Store:
     server = member.rank == 0 and not launcher_has_it
     listener = None
     if server and member.on_this_machine and sys.platform != "win32":
-        listener = _listen(member)
+        listener = _listen_process_group(member)
     store: Store = TCPStore(
         host_name=member.address,
         port=member.port,
@@ -82,7 +82,7 @@ def _store(member: Membership, timeout: timedelta) -> Store:
     return store
 
 
-def _listen(member: Membership) -> socket.socket:
+def _listen_process_group(member: Membership) -> socket.socket:
     address = membership.DEFAULT_ADDRESS if member.address == "localhost" else member.address
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -272,7 +272,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
             world_size=member.world_size,
             timeout=timeout,
             # With its device NCCL connects at once, so that what is wrong shows here.
-            device_id=_device(choice) if choice.backend in ("nccl", "xccl") else None,
+            device_id=_process_group_device(choice) if choice.backend in ("nccl", "xccl") else None,
         )
     except RuntimeError as error:
         _leave_interface(interface_set)
@@ -289,7 +289,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
     _state.group = ProcessGroupInfo(
         member=member,
         choice=choice,
-        device=_device(choice),
+        device=_process_group_device(choice),
         reasons=(*member.reasons, reason),
         interface_set=interface_set,
     )
@@ -403,7 +403,7 @@ def _set_device(choice: BackendChoice) -> None:
         torch.accelerator.set_device_index(choice.index)
 
 
-def _device(choice: BackendChoice) -> torch.device:
+def _process_group_device(choice: BackendChoice) -> torch.device:
     return (
         torch.device(choice.device, choice.index)
         if choice.index is not None

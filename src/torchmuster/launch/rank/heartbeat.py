@@ -34,7 +34,7 @@ _PROGRESS = "torchmuster.train.progress"
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
-    """Begin to write pulses; what cannot be had here is done without."""
+    """Begin to write heartbeats; what cannot be had here is done without."""
     with contextlib.suppress(Exception):
         _register_stacks(records / f"rank-{rank}.faults.txt")
         writer = HeartbeatWriter(rank, records)
@@ -53,11 +53,11 @@ def _register_stacks(path: Path) -> None:
 
 
 class HeartbeatWriter:
-    """Writes the pulses of one rank."""
+    """Writes the heartbeats of one rank."""
 
     def __init__(self, rank: int, records: Path) -> None:
         self._rank = rank
-        self._path = records / f"rank-{rank}.pulse.json"
+        self._path = records / f"rank-{rank}.heartbeat.json"
         self._asked = records / f"rank-{rank}.examine"
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
@@ -74,7 +74,7 @@ class HeartbeatWriter:
 
     def start(self) -> None:
         """Start the thread; not one of ``threading``'s, which a script counts and waits for."""
-        if os.getpid() != self._pid:  # a child that forks has no pulse
+        if os.getpid() != self._pid:  # a child that forks has no heartbeat
             return
         with contextlib.suppress(Exception), self._turn:
             if self._running is None:
@@ -105,7 +105,7 @@ class HeartbeatWriter:
             ended.release()
 
     def beat(self) -> None:
-        """Write one pulse, and show everything if that was asked for."""
+        """Write one heartbeat, and show everything if that was asked for."""
         self._beat += 1
         frames = sys._current_frames()
         innermost = frames.get(self._main or 0)
@@ -119,7 +119,7 @@ class HeartbeatWriter:
         step, phase = told.get("step"), told.get("phase", "")
         status = stack.collective_status()
         self._notice_moves((status, step, phase), status, waiting=reading.waiting)
-        pulse = {
+        heartbeat = {
             "rank": self._rank,
             "pid": self._pid,
             "beat": self._beat,
@@ -135,7 +135,7 @@ class HeartbeatWriter:
             "data_share": told.get("data_share"),
             "communication_share": told.get("communication_share"),
         }
-        _write(self._path, json.dumps(pulse))
+        _write(self._path, json.dumps(heartbeat))
         if self._asked.exists():
             self._show()
             self._asked.unlink()

@@ -65,7 +65,7 @@ def collective_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
         not_done = [one for one in entries if not _is_done(one)]
         mine = [one for one in not_done if _thread(one) == worker or _thread(one) not in beside]
         if mine:
-            waits.append(_told(group, min(mine, key=lambda one: one["collective_seq_id"])))
+            waits.append(_stack_message(group, min(mine, key=lambda one: one["collective_seq_id"])))
     return CollectiveProgress(begun=begun, waits=waits, worker=worker)
 
 
@@ -79,7 +79,7 @@ def groups_joined() -> list[str]:
     return group_names()
 
 
-def _told(group: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _stack_message(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "group": group,
         "number": entry["collective_seq_id"],
@@ -208,9 +208,9 @@ def read_main_thread(innermost: FrameType | None) -> ThreadReading:
     frames = list(_outwards(innermost))
     own = _own_frame(frames)
     doing, waiting = _doing(frames, own)
-    phases = (_phase(frame.f_code) for frame in frames)
+    phases = (_stack_phase(frame.f_code) for frame in frames)
     return ThreadReading(
-        place=_place(own) if own is not None else "",
+        place=_stack_place(own) if own is not None else "",
         doing=doing,
         phase=next((phase for phase in phases if phase), ""),
         waiting=waiting,
@@ -238,7 +238,7 @@ def _own_frame(frames: list[FrameType]) -> FrameType | None:
     """Return the innermost frame of the user's code; where there is none, of ours."""
     ours = None
     for frame in frames:
-        kind = _kind(frame.f_code.co_filename)
+        kind = _stack_kind(frame.f_code.co_filename)
         if kind == "own":
             return frame
         if kind == "ours" and ours is None:
@@ -249,7 +249,7 @@ def _own_frame(frames: list[FrameType]) -> FrameType | None:
 _kinds: dict[str, str] = {}
 
 
-def _kind(file: str) -> str:
+def _stack_kind(file: str) -> str:
     """Say whose a file is: the user's own, a library's, or ours."""
     kind = _kinds.get(file)
     if kind is None:
@@ -264,7 +264,7 @@ def _kind(file: str) -> str:
     return kind
 
 
-def _place(frame: FrameType) -> str:
+def _stack_place(frame: FrameType) -> str:
     code = frame.f_code
     function = "" if code.co_name == "<module>" else f" in {code.co_name}"
     return f"{Path(code.co_filename).name}:{frame.f_lineno}{function}"
@@ -282,14 +282,14 @@ def _doing(frames: list[FrameType], own: FrameType | None) -> tuple[str, bool]:
                 collective = code.co_name  # the outermost counts: all_gather_object, not all_gather
         elif collective:
             break
-        elif name := _known(code):
+        elif name := _stack_known(code):
             return name, False
     if collective:
         return collective, True
     return (_called_by(own) if own is not None else ""), False
 
 
-def _known(code: CodeType) -> str:
+def _stack_known(code: CodeType) -> str:
     """Return the name of what a function of torch's does, where people know it by another name."""
     file, name = code.co_filename, code.co_name
     if name == "__next__" and _DATA_LOADER in file:
@@ -303,7 +303,7 @@ def _known(code: CodeType) -> str:
     return ""
 
 
-def _phase(code: CodeType) -> str:
+def _stack_phase(code: CodeType) -> str:
     """Return the phase of a training step that a frame shows."""
     file, name = code.co_filename, code.co_name
     if _TORCH not in file:

@@ -5,8 +5,8 @@ is installed on the machine must not decide whether a failure can be reported. I
 
 - dies when its parent (torchrun's agent) dies,
 - writes everything the script prints to the rank's own log,
-- leaves a record of its process, and of the exception that ends it, for the keeper,
-- tells the keeper every second what it is doing,
+- leaves a record of its process, and of the exception that ends it, for the node agent,
+- tells the node agent every second what it is doing,
 - refuses to run in a group of another size than the one that was called together.
 """
 
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the keeper sweeps)."""
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the node agent sweeps)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -47,7 +47,7 @@ def main() -> None:
     write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
     try:
         _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
-    except OSError as error:  # the keeper is told, as no log can say it
+    except OSError as error:  # the node agent is told, as no log can say it
         error.__traceback__ = None
         write_record(records / f"rank-{rank}.error.json", _describe(error))
         raise
@@ -58,11 +58,11 @@ def main() -> None:
             f"{settings['world_size']} were called together; it does not train alone"
         )
     atexit.register(_leave_group)
-    _begin_pulse(rank, records)
+    _begin_heartbeat(rank, records)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
     try:
-        _run(command, module=settings["module"])
+        _run_start(command, module=settings["module"])
     except BaseException as error:
         error.__traceback__ = _without_this_file(error.__traceback__)
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -102,7 +102,7 @@ def _write_to(log: Path) -> None:
     os.close(nothing)
 
 
-def _begin_pulse(rank: int, records: Path) -> None:
+def _begin_heartbeat(rank: int, records: Path) -> None:
     try:
         from torchmuster.launch.rank import heartbeat
     except ImportError:  # this Python knows the script's packages only: then without
@@ -110,7 +110,7 @@ def _begin_pulse(rank: int, records: Path) -> None:
     heartbeat.start_heartbeat(rank, records)
 
 
-def _run(command: list[str], *, module: bool) -> None:
+def _run_start(command: list[str], *, module: bool) -> None:
     sys.argv = command
     if module:
         sys.path[0] = str(Path.cwd())
@@ -144,17 +144,17 @@ def _describe(error: BaseException) -> dict[str, object]:
         summary, trace = f"the script ended itself: {error.code}", ""
         own = error.__context__  # sys.exit(str(error)) in an except
         said = own if own is not None and str(own) == error.code else error
-        parts: dict[str, object] = {**_parts(said)}
+        parts: dict[str, object] = {**_start_parts(said)}
         if isinstance(error.code, int):
             parts["exit_code"] = error.code
     else:
         summary = "".join(traceback.format_exception_only(error)).strip()[-4000:]
         trace = "".join(traceback.format_exception(error))[-16000:]
-        parts = {**_parts(error)}
+        parts = {**_start_parts(error)}
     return {"error": summary, "traceback": trace, "at_unix_s": time.time(), **parts}
 
 
-def _parts(error: BaseException) -> dict[str, str]:
+def _start_parts(error: BaseException) -> dict[str, str]:
     """Return what was asked, what is true and what to do, where an error says so in three parts.
 
     That is a ``MusterError``; it is known by its parts, as nothing but the standard library is imported.

@@ -1,4 +1,4 @@
-"""How the launcher reaches keepers: one channel to each, opened by a transport.
+"""How the launcher reaches node agents: one channel to each, opened by a transport.
 
 A transport is a way of reaching machines: a pipe (this machine), ssh, srun, or TLS for those who join
 by themselves. It knows how many machines take part and in which order; the rest of the launcher does
@@ -14,19 +14,19 @@ from torchmuster.launch import protocol
 
 
 class Channel(Protocol):
-    """The launcher's end of a connection to one keeper."""
+    """The launcher's end of a connection to one node agent."""
 
     async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing (``receive`` tells of the end)."""
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the keeper has gone. Raises ``wire.Garbled``."""
+        """Return the next message, or None when the node agent has gone. Raises ``wire.Garbled``."""
 
     def why_closed(self) -> str:
         """Say, after ``receive`` gave None, what is known of the cause (ssh's own last words)."""
 
     async def close(self) -> None:
-        """Let go; the keeper ends its ranks when it no longer hears the launcher."""
+        """Let go; the node agent ends its ranks when it no longer hears the launcher."""
 
 
 Arrive = Callable[[int, Channel], None]
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Return why a machine will not come, once that is certain (ssh was refused); else None."""
 
     def rejoins(self, place: int) -> bool:
-        """Say whether a machine that was lost at the roll-call may come again by itself."""
+        """Say whether a machine that was lost at the node registry may come again by itself."""
 
     async def close(self) -> None:
         """End everything that was opened."""

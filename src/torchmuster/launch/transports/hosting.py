@@ -45,14 +45,14 @@ class HostTransport:
         ]
 
     async def open(self, arrive: Arrive) -> None:
-        """Start the keeper here, open the door, and give out the codes."""
+        """Start the node agent here, open the door, and give out the codes."""
         await self._service.open(arrive)
         for place, code in self._service.codes().items():
             self._on_code(place, code)
         await self._local.open(arrive)
 
     async def reopen(self, place: int) -> None:
-        """Call a machine again: here a new keeper, elsewhere a new code."""
+        """Call a machine again: here a new node agent, elsewhere a new code."""
         await (self._service if place else self._local).reopen(place)
 
     def waiting_for(self, place: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
 
-# How a keeper begins; what a login script or a task's prolog prints does not look like this.
+# How a node agent begins; what a login script or a task's prolog prints does not look like this.
 FIRST_WORDS = (b'={"kind":', b'+{"kind":')
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
@@ -16,7 +16,7 @@ _LAST_WORDS_WITHIN_S = 1.0
 
 
 class PipeChannel:
-    """The launcher's end of a pipe to a keeper."""
+    """The launcher's end of a pipe to a node agent."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -56,7 +56,7 @@ class PipeChannel:
             await self._stdin.drain()
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the keeper has gone."""
+        """Return the next message, or None when the node agent has gone."""
         while line := await self._line():
             if not self._understood and not line.startswith(FIRST_WORDS):
                 self._keep(line)
@@ -80,7 +80,7 @@ class PipeChannel:
         return self._words.strip()
 
     async def close(self) -> None:
-        """Close the pipe, upon which the keeper ends everything; wait for it, but not for ever.
+        """Close the pipe, upon which the node agent ends everything; wait for it, but not for ever.
 
         Whoever gives up waiting earlier leaves nothing behind either.
         """
@@ -108,7 +108,7 @@ class PipeChannel:
         self._words = (self._words + data.decode(errors="replace"))[-_KEPT_WORDS:]
 
 
-KEEPER = ("-m", "torchmuster.launch.node")
+NODE_AGENT = ("-m", "torchmuster.launch.node")
 
 
 class LocalTransport:
@@ -124,18 +124,18 @@ class LocalTransport:
         return [self._name]
 
     async def open(self, arrive: Arrive) -> None:
-        """Start the keeper."""
+        """Start the node agent."""
         self._arrive = arrive
         await self.reopen(0)
 
     async def reopen(self, place: int) -> None:
-        """Start another keeper."""
+        """Start another node agent."""
         assert self._arrive is not None
-        self._arrive(place, await PipeChannel.open([sys.executable, *KEEPER]))
+        self._arrive(place, await PipeChannel.open([sys.executable, *NODE_AGENT]))
 
     def waiting_for(self, place: int) -> str:
         """Say what is being waited for."""
-        return "its keeper is starting"
+        return "its node agent is starting"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Starting a process does not fail later."""

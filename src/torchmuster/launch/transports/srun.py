@@ -1,4 +1,4 @@
-"""Reaching the keepers of an allocation: one ``srun`` starts them all and carries every message.
+"""Reaching the node agents of an allocation: one ``srun`` starts them all and carries every message.
 
 What is written to srun's standard input reaches every task, so each line begins with the place that it
 is meant for (``3 =…``), or ``*`` where all get the same. What a task writes comes back with its number
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.local import KEEPER
+from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
 # srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). A step of
@@ -42,9 +42,9 @@ _OF_THE_JOB = (
 
 
 def srun_command(
-    allocation: Allocation, keeper: Sequence[str] | None = None, place: int | None = None
+    allocation: Allocation, agent: Sequence[str] | None = None, place: int | None = None
 ) -> list[str]:
-    """Return the argument vector that starts the keepers, or one of them again."""
+    """Return the argument vector that starts the node agents, or one of them again."""
     nodes = len(allocation.nodes) if place is None else 1
     where = [] if place is None else [f"--nodelist={allocation.nodes[place]}"]
     gpus = allocation.gpus_per_node if place is None else _gpus_at(allocation, place)
@@ -68,7 +68,7 @@ def srun_command(
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
-        *([sys.executable, *KEEPER] if keeper is None else keeper),
+        *([sys.executable, *NODE_AGENT] if agent is None else agent),
         *who,
     ]
 
@@ -93,12 +93,12 @@ class SrunTransport:
         self,
         allocation: Allocation,
         *,
-        keeper: Sequence[str] | None = None,
+        agent: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         patience_s: float = 10.0,
     ) -> None:
         self._allocation = allocation
-        self._keeper = keeper
+        self._agent = agent
         self._environment = environment_for_srun(os.environ if environment is None else environment)
         self._patience_s = patience_s
         self._arrive: Arrive | None = None
@@ -111,13 +111,13 @@ class SrunTransport:
         return self._allocation.nodes
 
     async def open(self, arrive: Arrive) -> None:
-        """Start the keepers on all nodes."""
+        """Start the node agents on all nodes."""
         self._arrive = arrive
-        await self._start(range(len(self.places)), srun_command(self._allocation, self._keeper))
+        await self._start(range(len(self.places)), srun_command(self._allocation, self._agent))
 
     async def reopen(self, place: int) -> None:
-        """Start the keeper of one node again, by a step of its own."""
-        await self._start([place], srun_command(self._allocation, self._keeper, place))
+        """Start the node agent of one node again, by a step of its own."""
+        await self._start([place], srun_command(self._allocation, self._agent, place))
 
     async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
         assert self._arrive is not None
@@ -131,7 +131,7 @@ class SrunTransport:
         step = self._step_of.get(place)
         if step is None:
             return "srun has not been started"
-        seconds = f"srun is starting the keeper, {time.monotonic() - step.since:.0f} s"
+        seconds = f"srun is starting the node agent, {time.monotonic() - step.since:.0f} s"
         return f"{seconds}; it says: {step.srun_words}" if step.srun_words else seconds
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
@@ -142,7 +142,7 @@ class SrunTransport:
         said = step.last_words(place)
         return protocol.Trouble(
             name="srun-failed",
-            what=f"srun could not start the keeper on {self.places[place]}",
+            what=f"srun could not start the node agent on {self.places[place]}",
             why=said,
             fix=_way_out(said, self._allocation.job),
         )
@@ -152,7 +152,7 @@ class SrunTransport:
         return False
 
     async def close(self) -> None:
-        """Let the keepers end, and srun with them."""
+        """Let the node agents end, and srun with them."""
         await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))
 
 

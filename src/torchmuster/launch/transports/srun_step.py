@@ -1,4 +1,4 @@
-"""A step: one running srun, and the channels to the keepers that it started (see srun.py)."""
+"""A step: one running srun, and the channels to the node agents that it started (see srun.py)."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _LAST_WORDS_S = 0.5
 
 
 class SrunChannel:
-    """The launcher's end of the connection to one keeper."""
+    """The launcher's end of the connection to one node agent."""
 
     def __init__(self, step: "SrunStep", place: int) -> None:
         self._step = step
@@ -41,7 +41,7 @@ class SrunChannel:
             await self._step.send(self._place, protocol.to_lines(message))
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the keeper has gone."""
+        """Return the next message, or None when the node agent has gone."""
         message = await self._inbox.get()
         if message is None:
             self._inbox.put_nowait(None)  # and None it stays
@@ -50,21 +50,21 @@ class SrunChannel:
         return message
 
     def why_closed(self) -> str:
-        """Say what srun and the keeper said last."""
+        """Say what srun and the node agent said last."""
         return self._step.last_words(self._place)
 
     async def close(self) -> None:
-        """Let go; the keeper, no longer hearing from us, ends by itself."""
+        """Let go; the node agent, no longer hearing from us, ends by itself."""
         self.end()
 
     def end(self) -> None:
-        """No more comes from this keeper."""
+        """No more comes from this node agent."""
         if self._open:
             self._open = False
             self._inbox.put_nowait(None)
 
     def hear(self, line: bytes) -> None:
-        """Take a line that the keeper wrote."""
+        """Take a line that the node agent wrote."""
         if not self._open:
             return
         try:
@@ -76,7 +76,7 @@ class SrunChannel:
 
 
 class SrunStep:
-    """One srun and the keepers that it started; task *n* of it is at ``places[n]``."""
+    """One srun and the node agents that it started; task *n* of it is at ``places[n]``."""
 
     def __init__(self, places: Sequence[int], nodes: Sequence[str], arrive: Arrive) -> None:
         self.places = tuple(places)
@@ -111,7 +111,7 @@ class SrunStep:
         self._reading = asyncio.create_task(self._read(self._process))
 
     async def send(self, place: int, lines: bytes) -> None:
-        """Write to one keeper; what all get at the same moment is written once."""
+        """Write to one node agent; what all get at the same moment is written once."""
         self._outbox.append((place, lines))
         await asyncio.sleep(0)  # others may be about to send the same
         async with self._writing:
@@ -125,7 +125,7 @@ class SrunStep:
                 await stdin.drain()
 
     async def close(self, patience_s: float) -> None:
-        """End the keepers by the end of their input; by force those that do not mind it."""
+        """End the node agents by the end of their input; by force those that do not mind it."""
         process = self._process
         if process is None:
             return
@@ -142,11 +142,11 @@ class SrunStep:
             await self._reading
 
     def arrived(self, place: int) -> bool:
-        """Say whether the keeper of a place has been heard."""
+        """Say whether the node agent of a place has been heard."""
         return place in self._channels
 
     def missing(self, place: int) -> bool:
-        """Say whether the keeper of a place will never be heard."""
+        """Say whether the node agent of a place will never be heard."""
         return not self.arrived(place) and (self.over or place in self._ended)
 
     def last_words(self, place: int) -> str:

@@ -1,6 +1,6 @@
 """The transport over ssh: OpenSSH itself, so that the user's configuration, agent and jump hosts work.
 
-The command on the other side is always the same: a keeper. The script, its arguments and everything
+The command on the other side is always the same: a node agent. The script, its arguments and everything
 else travel through the pipe, so nothing a user gives is ever read by a remote shell.
 
 This machine itself, if it is among the hosts, is not called: many have no ssh server, or do not accept
@@ -22,7 +22,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, Limits
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.transports.channel import Arrive, make_room_for
-from torchmuster.launch.transports.local import KEEPER, PipeChannel
+from torchmuster.launch.transports.local import NODE_AGENT, PipeChannel
 
 # More logins at a time than this and sshd begins to refuse them (MaxStartups).
 AT_ONCE = 32
@@ -44,11 +44,11 @@ _OPTIONS = (
 def node_agent_command(
     host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
 ) -> list[str]:
-    """Return the ssh command that starts a keeper on a machine.
+    """Return the ssh command that starts a node agent on a machine.
 
     ssh gives up a silent link a little after the launcher has taken the machine for lost, not before.
     """
-    remote = " ".join(shlex.quote(word) for word in (python, *KEEPER))
+    remote = " ".join(shlex.quote(word) for word in (python, *NODE_AGENT))
     # It ends when it would ask once more than so many times.
     asked = max(1, int(lost_after_s // _ALIVE_EVERY_S))
     patience = ("-o", f"ServerAliveCountMax={asked}")
@@ -121,7 +121,7 @@ class SshTransport:
             name = self._hosts[place].name
             command = node_agent_command(name, self._python, lost_after_s=self._lost_after_s)
             if place in self._here:
-                command = [sys.executable, *KEEPER]
+                command = [sys.executable, *NODE_AGENT]
             try:
                 channel = await PipeChannel.open(command)
             except OSError as error:  # too many processes or open files
@@ -144,11 +144,11 @@ class SshTransport:
 
     def waiting_for(self, place: int) -> str:
         """Say how long ssh has been at it."""
-        who = "its keeper is starting" if place in self._here else "ssh is connecting"
+        who = "its node agent is starting" if place in self._here else "ssh is connecting"
         return f"{who}, {time.monotonic() - self._called_s[place]:.0f} s"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why ssh ended before a keeper spoke."""
+        """Return why ssh ended before a node agent spoke."""
         return self._failed.get(place)
 
     def rejoins(self, place: int) -> bool:

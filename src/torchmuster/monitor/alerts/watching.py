@@ -90,17 +90,17 @@ def _kept(alerts: Sequence[Alert]) -> dict[Metric, float]:
     for alert in alerts:
         for metric in alert.condition.metrics():
             kept.setdefault(metric, 0.0)
-        for part in _parts(alert.condition):
+        for part in _watching_parts(alert.condition):
             if isinstance(part, Over):
                 kept[part.metric] = max(kept.get(part.metric, 0.0), part.seconds)
     return kept
 
 
-def _parts(expression: object) -> Iterable[object]:
+def _watching_parts(expression: object) -> Iterable[object]:
     yield expression
     for inner in vars(expression).values():
         if hasattr(inner, "promql"):
-            yield from _parts(inner)
+            yield from _watching_parts(inner)
 
 
 _PATIENCE_S = 10.0

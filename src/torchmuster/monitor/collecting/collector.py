@@ -84,7 +84,7 @@ def device_samples(node: Node) -> Iterator[Sample]:
     """Yield what was read of each device; what could not be read is not there."""
     for device in node.accelerators:
         labels = (node.hostname, device.uuid)
-        for metric, value in _values(device):
+        for metric, value in _collector_values(device):
             if value is not None:
                 yield Sample(metric, labels, float(value))
         for kind, count in _memory_errors(device):
@@ -97,7 +97,7 @@ def device_samples(node: Node) -> Iterator[Sample]:
             yield Sample(catalogue.GPU_THROTTLED, (*labels, reason), 1.0)
 
 
-def _values(device: Device) -> Iterator[tuple[Metric, float | None]]:
+def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:
     percent = device.utilisation_percent
     yield catalogue.GPU_UTILISATION, None if percent is None else percent / 100
     yield catalogue.GPU_MEMORY_USED, device.used_bytes
@@ -143,7 +143,7 @@ class HostMetrics:
         return Sample(metric, (self._host, *labels), float(value))
 
 
-_OF_A_PULSE = {
+_OF_A_HEARTBEAT = {
     "step": catalogue.RANK_STEP,
     "silent_s": catalogue.RANK_SILENT,
     "busy": catalogue.RANK_CPUS,
@@ -162,10 +162,10 @@ def rank_number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator
 def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
     """Yield what is known of each rank; ``labels`` are those of its run."""
     for node in nodes:
-        for pulse in node.ranks:
-            own = (*labels, node.host, str(pulse.rank))
-            for field, metric in _OF_A_PULSE.items():
-                if (value := getattr(pulse, field)) is not None:
+        for heartbeat in node.ranks:
+            own = (*labels, node.host, str(heartbeat.rank))
+            for field, metric in _OF_A_HEARTBEAT.items():
+                if (value := getattr(heartbeat, field)) is not None:
                     yield Sample(metric, own, float(value))
 
 

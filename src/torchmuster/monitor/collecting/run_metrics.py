@@ -256,7 +256,7 @@ class RunMetrics:
     def _of_steps(self, until_unix_s: float, *, lasts_s: float) -> Iterator[Sample]:
         last = self._last
         yield self._sample(catalogue.STEPS, last["step"])
-        if (loss := _loss(last)) is not None:
+        if (loss := _run_metrics_loss(last)) is not None:
             yield self._sample(catalogue.LOSS, loss)
         yield self._sample(catalogue.SKIPPED_STEPS, self._skipped)
         for field, metric in _OF_THE_LAST_LINE.items():
@@ -275,7 +275,7 @@ class RunMetrics:
         return Sample(metric, (*self._labels, *labels), float(value))
 
 
-def _loss(line: dict[str, Any]) -> float | None:
+def _run_metrics_loss(line: dict[str, Any]) -> float | None:
     """Return a line's loss: NaN where it was no number, which is written as null; None if nothing is known of it.
 
     fp16 skips steps while it looks for its scale. Where all steps of a line were skipped so, nobody knows the loss.

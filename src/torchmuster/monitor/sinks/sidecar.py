@@ -41,9 +41,9 @@ def send_in_background(folder: Path, wanted: Wanted) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _end(process, b"", within_s=_LEAVE_AFTER_S)
+        _end_sidecar(process, b"", within_s=_LEAVE_AFTER_S)
         raise
-    _end(process, FINISHED, within_s=FINISH_WITHIN_S + _END_WITHIN_S)
+    _end_sidecar(process, FINISHED, within_s=FINISH_WITHIN_S + _END_WITHIN_S)
 
 
 def _started(folder: Path, wanted: Wanted) -> "subprocess.Popen[bytes] | None":
@@ -69,7 +69,9 @@ def _started(folder: Path, wanted: Wanted) -> "subprocess.Popen[bytes] | None":
     return process
 
 
-def _end(process: "subprocess.Popen[bytes] | None", word: bytes, *, within_s: float) -> None:
+def _end_sidecar(
+    process: "subprocess.Popen[bytes] | None", word: bytes, *, within_s: float
+) -> None:
     if process is None:
         return
     assert process.stdin is not None

@@ -152,8 +152,8 @@ def _fitted(values: Sequence[float], count: int) -> list[float]:
         values[place * len(values) // count : (place + 1) * len(values) // count]
         for place in range(count)
     )
-    return [_mean([one for one in part if math.isfinite(one)]) for part in parts]
+    return [_bars_mean([one for one in part if math.isfinite(one)]) for part in parts]
 
 
-def _mean(numbers: Sequence[float]) -> float:
+def _bars_mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan

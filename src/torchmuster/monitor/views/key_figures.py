@@ -111,21 +111,23 @@ _MUCH_WAITING = 0.2
 SILENT_AFTER_S = 10.0
 
 
-def odd_ranks(pulses: Sequence[Heartbeat]) -> Iterator[str]:
+def odd_ranks(heartbeats: Sequence[Heartbeat]) -> Iterator[str]:
     """Name them, in words."""
-    slowest = held_up_by(pulses)
+    slowest = held_up_by(heartbeats)
     if slowest is not None:
         yield f"the others wait for rank {slowest}"
-    silent = [one.rank for one in pulses if one.silent_s > SILENT_AFTER_S]
+    silent = [one.rank for one in heartbeats if one.silent_s > SILENT_AFTER_S]
     if silent:
         more = " …" if len(silent) > _MOST_NAMED else ""
         yield f"Python does not run in rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
 
 
-def held_up_by(pulses: Sequence[Heartbeat]) -> int | None:
+def held_up_by(heartbeats: Sequence[Heartbeat]) -> int | None:
     """Return the rank that the others wait for: under gradient averaging it is the one that waits least."""
     waits = {
-        one.rank: one.communication_share for one in pulses if one.communication_share is not None
+        one.rank: one.communication_share
+        for one in heartbeats
+        if one.communication_share is not None
     }
     if len(waits) < 2:
         return None

@@ -38,7 +38,7 @@ class LivePage:
             "title": f"{harmless(picture.job)}: {picture.phase}",
             "over": picture.is_over,
             "heard_s": picture.heard_s,
-            "parts": _parts(picture),
+            "parts": _live_page_parts(picture),
         }
         self._newest = (json.dumps(content, allow_nan=False), time.monotonic())
 
@@ -70,7 +70,7 @@ def _page() -> str:
         for name, title in _SECTIONS.items()
     )
     parts = [
-        '<p id="pulse" role="status">waiting for the first answer …</p>',
+        '<p id="heartbeat" role="status">waiting for the first answer …</p>',
         '<div id="head" class="head"></div><div id="tiles"></div>',
         sections,
         "<noscript><p>This page needs JavaScript; muster watch without --browser does not.</p></noscript>",
@@ -78,7 +78,7 @@ def _page() -> str:
     return frame.html_page("muster watch", parts, style=page_parts.STYLE, script="page.js")
 
 
-def _parts(picture: RunPicture) -> dict[str, str]:
+def _live_page_parts(picture: RunPicture) -> dict[str, str]:
     return {
         "head": page_parts.head_part(picture),
         "tiles": page_parts.tiles_part(picture),

@@ -35,9 +35,9 @@ function words() {
 
 function tell() {
   const [text, stale] = words();
-  const pulse = document.getElementById("pulse");
-  if (pulse.textContent !== text) pulse.textContent = text;
-  pulse.className = stale ? "stale" : "";
+  const heartbeat = document.getElementById("heartbeat");
+  if (heartbeat.textContent !== text) heartbeat.textContent = text;
+  heartbeat.className = stale ? "stale" : "";
 }
 
 async function ask() {

@@ -74,11 +74,11 @@ def curves_part(picture: RunPicture) -> str:
     names = [name for name in _CURVES if picture.curves[name].has_numbers]
     if "tokens_per_s" in names:  # that of samples has the same shape
         names = [name for name in names if name != "samples_per_s"]
-    found = [f"<figure>{_curve(name, picture)}</figure>" for name in names]
+    found = [f"<figure>{_page_parts_curve(name, picture)}</figure>" for name in names]
     return f'<div class="curves">{"".join(found)}</div>' if found else ""
 
 
-def _curve(name: str, picture: RunPicture) -> str:
+def _page_parts_curve(name: str, picture: RunPicture) -> str:
     title, unit, from_zero = _CURVES[name]
     points = picture.curves[name].points(MOST_POINTS)
     return charts.line_chart(
@@ -191,56 +191,62 @@ def rank_map(ranks: Ranks) -> str:
     left_out = f", the first {_MOST_RANKS} shown" if len(ranks) > _MOST_RANKS else ""
     count = f"{plural(len(ranks), 'rank')}{machines}{left_out}"
     parts = [f'<p class="quiet">{count}; the bluer, the more</p>']
-    for words in odd_ranks([pulse for _, pulse in ranks]):
+    for words in odd_ranks([heartbeat for _, heartbeat in ranks]):
         parts.append(f'<p><b class="warning">{escape(words)}</b></p>')
-    for title, cells in _maps([pulse for _, pulse in shown]):
+    for title, cells in _maps([heartbeat for _, heartbeat in shown]):
         if any(cell is not None for cell in cells):
             places = "".join(
-                _place(host, pulse, cell, title)
-                for (host, pulse), cell in zip(shown, cells, strict=True)
+                _page_parts_place(host, heartbeat, cell, title)
+                for (host, heartbeat), cell in zip(shown, cells, strict=True)
             )
             parts.append(f'<div>{title}</div><div class="heat">{places}</div>')
     return "".join(parts)
 
 
-def _maps(pulses: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
+def _maps(heartbeats: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
         "waits for other ranks, % of its time",
-        _each(pulses, lambda one: _share(one.communication_share)),
+        _each(heartbeats, lambda one: _page_parts_share(one.communication_share)),
     )
-    yield "waits for data, % of its time", _each(pulses, lambda one: _share(one.data_share))
-    first = max((one.step for one in pulses if one.step is not None), default=0)
-    yield "step (shaded: behind the first)", _each(pulses, lambda one: _step(one.step, first))
+    yield (
+        "waits for data, % of its time",
+        _each(heartbeats, lambda one: _page_parts_share(one.data_share)),
+    )
+    first = max((one.step for one in heartbeats if one.step is not None), default=0)
+    yield (
+        "step (shaded: behind the first)",
+        _each(heartbeats, lambda one: _page_parts_step(one.step, first)),
+    )
     yield (
         "Python did not run in it for so many seconds",
-        _each(pulses, lambda one: _silence(one.silent_s)),
+        _each(heartbeats, lambda one: _silence(one.silent_s)),
     )
 
 
-def _each(pulses: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) -> list[Cell]:
-    return [cell(one) for one in pulses]
+def _each(heartbeats: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) -> list[Cell]:
+    return [cell(one) for one in heartbeats]
 
 
-def _share(share: float | None) -> Cell:
+def _page_parts_share(share: float | None) -> Cell:
     return None if share is None else (share, f"{100 * share:.0f}")
 
 
-def _step(step: int | None, first: int) -> Cell:
-    return None if step is None else ((first - step) / _FAR_BEHIND, _short(step))
+def _page_parts_step(step: int | None, first: int) -> Cell:
+    return None if step is None else ((first - step) / _FAR_BEHIND, _page_parts_short(step))
 
 
 def _silence(silent_s: float) -> Cell:
     return silent_s / _DEEP_SILENCE_S, f"{silent_s:.0f}"
 
 
-def _short(step: int) -> str:
+def _page_parts_short(step: int) -> str:
     """Return a number of at most six signs: 12,345 or 1.234M."""
     return f"{step:,}" if step < 1_000_000 else f"{step / 1e6:.2f}M"
 
 
-def _place(host: str, pulse: Heartbeat, cell: Cell, title: str) -> str:
-    name = escape(harmless(f"rank {pulse.rank} on {host}: {title}"))
+def _page_parts_place(host: str, heartbeat: Heartbeat, cell: Cell, title: str) -> str:
+    name = escape(harmless(f"rank {heartbeat.rank} on {host}: {title}"))
     if cell is None:
-        return f'<span class="unknown" title="{name}"><small>{pulse.rank}</small>?</span>'
+        return f'<span class="unknown" title="{name}"><small>{heartbeat.rank}</small>?</span>'
     shade = min(1.0, max(0.0, cell[0]))
-    return f'<span style="--heat:{shade:.2f}" title="{name}"><small>{pulse.rank}</small>{cell[1]}</span>'
+    return f'<span style="--heat:{shade:.2f}" title="{name}"><small>{heartbeat.rank}</small>{cell[1]}</span>'

@@ -184,7 +184,7 @@ class RunWatch:
         nodes = node_records.read_node_ranks(self._run, now_unix_s)
         labels = (self._job, self._run.id)
         samples += [*collector.rank_number(nodes, labels), *collector.rank_samples(nodes, labels)]
-        samples += _room(self._run)
+        samples += _run_picture_room(self._run)
         news = self._watching.look(samples, now_unix_s)
         self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
@@ -204,7 +204,7 @@ class RunWatch:
             spent_s=dict(self._spent_s),
             curves=self._curves,
             ranks=sorted(
-                ((node.host, pulse) for node in nodes for pulse in node.ranks),
+                ((node.host, heartbeat) for node in nodes for heartbeat in node.ranks),
                 key=lambda one: one[1].rank,
             ),
             events=tuple(self._events),
@@ -227,9 +227,9 @@ class RunWatch:
 
     def _count_time(self, line: dict[str, Any], step: int) -> None:
         step_s = line.get("step_s")
-        took_s = max(0, step - self._last_step) * _number(step_s)
+        took_s = max(0, step - self._last_step) * _run_picture_number(step_s)
         for part in PARTS:
-            self._spent_s[part] += took_s * _number(line.get(f"{part}_share"))
+            self._spent_s[part] += took_s * _run_picture_number(line.get(f"{part}_share"))
         self._last_step = step
 
     def _follow_events(self) -> None:
@@ -248,11 +248,11 @@ class RunWatch:
         return max(heard, default=None)
 
 
-def _number(value: object) -> float:
+def _run_picture_number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _room(run: RunFolder) -> Iterator[Sample]:
+def _run_picture_room(run: RunFolder) -> Iterator[Sample]:
     """Yield how much room there is on the run's disk, as who runs no exporter is told of it here alone."""
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(run.path).free

@@ -45,13 +45,13 @@ class _Told:
 
 def run_report(run: RunFolder) -> str:
     """Return the page. Everything that came from the run is shown as text, never as markup."""
-    told = _read(run)
+    told = _read_run_report(run)
     picture = told.picture
     title = f"{harmless(picture.job)}: {picture.phase}"
     return frame.html_page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
 
 
-def _read(run: RunFolder) -> _Told:
+def _read_run_report(run: RunFolder) -> _Told:
     replay = Replay(run_name(run), run.id)
     watch = RunWatch(run, on_line=replay.add)
     account = failure_report_of(run)
@@ -88,14 +88,14 @@ def _page(told: _Told) -> Iterator[str]:
     yield _section("over steps", page_parts.curves_part(picture))
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest would have taken too long.</p>"
-    yield _section("where the time went", _times(picture))
+    yield _section("where the time went", _run_report_times(picture))
     yield _section("alerts over the run", _alerts(told.past))
     yield _section("what happened", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
     yield _section("checkpoints", _checkpoints(told.saved))
     ranks = rank_map(picture.ranks) if picture.ranks else ""
     yield _section("ranks, when they were last heard of", ranks)
-    yield _section("machines and devices", _devices(picture))
+    yield _section("machines and devices", _run_report_devices(picture))
     if told.settings:
         body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
         yield html_details("settings", body)
@@ -143,7 +143,7 @@ def _true(told: _Told) -> str:
     return "\n".join([*first, ", ".join(parts)])
 
 
-def _times(picture: RunPicture) -> str:
+def _run_report_times(picture: RunPicture) -> str:
     """Return where all of the run's time went, not only that of the last steps."""
     whole_s = max(picture.lasts_s, sum(picture.spent_s.values()))
     if whole_s <= 0 or not any(picture.spent_s.values()):
@@ -191,7 +191,7 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
     return html_table(("step", "name", "size", "made"), rows) + note
 
 
-def _devices(picture: RunPicture) -> str:
+def _run_report_devices(picture: RunPicture) -> str:
     """Return what the ranks were last started on, as the launcher wrote it down: machines and their devices."""
     started = [one for one in picture.events if one.name == "started"]
     devices = started[-1].facts.get("devices") if started else None

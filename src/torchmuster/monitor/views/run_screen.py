@@ -31,7 +31,7 @@ _MOST_RANKS = 512
 def run_screen(picture: RunPicture, width: int) -> Text:
     """Return everything as lines of at most this width."""
     lines: list[Text] = []
-    for part in (_head, _curves, _times, _ranks, _alerts):
+    for part in (_head, _curves, _run_screen_times, _run_screen_ranks, _alerts):
         shown = list(part(picture, width))
         lines += [Text(), *shown] if lines and shown else shown
     text = Text("\n").join(line[:width] for line in lines)
@@ -75,7 +75,7 @@ def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
             yield text
 
 
-def _times(picture: RunPicture, width: int) -> Iterator[Text]:
+def _run_screen_times(picture: RunPicture, width: int) -> Iterator[Text]:
     if not picture.shares:
         return
     room = width - _LABEL - 1
@@ -93,18 +93,18 @@ def _times(picture: RunPicture, width: int) -> Iterator[Text]:
     yield legend
 
 
-def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
+def _run_screen_ranks(picture: RunPicture, width: int) -> Iterator[Text]:
     if not picture.ranks:
         return
     room = width - _LABEL - 1
-    pulses = [pulse for _, pulse in picture.ranks[:_MOST_RANKS]]
+    heartbeats = [heartbeat for _, heartbeat in picture.ranks[:_MOST_RANKS]]
     hosts = {host for host, _ in picture.ranks}
     several = "" if len(hosts) == 1 else f" on {len(hosts)} machines"
-    known = any(one.data_share is not None for one in pulses)
+    known = any(one.data_share is not None for one in heartbeats)
     what = ": how much each waits" if known else ""
     yield Text(f"{'ranks':>{_LABEL}} {len(picture.ranks)}{several}{what}", style="dim")
     for name, field in (("for others", "communication_share"), ("for data", "data_share")):
-        shares: list[float | None] = [getattr(pulse, field) for pulse in pulses]
+        shares: list[float | None] = [getattr(heartbeat, field) for heartbeat in heartbeats]
         if all(one is None for one in shares):
             continue
         cells = "".join(_shade(one) for one in shares)
@@ -113,7 +113,7 @@ def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
             text = Text(f"{label:>{_LABEL}} ", style="dim")
             text.append(cells[at : at + room], style="blue" if field[0] == "c" else "yellow")
             yield text
-    for words in odd_ranks(pulses):
+    for words in odd_ranks(heartbeats):
         yield Text(f"{'':>{_LABEL}} {words}", style="yellow")
 
 

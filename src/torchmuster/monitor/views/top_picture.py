@@ -31,7 +31,7 @@ class RankRow:
     job: str
     run: str
     host: str
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     devices: Sequence[Device] = ()
     holds_up: bool = False  # the other ranks of its run wait for it
 
@@ -47,7 +47,7 @@ class RankRow:
             process.memory_bytes
             for device in self.devices
             for process in device.processes
-            if process.pid == self.pulse.pid and process.memory_bytes is not None
+            if process.pid == self.heartbeat.pid and process.memory_bytes is not None
         ]
         return sum(held) if held else None
 
@@ -127,7 +127,7 @@ class TopWatch:
         samples = [*self._host.samples(), *collector.device_samples(node)]
         host = self._host_figures(node.hostname, samples, now_unix_s)
         figures: list[RunFigures] = []
-        pulses: list[tuple[FollowedRun, str, Sequence[Heartbeat]]] = []
+        heartbeats: list[tuple[FollowedRun, str, Sequence[Heartbeat]]] = []
         elsewhere: dict[str, tuple[Device, ...]] = {}
         for run in self._chosen(now_unix_s):
             of_run = [*run.metrics.samples(now_unix_s)]
@@ -136,14 +136,14 @@ class TopWatch:
             samples += of_run
             figures.append(_figures(run, of_run))
             for machine in machines:
-                pulses.append((run, machine.host, machine.ranks))
+                heartbeats.append((run, machine.host, machine.ranks))
             for other in node_records.read_node_devices(run.folder, now_unix_s):
                 if not _same(other.host, node.hostname):
                     elsewhere[other.host] = other.devices
         self._watching.look(samples, now_unix_s)
         devices = [(node.hostname, one) for one in node.accelerators]
         devices += [(name, one) for name, several in sorted(elsewhere.items()) for one in several]
-        ranks = _rank_rows(pulses, devices)
+        ranks = _rank_rows(heartbeats, devices)
         rows = self._device_rows(devices, ranks)
         return TopPicture(
             at_unix_s=now_unix_s,
@@ -191,13 +191,13 @@ class TopWatch:
             seen = self._busy.setdefault(device.uuid, deque(maxlen=_LOOKS_REMEMBERED))
             seen.append(device.utilisation_percent or 0)
             on_it = [one for one in ranks if device in one.devices]
-            known = {one.pulse.pid for one in on_it}
+            known = {one.heartbeat.pid for one in on_it}
             others = [one for one in device.compute_processes if one.pid not in known]
             rows.append(
                 DeviceRow(
                     host=host,
                     device=device,
-                    ranks=[(one.job, one.pulse.rank) for one in on_it],
+                    ranks=[(one.job, one.heartbeat.rank) for one in on_it],
                     others=others,
                     busy_percents=tuple(seen),
                 )
@@ -220,38 +220,38 @@ def _figures(run: FollowedRun, samples: Sequence[Sample]) -> RunFigures:
 
 
 def _rank_rows(
-    pulses: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
+    heartbeats: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
     devices: Sequence[tuple[str, Device]],
 ) -> list[RankRow]:
-    held_up_by = _held_up_by(pulses)
+    held_up_by = _held_up_by(heartbeats)
     rows = []
-    for run, host, of_host in pulses:
+    for run, host, of_host in heartbeats:
         on_host = [device for name, device in devices if _same(name, host)]
-        for pulse in of_host:
+        for heartbeat in of_host:
             rows.append(
                 RankRow(
                     job=run.job,
                     run=run.folder.id,
                     host=host,
-                    pulse=pulse,
-                    devices=[one for one in on_host if _is_on(pulse, one)],
-                    holds_up=held_up_by.get(run.folder.id) == pulse.rank,
+                    heartbeat=heartbeat,
+                    devices=[one for one in on_host if _is_on(heartbeat, one)],
+                    holds_up=held_up_by.get(run.folder.id) == heartbeat.rank,
                 )
             )
-    return sorted(rows, key=lambda one: (one.run, one.pulse.rank))
+    return sorted(rows, key=lambda one: (one.run, one.heartbeat.rank))
 
 
 def _held_up_by(
-    pulses: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
+    heartbeats: Sequence[tuple[FollowedRun, str, Sequence[Heartbeat]]],
 ) -> dict[str, int | None]:
     by_run: dict[str, list[Heartbeat]] = {}
-    for run, _, of_host in pulses:
+    for run, _, of_host in heartbeats:
         by_run.setdefault(run.folder.id, []).extend(of_host)
     return {run: key_figures.held_up_by(several) for run, several in by_run.items()}
 
 
-def _is_on(pulse: Heartbeat, device: Device) -> bool:
-    return any(process.pid == pulse.pid for process in device.processes)
+def _is_on(heartbeat: Heartbeat, device: Device) -> bool:
+    return any(process.pid == heartbeat.pid for process in device.processes)
 
 
 def _same(a: str, b: str) -> bool:
@@ -261,13 +261,13 @@ def _same(a: str, b: str) -> bool:
 
 # What ranks can be ordered by; the most first, but for the rank itself.
 ORDERS: Mapping[str, Callable[[RankRow], float | None]] = {
-    "rank": lambda one: -one.pulse.rank,
-    "step": lambda one: one.pulse.step,
-    "silent": lambda one: one.pulse.silent_s,
-    "data": lambda one: one.pulse.data_share,
-    "others": lambda one: one.pulse.communication_share,
-    "cpus": lambda one: one.pulse.busy,
-    "memory": lambda one: one.pulse.memory_bytes,
+    "rank": lambda one: -one.heartbeat.rank,
+    "step": lambda one: one.heartbeat.step,
+    "silent": lambda one: one.heartbeat.silent_s,
+    "data": lambda one: one.heartbeat.data_share,
+    "others": lambda one: one.heartbeat.communication_share,
+    "cpus": lambda one: one.heartbeat.busy,
+    "memory": lambda one: one.heartbeat.memory_bytes,
     "busy": lambda one: one.device_busy,
 }
 

@@ -44,7 +44,7 @@ def top_parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
     """Return everything, in lines of at most this width."""
     ranks = rank_lines(picture.ranks, width, order=view.order, reverse=view.reverse)
     return TopParts(
-        head=_cut([*_machine(picture, width), *_runs(picture, width)], width),
+        head=_cut([*_top_screen_machine(picture, width), *_runs(picture, width)], width),
         devices=_cut(device_lines(picture.devices, width, cells=view.cells), width),
         ranks=_cut(ranks or [Text(_no_ranks(picture), style=QUIET)], width),
         alerts=_cut(list(alert_lines(picture.alerts)), width),
@@ -66,7 +66,7 @@ def _cut(lines: list[Text], width: int) -> list[Text]:
     return [line[:width] for line in lines]
 
 
-def _machine(picture: TopPicture, width: int) -> Iterator[Text]:
+def _top_screen_machine(picture: TopPicture, width: int) -> Iterator[Text]:
     title = Text(harmless(picture.host.name), style="bold")
     words = [time.strftime("%H:%M:%S", time.localtime(picture.at_unix_s))]
     words += _devices_in_words(picture)
@@ -121,12 +121,12 @@ def _load_parts(host: HostFigures, length: int) -> Iterator[Text]:
 
 def _runs(picture: TopPicture, width: int) -> Iterator[Text]:
     for run in picture.runs[:_MOST_RUNS]:
-        yield _run(run, picture, width)
+        yield _run_top_screen(run, picture, width)
     if len(picture.runs) > _MOST_RUNS:
         yield Text(f"and {len(picture.runs) - _MOST_RUNS} more runs", style=QUIET)
 
 
-def _run(run: RunFigures, picture: TopPicture, width: int) -> Text:
+def _run_top_screen(run: RunFigures, picture: TopPicture, width: int) -> Text:
     line = Text(harmless(run.job), style="bold")
     line.append(f"  {run.phase}", style=WRONG if run.phase in _ENDED_BADLY else "not bold")
     ranks = sum(one.run == run.id for one in picture.ranks)

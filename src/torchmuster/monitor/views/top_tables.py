@@ -37,7 +37,7 @@ def device_lines(rows: Sequence[DeviceRow], width: int, *, cells: bool | None = 
         return []
     several = len({one.host for one in rows}) > 1
     if len(rows) > MOST_LINES if cells is None else cells:
-        return list(_cells(rows, width, several))
+        return list(_top_tables_cells(rows, width, several))
     return column_lines(_device_columns(rows, width, several), rows, width, marks={})
 
 
@@ -55,7 +55,7 @@ def _device_columns(
     longest = max(map(len, names))
     looks = 24 if width >= VERY_WIDE else 12
     columns = [
-        Column[DeviceRow](title="GPU", width=3, right=True, cell=_number),
+        Column[DeviceRow](title="GPU", width=3, right=True, cell=_top_tables_number),
         Column[DeviceRow](
             title="busy",
             width=bar_width + 5,
@@ -107,7 +107,7 @@ def _device_columns(
     return columns
 
 
-def _number(row: DeviceRow) -> Text:
+def _top_tables_number(row: DeviceRow) -> Text:
     return Text(row.device.number, style="bold")
 
 
@@ -201,7 +201,7 @@ def _users(row: DeviceRow, *, wide: bool) -> Text:
     return text
 
 
-def _cells(rows: Sequence[DeviceRow], width: int, several: bool) -> Iterator[Text]:
+def _top_tables_cells(rows: Sequence[DeviceRow], width: int, several: bool) -> Iterator[Text]:
     """Yield lines of cells, those of each machine under its name."""
     in_a_line = max(1, (width + 1) // (_CELL + 1))
     for host in dict.fromkeys(one.host for one in rows):
@@ -253,26 +253,32 @@ def _rank_columns(ranks: Sequence[RankRow], width: int) -> list[Column[RankRow]]
     columns = [
         Column[RankRow](title="rank", width=5, right=True, cell=_rank),
         Column[RankRow](title="GPU", width=3, right=True, cell=_gpu, matters=4),
-        Column[RankRow](title="step", width=9, right=True, cell=_step, matters=1),
+        Column[RankRow](title="step", width=9, right=True, cell=_top_tables_step, matters=1),
         Column[RankRow](title="silent", width=7, right=True, cell=_silent, matters=2),
         Column[RankRow](
             title="data",
             width=bar_width + 5,
             matters=3,
             cell=lambda one: _rank_share(
-                one.pulse.data_share, bar_width, wrong=(one.pulse.data_share or 0) > _STARVED
+                one.heartbeat.data_share,
+                bar_width,
+                wrong=(one.heartbeat.data_share or 0) > _STARVED,
             ),
         ),
         Column[RankRow](
             title="others",
             width=bar_width + 5,
             matters=3,
-            cell=lambda one: _rank_share(one.pulse.communication_share, bar_width),
+            cell=lambda one: _rank_share(one.heartbeat.communication_share, bar_width),
         ),
         Column[RankRow](title="cpus", width=5, right=True, cell=_cpus, matters=6),
         Column[RankRow](title="memory", width=8, right=True, cell=_rank_memory, matters=5),
         Column[RankRow](
-            title="busy", width=5, right=True, cell=lambda one: _percent(one.device_busy), matters=9
+            title="busy",
+            width=5,
+            right=True,
+            cell=lambda one: _top_tables_percent(one.device_busy),
+            matters=9,
         ),
         Column[RankRow](title="on GPU", width=9, right=True, cell=_device_bytes, matters=10),
         Column[RankRow](title="pid", width=8, right=True, cell=_pid, matters=11),
@@ -292,21 +298,21 @@ def _rank_columns(ranks: Sequence[RankRow], width: int) -> list[Column[RankRow]]
 
 
 def _rank(row: RankRow) -> Text:
-    return Text(str(row.pulse.rank), style="bold")
+    return Text(str(row.heartbeat.rank), style="bold")
 
 
 def _gpu(row: RankRow) -> Text:
     return Text(row.gpu) if row.gpu else Text("-", style=QUIET)
 
 
-def _step(row: RankRow) -> Text:
-    step = row.pulse.step
+def _top_tables_step(row: RankRow) -> Text:
+    step = row.heartbeat.step
     return Text("-", style=QUIET) if step is None else Text(f"{step:,}")
 
 
 def _silent(row: RankRow) -> Text:
-    wrong = row.pulse.silent_s > SILENT_AFTER_S
-    text = format_seconds(row.pulse.silent_s)
+    wrong = row.heartbeat.silent_s > SILENT_AFTER_S
+    text = format_seconds(row.heartbeat.silent_s)
     return Text(f"{MARK}{text}", style=WRONG) if wrong else Text(text)
 
 
@@ -317,12 +323,12 @@ def _rank_share(share: float | None, length: int, *, wrong: bool = False) -> Tex
     return text.append(f"{MARK if wrong else ''}{share:.0%}".rjust(5), style=WRONG if wrong else "")
 
 
-def _percent(share: float | None) -> Text:
+def _top_tables_percent(share: float | None) -> Text:
     return Text("-", style=QUIET) if share is None else Text(f"{share:.0%}")
 
 
 def _cpus(row: RankRow) -> Text:
-    busy = row.pulse.busy
+    busy = row.heartbeat.busy
     return Text("-", style=QUIET) if busy is None else Text(f"{busy:.1f}")
 
 
@@ -331,7 +337,7 @@ def _bytes(count: int | None) -> Text:
 
 
 def _rank_memory(row: RankRow) -> Text:
-    return _bytes(row.pulse.memory_bytes)
+    return _bytes(row.heartbeat.memory_bytes)
 
 
 def _device_bytes(row: RankRow) -> Text:
@@ -339,14 +345,14 @@ def _device_bytes(row: RankRow) -> Text:
 
 
 def _pid(row: RankRow) -> Text:
-    return Text(str(row.pulse.pid), style=QUIET)
+    return Text(str(row.heartbeat.pid), style=QUIET)
 
 
 def _doing(row: RankRow) -> Text:
     """Say what it is at, and whether all others wait for it."""
-    pulse = row.pulse
+    heartbeat = row.heartbeat
     parts = [Text(f"{MARK}slowest", style=WRONG)] if row.holds_up else []
-    parts += [Text(harmless(one)) for one in (pulse.phase, pulse.doing) if one]
-    if pulse.place:
-        parts.append(Text(harmless(pulse.place), style=QUIET))
+    parts += [Text(harmless(one)) for one in (heartbeat.phase, heartbeat.doing) if one]
+    if heartbeat.place:
+        parts.append(Text(harmless(heartbeat.place), style=QUIET))
     return Text("  ").join(parts)

@@ -131,7 +131,7 @@ _MI200 = _Join(
 _MI300 = _Join(within="Infinity Fabric", gbytes_s=448, latency_s=_NVLINK_S, network_gbits=400)
 
 
-def _known(
+def _catalogue_known(
     name: str,
     memory_gib: float,
     rates_tera: tuple[float, float | None, float | None],
@@ -173,52 +173,66 @@ def _known(
 # name, memory, (float32, float16, bfloat16) in TFLOP/s, GB/s, joined by, words of the driver's name.
 # Where several fit, the one with most words in common is taken; of those the first.
 _ALL: tuple[KnownGpu, ...] = (
-    _known("T4", 14.56, (8.1, 65, None), 320, _PCIE3, "t4", source=_LIGHTNING),
-    _known("V100-16GB", 15.77, (15.7, 125, None), 900, _NVLINK2, "v100 16gb", source=_LIGHTNING),
-    _known("V100-32GB", 31.73, (15.7, 125, None), 900, _NVLINK2, "v100 32gb", source=_LIGHTNING),
-    _known(
+    _catalogue_known("T4", 14.56, (8.1, 65, None), 320, _PCIE3, "t4", source=_LIGHTNING),
+    _catalogue_known(
+        "V100-16GB", 15.77, (15.7, 125, None), 900, _NVLINK2, "v100 16gb", source=_LIGHTNING
+    ),
+    _catalogue_known(
+        "V100-32GB", 31.73, (15.7, 125, None), 900, _NVLINK2, "v100 32gb", source=_LIGHTNING
+    ),
+    _catalogue_known(
         *("V100-PCIe-16GB", 15.77, (14, 112, None), 900, _PCIE3, "v100 pcie 16gb"),
         source=_LIGHTNING,
     ),
-    _known(
+    _catalogue_known(
         *("V100-PCIe-32GB", 31.73, (14, 112, None), 900, _PCIE3, "v100 pcie 32gb"),
         source=_LIGHTNING,
     ),
-    _known("RTX-2080-Ti", 10.57, (13.4, 53.8, None), 616, _DESK3, "2080 ti"),
-    _known("RTX-3060", 11.6, (12.7, 25.5, 25.5), 360, _DESK4, "3060"),
-    _known("RTX-3090", 23.56, (35.6, 71, 71), 936, _DESK4, "3090", source=_LISTS),
-    _known("RTX-4090", 23.52, (82.6, 165.2, 165.2), 1008, _DESK4, "4090", source=_LISTS),
-    _known(
+    _catalogue_known("RTX-2080-Ti", 10.57, (13.4, 53.8, None), 616, _DESK3, "2080 ti"),
+    _catalogue_known("RTX-3060", 11.6, (12.7, 25.5, 25.5), 360, _DESK4, "3060"),
+    _catalogue_known("RTX-3090", 23.56, (35.6, 71, 71), 936, _DESK4, "3090", source=_LISTS),
+    _catalogue_known("RTX-4090", 23.52, (82.6, 165.2, 165.2), 1008, _DESK4, "4090", source=_LISTS),
+    _catalogue_known(
         *("RTX-5090", 31.36, (104.8, 209.5, 209.5), 1792, _DESK5, "5090"),
         source=f"{_LISTS}; sums in float32 at half of what they say for float16",
     ),
-    _known(
+    _catalogue_known(
         *("A10G", 22.05, (31.5, 70, 70), 600, _PCIE4, "a10g"),
         source=f"{_LISTS}; the rates of its tensor cores not looked up",
     ),
-    _known("L4", 22.03, (30.3, 121, 121), 300, _PCIE4, "l4", source=_LISTS),
-    _known("L40S", 44.39, (91.6, 362, 362), 864, _PCIE4, "l40s", source=_TITAN),
-    _known(
+    _catalogue_known("L4", 22.03, (30.3, 121, 121), 300, _PCIE4, "l4", source=_LISTS),
+    _catalogue_known("L40S", 44.39, (91.6, 362, 362), 864, _PCIE4, "l40s", source=_TITAN),
+    _catalogue_known(
         *("RTX-A6000", 47.4, (38.7, 154.8, 154.8), 768, _PCIE4, "a6000"),
         source=f"{_LISTS}; the rates of its tensor cores not looked up",
     ),
-    _known("A100-80GB", 79.15, (19.5, 312, 312), 2039, _NVLINK3, "a100 80gb", source=_A100),
-    _known("A100-40GB", 39.38, (19.5, 312, 312), 1555, _NVLINK3, "a100 40gb", source=_A100),
-    _known(
+    _catalogue_known(
+        "A100-80GB", 79.15, (19.5, 312, 312), 2039, _NVLINK3, "a100 80gb", source=_A100
+    ),
+    _catalogue_known(
+        "A100-40GB", 39.38, (19.5, 312, 312), 1555, _NVLINK3, "a100 40gb", source=_A100
+    ),
+    _catalogue_known(
         *("A100-PCIe-80GB", 79.15, (19.5, 312, 312), 1935, _PCIE4, "a100 pcie 80gb"),
         source=f"{_A100}; its memory's bandwidth not looked up",
     ),
-    _known(
+    _catalogue_known(
         *("A100-PCIe-40GB", 39.38, (19.5, 312, 312), 1555, _PCIE4, "a100 pcie 40gb"), source=_A100
     ),
-    _known("H100", 79.18, (67, 989.4, 989.4), 3350, _NVLINK4, "h100 80gb hbm3", source=_TITAN),
-    _known("H100-PCIe", 79.18, (51, 756, 756), 2000, _PCIE5, "h100 pcie 80gb", source=_TITAN),
-    _known(
+    _catalogue_known(
+        "H100", 79.18, (67, 989.4, 989.4), 3350, _NVLINK4, "h100 80gb hbm3", source=_TITAN
+    ),
+    _catalogue_known(
+        "H100-PCIe", 79.18, (51, 756, 756), 2000, _PCIE5, "h100 pcie 80gb", source=_TITAN
+    ),
+    _catalogue_known(
         *("H100-NVL", 93.02, (60, 835.5, 835.5), 3900, _PCIE5, "h100 nvl 94gb"),
         source=f"{_TITAN}; its float32 rate not looked up",
     ),
-    _known("H200", 139.8, (67, 989.4, 989.4), 4800, _NVLINK4, "h200 141gb", source=_TITAN),
-    _known(
+    _catalogue_known(
+        "H200", 139.8, (67, 989.4, 989.4), 4800, _NVLINK4, "h200 141gb", source=_TITAN
+    ),
+    _catalogue_known(
         *("B200", 178.35, (75, 2250, 2250), 7700, _NVLINK5, "b200 180gb 192gb"),
         source="NVIDIA's HGX table, as copied by others",
         # torchao's Llama 8B (docs/measured/plan-published.md).
@@ -227,18 +241,18 @@ _ALL: tuple[KnownGpu, ...] = (
             "reached 0.55 of them: its speed may be forecast up to 1.8 times too high",
         ),
     ),
-    _known(
+    _catalogue_known(
         *("GH200", 94.5, (67, 989.4, 989.4), 4000, _GRACE, "gh200 96gb 480gb"),
         source=f"{_TITAN}, with the rates of H100",
     ),
-    _known("MI210", 63.98, (22.6, 181, 181), 1638, _MI200, "mi210 64gb", kind="rocm"),
+    _catalogue_known("MI210", 63.98, (22.6, 181, 181), 1638, _MI200, "mi210 64gb", kind="rocm"),
     # Torch sees each half of the card as a device of its own: these are a half's figures.
-    _known(
+    _catalogue_known(
         *("MI250X", 63.98, (23.9, 191.5, 191.5), 1638, _MI200, "mi250x 64gb 128gb"),
         source=f"{_TITAN_AMD}, one of its two dies",
         kind="rocm",
     ),
-    _known(
+    _catalogue_known(
         *("MI300X", 191.69, (163.4, 1307.4, 1307.4), 5300, _MI300, "mi300x 192gb"),
         source=f"{_TITAN_AMD}, which round the rate of products",
         kind="rocm",
@@ -260,12 +274,14 @@ def gpu_named(name: str) -> Gpu:
 
 def known_gpu(name: str) -> KnownGpu:
     """Return a card with its usual surroundings; what fits no card, or is not told apart, is refused."""
-    asked = _words(name)
-    models = [one for one in _ALL if asked and _words(one.words[0]) <= asked]
-    fitting = [one for one in models if asked <= _words(*one.words, one.card.name)]
+    asked = _catalogue_text(name)
+    models = [one for one in _ALL if asked and _catalogue_text(one.words[0]) <= asked]
+    fitting = [one for one in models if asked <= _catalogue_text(*one.words, one.card.name)]
     if not fitting:
-        raise _unknown(name)
-    return max(fitting, key=lambda one: (_told(one, asked), -len(_words(*one.words))))
+        raise _catalogue_unknown(name)
+    return max(
+        fitting, key=lambda one: (_catalogue_message(one, asked), -len(_catalogue_text(*one.words)))
+    )
 
 
 def find_gpu(name: str) -> KnownGpu | None:
@@ -276,11 +292,11 @@ def find_gpu(name: str) -> KnownGpu | None:
         return None
 
 
-def _told(one: KnownGpu, asked: frozenset[str]) -> int:
-    return len(asked & _words(*one.words))
+def _catalogue_message(one: KnownGpu, asked: frozenset[str]) -> int:
+    return len(asked & _catalogue_text(*one.words))
 
 
-def _words(*texts: str) -> frozenset[str]:
+def _catalogue_text(*texts: str) -> frozenset[str]:
     """Return what tells cards apart: ``NVIDIA A100-SXM4-80GB`` is a100 and 80gb."""
     words = re.findall(r"[a-z0-9]+", " ".join(texts).lower())
     joined = re.sub(r"(\d+) gb\b", r"\1gb", " ".join(words))
@@ -289,7 +305,7 @@ def _words(*texts: str) -> frozenset[str]:
     return frozenset(joined.split()) - _MAKERS - _FORMS
 
 
-def _unknown(name: str) -> Impossible:
+def _catalogue_unknown(name: str) -> Impossible:
     if re.search(r"\b(apple|m[1-9])\b", name.lower()):
         return Impossible(
             f"asked for the card {name}",

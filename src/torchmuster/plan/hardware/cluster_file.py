@@ -108,32 +108,32 @@ _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TYPES = ("float32", "bfloat16", "float16")
 
 
-def _count(value: object) -> int:
+def _cluster_file_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("takes a whole number of at least 1")
     return value
 
 
-def _number(value: object) -> float:
+def _cluster_file_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise ValueError("takes a number of at least 0")
     return float(value)
 
 
 def _positive(value: object) -> float:
-    number = _number(value)
+    number = _cluster_file_number(value)
     if not number:
         raise ValueError("takes a number above 0")
     return number
 
 
-def _text(value: object) -> str:
+def _cluster_file_text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError("takes a text")
     return str(value)
 
 
-def _size(value: object) -> int:
+def _cluster_file_size(value: object) -> int:
     if not isinstance(value, str):
         raise ValueError("takes a size with its unit, such as 79GiB")
     size = parse_bytes(value)
@@ -142,7 +142,7 @@ def _size(value: object) -> int:
     return size
 
 
-def _rate(value: object) -> float:
+def _cluster_file_rate(value: object) -> float:
     """Read ``450GB/s`` or ``400Gbit/s`` as bytes in a second."""
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -159,19 +159,19 @@ def _rate(value: object) -> float:
 
 
 _LEAVES: Mapping[str, Callable[[object], Any]] = {
-    "machines": _count,
-    "cards_per_machine": _count,
-    "card": _text,
-    "memory": _size,
-    "bandwidth": _rate,
-    "host_memory": _size,
-    "check": _text,
-    "price": _number,
+    "machines": _cluster_file_count,
+    "cards_per_machine": _cluster_file_count,
+    "card": _cluster_file_text,
+    "memory": _cluster_file_size,
+    "bandwidth": _cluster_file_rate,
+    "host_memory": _cluster_file_size,
+    "check": _cluster_file_text,
+    "price": _cluster_file_number,
     **{f"tflops.{one}": _positive for one in _TYPES},
-    "links.within.bandwidth": _rate,
-    "links.within.latency_s": _number,
-    "links.between.bandwidth": _rate,
-    "links.between.latency_s": _number,
+    "links.within.bandwidth": _cluster_file_rate,
+    "links.within.latency_s": _cluster_file_number,
+    "links.between.bandwidth": _cluster_file_rate,
+    "links.between.latency_s": _cluster_file_number,
 }
 _SECTIONS = ("tflops", "links", "links.within", "links.between")
 
@@ -359,7 +359,7 @@ def hardware_of(
     card = known.card
     own = known.network_bytes_s / (cards_per_machine if known.network_is_shared else 1)
     said = [*assumed, *known.said]
-    if _plain(card.name) != _plain(name):
+    if _cluster_file_plain(card.name) != _cluster_file_plain(name):
         said.append(f"{name} is taken as {card.name}")
     if machines > 1:
         whose = "for all its cards" if known.network_is_shared else "for each card"
@@ -401,5 +401,5 @@ def _spread(name: str, count: int) -> Hardware:
     return hardware_of(name, machines=count // each, cards_per_machine=each, assumed=(said,))
 
 
-def _plain(name: str) -> str:
+def _cluster_file_plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

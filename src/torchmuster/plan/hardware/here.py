@@ -79,11 +79,11 @@ def hardware_here(
     devices = device_candidates(node, request, environment)
     _refuse_too_few(node, devices, ranks)
     found = _on_cards(node, devices[:ranks])
-    taken = tuple(_taken(devices[:ranks], environment))
+    taken = tuple(_here_taken(devices[:ranks], environment))
     return dataclasses.replace(found, assumed=(*found.assumed, *taken))
 
 
-def _taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
+def _here_taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
     """Say which cards others have: a plan is for the time when they are free."""
     claims = Claims.here(environment).glance(one.uuid for one in devices).in_the_way
     for one in devices:

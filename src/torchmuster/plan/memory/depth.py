@@ -174,8 +174,8 @@ def as_peak(
     return Peak(
         phase=like.phase,
         micro_batch=place.micro_batch,
-        block=_number(place.block, blocks),
-        after_block=_number(place.after_block, blocks),
+        block=_depth_number(place.block, blocks),
+        after_block=_depth_number(place.after_block, blocks),
         peak_bytes=round(level.peak_bytes),
         by_category={
             name: round(size) for name, size in zip(CATEGORIES, level.by_category, strict=True)
@@ -185,7 +185,7 @@ def as_peak(
     )
 
 
-def _number(seen: int | None, blocks: int) -> int | None:
+def _depth_number(seen: int | None, blocks: int) -> int | None:
     return seen + blocks if seen is not None and seen < 0 else seen
 
 

@@ -77,25 +77,27 @@ def merge_logs(logs: Sequence[Sequence[Allocation]]) -> list[Event]:
             raise Unlike(f"event {number} is not the same in all logs")
         if first.kind == "give":
             at, take = taken.pop(first.number)
-            alike = there[_look(take)]
+            alike = there[_look_log_depth(take)]
             event = Event("give", take.size, take.stream, take.category, "")
             event.newest, event.taken_at = len(alike) - 1 - alike.index(at), at
             alike.remove(at)
         else:
             sizes = tuple(one.size_bytes for one in same)
-            event = Event(first.kind, sizes, first.stream, first.category, _plain(first.mark))
+            event = Event(
+                first.kind, sizes, first.stream, first.category, _log_depth_plain(first.mark)
+            )
             if first.kind == "take":
                 taken[first.number] = (number, event)
-                there.setdefault(_look(event), []).append(number)
+                there.setdefault(_look_log_depth(event), []).append(number)
         events.append(event)
     return events
 
 
-def _look(event: Event) -> Hashable:
+def _look_log_depth(event: Event) -> Hashable:
     return (event.size, event.stream, event.category)
 
 
-def _plain(mark: str) -> str:
+def _log_depth_plain(mark: str) -> str:
     """Return a mark without the number of its block."""
     words = mark.split()
     return " ".join([*words[:2], "block"] if len(words) > 2 else words)
@@ -142,10 +144,12 @@ def _tokens(shallow: Sequence[Event], deep: Sequence[Event]) -> tuple[list[int],
     A size that only one of the logs has is that of a tensor about all blocks, which grows with the depth: any such is
     like any other.
     """
-    common = {_look(event) for event in shallow} & {_look(event) for event in deep}
+    common = {_look_log_depth(event) for event in shallow} & {
+        _look_log_depth(event) for event in deep
+    }
     known: dict[Hashable, int] = {}
     for event in (*shallow, *deep):
-        size = event.size if _look(event) in common else None
+        size = event.size if _look_log_depth(event) in common else None
         look = (event.kind, size, event.stream, event.category, event.mark)
         event.token = known.setdefault(look, len(known))
     return [event.token for event in shallow], [event.token for event in deep]
@@ -262,11 +266,11 @@ class _Writer:
         one, two = self._shallow[i], self._deep[j]
         if one.kind == "give":
             rank = one.newest + (two.newest - one.newest) * self._times
-            look = self._resized.get(one.taken_at, _look(one))
+            look = self._resized.get(one.taken_at, _look_log_depth(one))
             yield self._give(look, rank)
             return
         size = tuple(a + (b - a) * self._times for a, b in zip(one.size, two.size, strict=True))
-        look = _look(one)
+        look = _look_log_depth(one)
         if one.kind == "take" and one.size != two.size:
             look = self._resized[i] = ("resized", i)
         yield self._take_or_mark(one, look, size)
@@ -274,14 +278,14 @@ class _Writer:
     def again(self, piece: Piece, position: int, repetition: int) -> Iterator[Allocation]:
         event = self._deep[piece.added[position]]
         if event.kind != "give":
-            yield self._take_or_mark(event, _look(event), event.size)
+            yield self._take_or_mark(event, _look_log_depth(event), event.size)
             return
         rank = event.newest
         if piece.shallow:
             before = self._deep[piece.deep[position]].newest
             shallower = self._shallow[piece.shallow[position]].newest
             rank = shallower + (before - shallower) * self._times + (rank - before) * repetition
-        yield self._give(_look(event), rank)
+        yield self._give(_look_log_depth(event), rank)
 
     def _take_or_mark(self, event: Event, look: Hashable, size: Size) -> Allocation:
         if event.kind == "mark":
@@ -330,7 +334,7 @@ def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) ->
     shapes = records[0].parameters
     elements = [shard_elements(shapes, one, blocks=blocks) for one in (*degrees, shards)]
     known = shard_sizes(shapes, degrees, shards=shards) if len(degrees) > 1 else None
-    return list(extended(shallow, deep, times=times, at=_weights(elements), known=known))
+    return list(extended(shallow, deep, times=times, at=_log_depth_weights(elements), known=known))
 
 
 def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
@@ -343,7 +347,7 @@ def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
     return merge_logs([events_in_order(read_log(logs[shards])) for shards in sorted(logs)])
 
 
-def _weights(elements: Sequence[int]) -> tuple[float, ...]:
+def _log_depth_weights(elements: Sequence[int]) -> tuple[float, ...]:
     """Return how much the sizes of each log count, so that their sum is that of the wanted number of shards.
 
     ``elements`` are those of a rank's shards: with each traced number of shards, then with the wanted one.

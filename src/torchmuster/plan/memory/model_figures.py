@@ -12,7 +12,7 @@ from torchmuster.plan.job import Work
 
 def model_configuration(work: Work) -> Mapping[str, Any] | None:
     """Return a model's config.json from its folder, or from what the hub's cache has of it; None if there is none."""
-    place = _place(work)
+    place = _model_figures_place(work)
     if place is None:
         return None
     try:
@@ -30,7 +30,7 @@ def weights_dtype(work: Work) -> str:
     return str(told.get("dtype") or told.get("torch_dtype") or "float32")
 
 
-def _place(work: Work) -> Path | None:
+def _model_figures_place(work: Work) -> Path | None:
     name = work.model_name_or_path
     if name is None:
         return None
@@ -103,10 +103,10 @@ class ModelFigures:
         """Of the largest block."""
         feed_forward = []
         if self.sparse_blocks < self.blocks:
-            feed_forward.append(_count(self.dense))
+            feed_forward.append(_model_figures_count(self.dense))
         if self.sparse_blocks:
-            feed_forward.append(_count(self.sparse))
-        return _count(self.attention) + max(feed_forward) + 2 * self.width
+            feed_forward.append(_model_figures_count(self.sparse))
+        return _model_figures_count(self.attention) + max(feed_forward) + 2 * self.width
 
     @property
     def parameters(self) -> int:
@@ -154,7 +154,7 @@ class ModelFigures:
         ]
 
 
-def _count(layers: Sequence[Layer]) -> int:
+def _model_figures_count(layers: Sequence[Layer]) -> int:
     return sum(one.parameters for one in layers)
 
 

@@ -45,7 +45,9 @@ def depth_of(model: nn.Module) -> Depth:
     """Look at a model's repeated layers."""
     blocks = repeated_blocks(model)
     alike = (
-        bool(blocks) and _list_of(model, blocks) is not None and len(set(map(_look, blocks))) == 1
+        bool(blocks)
+        and _list_of(model, blocks) is not None
+        and len(set(map(_look_build_step, blocks))) == 1
     )
     return Depth(blocks=len(blocks), alike=alike)
 
@@ -90,7 +92,7 @@ def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Se
     return None
 
 
-def _look(block: nn.Module) -> tuple[object, ...]:
+def _look_build_step(block: nn.Module) -> tuple[object, ...]:
     parameters = (
         (name, tuple(one.shape), one.dtype, one.requires_grad)
         for name, one in block.named_parameters()
@@ -182,7 +184,7 @@ def build_step(
 
 def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> BuiltStep:
     with values_matter(world):
-        model, depth, counts = _model(work, candidate, world, blocks)
+        model, depth, counts = _build_step_model(work, candidate, world, blocks)
         sample = _sample_of(work, model)
     recompute = candidate.recompute
     if isinstance(recompute, int):
@@ -210,7 +212,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         update=TrainStep(
             prepared, optimizer, strategy, world, precision=precision, clip_norm=work.clip_norm
         ),
-        loss=_loss(work),
+        loss=_build_step_loss(work),
         precision=precision,
         blocks=found,
         depth=depth,
@@ -246,7 +248,7 @@ class _Counts(NamedTuple):
     trained: int
 
 
-def _model(
+def _build_step_model(
     work: Work, candidate: Candidate, world: World, blocks: int | None
 ) -> tuple[nn.Module, Depth, _Counts]:
     """Return a model without memory, with so many repeated layers, and what the whole one is like."""
@@ -305,7 +307,7 @@ def _counts(model: nn.Module) -> _Counts:
     return _Counts(parameters=sum(one.numel() for one in parameters), trained=trained)
 
 
-def _loss(work: Work) -> losses.Loss:
+def _build_step_loss(work: Work) -> losses.Loss:
     usual = "language_model" if work.model_name_or_path else "cross_entropy"
     name = work.loss or usual
     return losses.loss_named(name) or factory.find_import(name, "model.loss")

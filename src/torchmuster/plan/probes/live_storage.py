@@ -165,7 +165,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.events.append(
                 Done(
                     name=name,
-                    dtype=_dtype(made or given),
+                    dtype=_live_storage_dtype(made or given),
                     flops=flops,
                     moved_bytes=moved,
                     made_bytes=sum(
@@ -326,7 +326,7 @@ def _as(answer: float, tensor: torch.Tensor) -> Any:
     return float(answer) if tensor.dtype.is_floating_point else int(answer)
 
 
-def _dtype(tensors: list[torch.Tensor]) -> str:
+def _live_storage_dtype(tensors: list[torch.Tensor]) -> str:
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 

@@ -100,8 +100,8 @@ def moved_bytes_of(
     if name in _READ_ONE_OF_A_ROW:
         logits, target, *_ = given
         return target.numel() * logits.itemsize + _bytes([target, *made])
-    written = made or _written(func, args, kwargs)
-    return _bytes(written) + _bytes(_read(func, given, written))
+    written = made or _operations_written(func, args, kwargs)
+    return _bytes(written) + _bytes(_read_operations(func, given, written))
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -110,7 +110,9 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(min(one.numel() * one.itemsize, one.untyped_storage().nbytes()) for one in once)
 
 
-def _read(func: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> list[torch.Tensor]:
+def _read_operations(
+    func: Any, given: list[torch.Tensor], written: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return what an operation looks at of what it is given."""
     name = func.overloadpacket.__name__
     if name in _FILL or name.endswith("_like") or name.startswith("new_"):
@@ -122,7 +124,9 @@ def _read(func: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> 
     return given
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _operations_written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """Return the tensors that an operation without a result writes, as its schema says."""
     arguments = arguments_of(func)
     by_name = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
@@ -231,7 +235,7 @@ def _with_samples(arguments: Any, samples: int, places: int) -> Any:
 
 
 def _computed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    key = repr((str(operation), tree_map(_look, (args, kwargs))))
+    key = repr((str(operation), tree_map(_look_operations, (args, kwargs))))
     if key not in _measured:
         with with_memory(), torch.no_grad():
             given_args, given_kwargs = tree_map(_made, (args, kwargs))
@@ -247,7 +251,7 @@ def _computed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _measured[key]
 
 
-def _look(argument: Any) -> Any:
+def _look_operations(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return (tuple(argument.shape), argument.stride(), str(argument.dtype))
     return argument

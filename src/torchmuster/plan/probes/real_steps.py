@@ -25,7 +25,7 @@ def real_steps(steps: RealSteps, world: World) -> RankSteps:
     with tensor_memory(world.device) as look:
         built = build_step(steps.work, steps.candidate, world, blocks=steps.blocks)
         peaks = tuple(_peak(look, partial(built.train, number)) for number in range(FOLLOWED))
-    step_s = tuple(_timed(built, FOLLOWED + number) for number in range(steps.timed))
+    step_s = tuple(_real_steps_timed(built, FOLLOWED + number) for number in range(steps.timed))
     reserved = None
     if world.device.type != "cpu":
         reserved = int(torch.accelerator.max_memory_reserved(world.device))
@@ -35,7 +35,7 @@ def real_steps(steps: RealSteps, world: World) -> RankSteps:
         peaks_bytes=peaks,
         reserved_bytes=reserved,
         step_s=step_s,
-        loss=_loss(built),
+        loss=_real_steps_loss(built),
     )
 
 
@@ -46,7 +46,7 @@ def _peak(look: Look, work: Callable[[], object]) -> int:
     return look().peak_bytes
 
 
-def _timed(built: BuiltStep, number: int) -> float:
+def _real_steps_timed(built: BuiltStep, number: int) -> float:
     device = built.world.device
     if built.world.world_size > 1:
         dist.barrier()  # so that nobody's time is that of waiting for others to begin
@@ -57,7 +57,7 @@ def _timed(built: BuiltStep, number: int) -> float:
     return time.perf_counter() - begun_s
 
 
-def _loss(built: BuiltStep) -> float:
+def _real_steps_loss(built: BuiltStep) -> float:
     """Return the mean loss of one more micro-batch; all ranks compute one."""
     with torch.no_grad():
         loss, count = built.loss_of(built.batch())

@@ -98,17 +98,17 @@ def run_fresh_ranks(
             limits=Limits(grace_s=_GRACE_S, end_hangs_s=_HANGS_AFTER_S),
         )
         folder_of_run = create_run_folder(Path(place), name)
-        voice = _Quiet(folder_of_run)
+        console = _Quiet(folder_of_run)
         transport = LocalTransport(socket.gethostname())
         with _heard_of(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
-            code = launch_job(spec, transport, folder_of_run, lambda _: voice)
+            code = launch_job(spec, transport, folder_of_run, lambda _: console)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         texts = {
             int(path.stem.removeprefix("rank-")): path.read_text(encoding="utf-8")
             for path in answers.glob("rank-*.json")
         }
-    trouble = voice.findings[-1] if code != ExitCode.GOOD and voice.findings else None
+    trouble = console.findings[-1] if code != ExitCode.GOOD and console.findings else None
     return RankOutput(texts=texts, trouble=trouble)
 
 

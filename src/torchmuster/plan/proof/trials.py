@@ -53,22 +53,22 @@ class Trial:
             out = [one for one in self.ranks if one.ran_out]
             if not out:
                 return "the machine's memory ran out, and the kernel killed a rank"
-            limits = f" of {_size(out[0].limit_bytes)}" if out[0].limit_bytes else ""
-            return f"{_ranks([one.rank for one in out])} ran out of memory{limits}"
+            limits = f" of {_trials_size(out[0].limit_bytes)}" if out[0].limit_bytes else ""
+            return f"{_trials_ranks([one.rank for one in out])} ran out of memory{limits}"
         tightest = self.tightest
         if tightest is None or tightest.peak_bytes is None:
             return "fits on all ranks"
-        of = f" of {_size(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
-        return f"fits on all ranks; rank {tightest.rank} has the least room: {_size(tightest.peak_bytes)}{of}"
+        of = f" of {_trials_size(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
+        return f"fits on all ranks; rank {tightest.rank} has the least room: {_trials_size(tightest.peak_bytes)}{of}"
 
     @property
     def tightest(self) -> RankTrial | None:
         """The rank that has the least room left; without limits, the one that takes most."""
         known = [one for one in self.ranks if one.peak_bytes is not None]
-        return min(known, key=_room, default=None)
+        return min(known, key=_trials_room, default=None)
 
 
-def _room(one: RankTrial) -> int:
+def _trials_room(one: RankTrial) -> int:
     return (one.limit_bytes or 0) - (one.peak_bytes or 0)
 
 
@@ -153,13 +153,13 @@ def _reason(found: LargestBatch, *, start: int, most: int | None) -> str:
     return f"{reason}; a step has no more than {most} for a rank" if most is not None else reason
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def _trials_ranks(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(map(str, numbers))}"
 
 
-def _size(count: int | None) -> str:
+def _trials_size(count: int | None) -> str:
     return "an unknown size" if count is None else format_bytes(count)
 
 
@@ -238,19 +238,21 @@ def trial_verdict(
     micro_batch_size: int, told: Sequence[RankTrial], trouble: Finding | None, *, ranks: int
 ) -> Trial:
     """Return what a trial says: it fits only if every rank said so."""
-    if any(one.ran_out for one in told) or (trouble and KERNEL_KILLED_IT in _text(trouble)):
+    if any(one.ran_out for one in told) or (trouble and KERNEL_KILLED_IT in _trials_text(trouble)):
         out = tuple(one for one in told if one.ran_out)
         return Trial(micro_batch_size=micro_batch_size, fits=False, ranks=out)
     if trouble is not None or len(told) < ranks:
         raise MusterError(
             f"a trial with micro-batches of {micro_batch_size} failed, and not for want of memory",
-            why=_text(trouble) if trouble else f"{len(told)} of {ranks} ranks told how it went",
+            why=_trials_text(trouble)
+            if trouble
+            else f"{len(told)} of {ranks} ranks told how it went",
             fix=trouble.fix if trouble else "try again; the machine may be too busy",
         )
     return Trial(micro_batch_size=micro_batch_size, fits=True, ranks=tuple(told))
 
 
-def _text(finding: Finding) -> str:
+def _trials_text(finding: Finding) -> str:
     return "\n".join(part for part in (finding.what, finding.why, finding.evidence) if part)
 
 

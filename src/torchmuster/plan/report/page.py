@@ -59,7 +59,7 @@ def memory_bars(answer: Answer) -> str:
         f"memory of a {noun} at the peak of a step</text>",
     ]
     for place, one in enumerate(rows):
-        body += _row(one, _TOP + place * _ROW, _WIDE / most)
+        body += _page_row(one, _TOP + place * _ROW, _WIDE / most)
     x = _LEFT + card * _WIDE / most
     bottom = _TOP + len(rows) * _ROW
     body.append(
@@ -74,7 +74,7 @@ def memory_bars(answer: Answer) -> str:
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
-def _row(one: Forecast, y: int, scale: float) -> Iterator[str]:
+def _page_row(one: Forecast, y: int, scale: float) -> Iterator[str]:
     again = "" if one.candidate.recompute == "none" else f", {one.candidate.recompute}"
     label = f"{candidate_name(one.candidate)}{again}"
     yield f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>'
@@ -128,8 +128,8 @@ def plan_json(answer: Answer, *, line: str, settings: dict[str, str]) -> dict[st
     return {
         "schema": SCHEMA,
         "fits": True,
-        "work": _plain(asked.work),
-        "hardware": {**_plain(asked.hardware), "words": describe_hardware(asked.hardware)},
+        "work": _page_plain(asked.work),
+        "hardware": {**_page_plain(asked.hardware), "words": describe_hardware(asked.hardware)},
         "precision": {"value": asked.precision.value, "reason": asked.precision.reason},
         "global_batch_size": asked.global_batch_size,
         "parameter_count": answer.parameter_count,
@@ -138,7 +138,7 @@ def plan_json(answer: Answer, *, line: str, settings: dict[str, str]) -> dict[st
         "runner_up": second and {**_forecast(second.value, asked), "reason": second.reason},
         "would_change": list(answer.would_change),
         "table": [_forecast(one, asked) for one in answer.table],
-        "passed_over": [_plain(one) for one in answer.passed_over],
+        "passed_over": [_page_plain(one) for one in answer.passed_over],
         "findings": [one.as_json() for one in worst_first(answer.findings)],
         "sources": [{"figure": kind, "source": source} for kind, source in answer.sources],
         "settings": settings,
@@ -156,15 +156,15 @@ def _forecast(one: Forecast, asked: PlanRequest) -> dict[str, Any]:
         "spare_bytes": one.spare_bytes,
         "host_spare_bytes": one.host_spare_bytes,
         "samples_per_s": one.samples_per_s,
-        "candidate": _plain(one.candidate),
-        "memory": _plain(one.memory),
-        "time": _plain(one.time),
+        "candidate": _page_plain(one.candidate),
+        "memory": _page_plain(one.memory),
+        "time": _page_plain(one.time),
         "scaling_efficiency": None if one.time is None else one.time.scaling_efficiency,
-        "cost": None if cost is None else _plain(cost),
+        "cost": None if cost is None else _page_plain(cost),
     }
 
 
-def _plain(value: object) -> Any:
+def _page_plain(value: object) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 

@@ -38,7 +38,7 @@ def plan_table(
     rows = [
         (
             *_way(one, answer.asked.hardware.cards),
-            *(_memory(one, size)[: 1 + with_reserved] if with_tensors else ()),
+            *(_terminal_memory(one, size)[: 1 + with_reserved] if with_tensors else ()),
             f"{one.memory.total_bytes / size:.1f}",
             f"{one.memory.high_bytes / size:.1f}",
             fits_text(one, size),
@@ -89,7 +89,7 @@ def _way(one: Forecast, cards: int) -> tuple[str, str, str]:
     return name, _SHORT.get(again, again), batch
 
 
-def _memory(one: Forecast, size: int) -> tuple[str, str]:
+def _terminal_memory(one: Forecast, size: int) -> tuple[str, str]:
     reserved = one.memory.reserved_bytes
     return (
         f"{one.memory.tensor_bytes / size:.1f}",
@@ -149,10 +149,10 @@ class MemoryPart:
 
 def memory_parts(one: Forecast) -> list[MemoryPart]:
     """Return what is in a card's memory, the largest kind of thing first: tensors, then what surrounds them."""
-    return [part for part in _parts(one) if part.size_bytes > 0]
+    return [part for part in _terminal_parts(one) if part.size_bytes > 0]
 
 
-def _parts(one: Forecast) -> Iterator[MemoryPart]:
+def _terminal_parts(one: Forecast) -> Iterator[MemoryPart]:
     memory = one.memory
     for category in CATEGORIES:
         yield MemoryPart(
@@ -192,9 +192,9 @@ def plan_text(answer: Answer, *, line: str, width: int = 100, colour: bool = Fal
     """Return the whole report; ``line`` is the command that trains so."""
     blocks = [
         [plan_question(answer)],
-        [*_table(answer, width)],
+        [*_terminal_table(answer, width)],
         [*_picture(answer)],
-        [*_verdict(answer, width)],
+        [*_terminal_verdict(answer, width)],
         [*_sources(answer, width)],
     ]
     if answer.findings:
@@ -224,7 +224,7 @@ def plan_question(answer: Answer) -> str:
     return harmless(f"{', '.join(parts_of_it)}, {where}")
 
 
-def _table(answer: Answer, width: int) -> Iterator[str]:
+def _terminal_table(answer: Answer, width: int) -> Iterator[str]:
     titles, rows = plan_table(answer, wide=False)
     yield from aligned_columns([titles, *rows[:_MOST_ROWS]])
     if len(rows) > _MOST_ROWS:
@@ -248,7 +248,7 @@ def _picture(answer: Answer) -> Iterator[str]:
         yield f"  {name:<{longest}}  {format_bytes(size):>9}  {bar}".rstrip()
 
 
-def _verdict(answer: Answer, width: int) -> Iterator[str]:
+def _terminal_verdict(answer: Answer, width: int) -> Iterator[str]:
     yield from _wrapped("chosen", answer.chosen.reason, width)
     if answer.runner_up is not None:
         yield from _wrapped("then", answer.runner_up.reason, width)

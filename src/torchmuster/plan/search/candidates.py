@@ -103,10 +103,10 @@ def _is_asked_for(one: Candidate, asked: PlanRequest) -> bool:
         return False
     if asked.shard_size is not None and one.layout.shards != asked.shard_size:
         return False
-    return asked.sharding is None or _kind(one) == asked.sharding
+    return asked.sharding is None or _candidates_kind(one) == asked.sharding
 
 
-def _kind(one: Candidate) -> str:
+def _candidates_kind(one: Candidate) -> str:
     if one.strategy != "fsdp":
         return ""
     if one.layout.copies > 1:

@@ -51,14 +51,14 @@ def preferred(forecasts: Iterable[Forecast]) -> Forecast:
 
 def _by_rate(forecasts: Iterable[Forecast], same: float) -> Iterator[list[Forecast]]:
     """Yield forecasts that are as fast as the fastest, then so of the rest: each is compared with a real one."""
-    left = sorted(forecasts, key=_rate, reverse=True)
+    left = sorted(forecasts, key=_decide_rate, reverse=True)
     while left:
-        equal = [one for one in left if _rate(one) * same >= _rate(left[0])]
+        equal = [one for one in left if _decide_rate(one) * same >= _decide_rate(left[0])]
         yield equal
         left = left[len(equal) :]
 
 
-def _rate(one: Forecast) -> float:
+def _decide_rate(one: Forecast) -> float:
     return one.samples_per_s or 0.0
 
 
@@ -108,7 +108,7 @@ def choose_candidate(
     """Choose among those that fit; there must be one. Return it and the runner-up."""
     fitting = in_preference(one for one in explored.forecasts if one.fits)
     best = fitting[0]
-    fastest = max(map(_rate, fitting))
+    fastest = max(map(_decide_rate, fitting))
     others = (one for one in fitting if not _is_alike(one.candidate, best.candidate))
     second = next(others, None)
     noun = asked.hardware.card.noun
@@ -182,11 +182,11 @@ def _why_not(other: Forecast, best: Forecast, fastest: float, noun: str) -> str:
     if other.samples_per_s * SAME_RATE >= fastest:
         return f"{name} is as fast, and less simple"
     if other.samples_per_s * SAME_RATE >= best.samples_per_s:
-        return f"{name} is {_percent(1.0 - other.samples_per_s / fastest)} slower than the fastest"
-    return f"{name} is {_percent(1.0 - other.samples_per_s / best.samples_per_s)} slower"
+        return f"{name} is {_decide_percent(1.0 - other.samples_per_s / fastest)} slower than the fastest"
+    return f"{name} is {_decide_percent(1.0 - other.samples_per_s / best.samples_per_s)} slower"
 
 
-def _percent(share: float) -> str:
+def _decide_percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %") if share < 10 else f"{share:.0f} times"
 
 
@@ -215,7 +215,7 @@ def _more_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]
     ]
     if faster:
         nearest = max(faster, key=lambda one: one.spare_bytes)
-        gain = _percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
+        gain = _decide_percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
         yield (
             f"with {format_bytes(-nearest.spare_bytes)} more on each {noun}: "
             f"{describe_candidate(nearest.candidate, noun)}, {gain} faster"
@@ -257,11 +257,11 @@ def _larger_steps(
         if explored.traces.missing(larger):
             break  # that it may be faster is not worth a trace
         one = forecast_candidate(larger, explored.traces, asked, rates=rates)
-        if not one.fits or _rate(one) < _rate(found) * SAME_RATE:
+        if not one.fits or _decide_rate(one) < _decide_rate(found) * SAME_RATE:
             break
         found = one
     if found is not best:
-        gain = _percent(_rate(found) / _rate(best) - 1.0)
+        gain = _decide_percent(_decide_rate(found) / _decide_rate(best) - 1.0)
         batch = found.candidate.global_batch_size
         words = describe_candidate(found.candidate, asked.hardware.card.noun)
         yield f"with a global batch of {batch:,}: {words}, {gain} faster"
@@ -279,7 +279,7 @@ def _faster_links(
     faster = forecast_candidate(best.candidate, explored.traces, wished, rates=rates)
     gain = (faster.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0
     if gain >= _WORTH_SAYING:
-        yield f"links twice as fast make it {_percent(gain)} faster"
+        yield f"links twice as fast make it {_decide_percent(gain)} faster"
 
 
 def _twice(link: Link) -> Link:
@@ -294,14 +294,14 @@ def describe_passed_over(passed: Sequence[PassedOver]) -> list[str]:
     lines = []
     for alike in by_reason.values():
         least = min(alike, key=lambda one: one.needs_bytes or 0)
-        lines.append(f"{', '.join(_names(alike))}: {least.why}")
+        lines.append(f"{', '.join(_decide_names(alike))}: {least.why}")
     left_out = len(lines) - _MOST_REASONS
     if left_out > 0:
         lines[_MOST_REASONS:] = [f"and {plural(left_out, 'reason')} more, which --json has"]
     return lines
 
 
-def _names(passed: Sequence[PassedOver]) -> Iterator[str]:
+def _decide_names(passed: Sequence[PassedOver]) -> Iterator[str]:
     """Yield their names, with one for hybrids that differ in their shards only: others of them may well fit."""
     sizes: dict[str, list[int]] = {}  # of hybrids, by what else is in their names
     names: dict[str, str | None] = {}

@@ -97,10 +97,10 @@ def _left_open(asked: PlanRequest, look: Look, *, rates: Rates) -> Iterator[str]
         wider = dataclasses.replace(asked, **left_open)
         best = explore_candidates(wider, look, rates=rates).best
         if best is not None:
-            yield f"leave {setting} open: {_room(best, asked)}"
+            yield f"leave {setting} open: {_refusal_room(best, asked)}"
 
 
-def _room(one: Forecast, asked: PlanRequest) -> str:
+def _refusal_room(one: Forecast, asked: PlanRequest) -> str:
     return (
         f"{describe_candidate(one.candidate, asked.hardware.card.noun)} needs {format_bytes(one.memory.high_bytes)} of "
         f"{format_bytes(asked.hardware.card.memory_bytes)}"
@@ -124,11 +124,11 @@ def _other_work(
     if work.torch_dtype in (None, "float32"):
         found = attempt(dataclasses.replace(work, torch_dtype="bfloat16"))
         if found:
-            yield f"--set model.torch_dtype=bfloat16 (small updates get lost): {_room(found, asked)}"
+            yield f"--set model.torch_dtype=bfloat16 (small updates get lost): {_refusal_room(found, asked)}"
     if work.lora_rank is None and work.model_name_or_path is not None:
         found = attempt(dataclasses.replace(work, lora_rank=_LORA_RANK))
         if found:
-            yield f"--set model.lora_rank={_LORA_RANK}: {_room(found, asked)}"
+            yield f"--set model.lora_rank={_LORA_RANK}: {_refusal_room(found, asked)}"
     yield from _shorter(nearest, work, attempt, asked)
 
 
@@ -145,7 +145,7 @@ def _shorter(
             continue
         found = attempt(dataclasses.replace(work, sequence_length=length))
         if found:
-            yield f"--sequence-length {length}: {_room(found, asked)}"
+            yield f"--sequence-length {length}: {_refusal_room(found, asked)}"
             return
 
 
@@ -196,7 +196,7 @@ def _more_cards(asked: PlanRequest, explored: Explored, *, rates: Rates) -> Iter
     cards = most * asked.hardware.cards_per_machine
     yield (
         f"{plural(cards, asked.hardware.card.noun)} ({plural(most, 'machine')}) instead of "
-        f"{asked.hardware.cards}: {_room(found, asked)}"
+        f"{asked.hardware.cards}: {_refusal_room(found, asked)}"
     )
 
 

@@ -42,7 +42,7 @@ def simulate_allocator(
     records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
 ) -> memory.Memory:
     """Return what a rank needs, as it was kept or computed now."""
-    kept = _place(records, candidate, hardware)
+    kept = _simulated_place(records, candidate, hardware)
     if kept is None:
         return memory.predict_memory(records, candidate, hardware=hardware)
     with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -55,7 +55,9 @@ def simulate_allocator(
     return needed
 
 
-def _place(records: Sequence[TraceRecord], candidate: Candidate, hardware: Hardware) -> Path | None:
+def _simulated_place(
+    records: Sequence[TraceRecord], candidate: Candidate, hardware: Hardware
+) -> Path | None:
     """Return the file for exactly these traces, which say when they were made; None where there are no logs."""
     if any(one.log is None for one in records):
         return None

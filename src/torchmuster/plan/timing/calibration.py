@@ -81,7 +81,7 @@ def measure_calibration(
         say(f"measuring with {number} {'rank' if number == 1 else 'ranks'}")
         by_ranks[number] = _measure_with(number, device, say)
     return Calibration(
-        machine=_machine(),
+        machine=_calibration_machine(),
         date=datetime.date.today().isoformat(),
         by_ranks=by_ranks,
         device=device,
@@ -90,7 +90,7 @@ def measure_calibration(
     )
 
 
-def _machine() -> str:
+def _calibration_machine() -> str:
     return platform.node() or "this machine"
 
 
@@ -169,8 +169,8 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
 
 def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
     """Say what was measured that is not what is planned for; empty where it is."""
-    if calibration.machine != _machine():  # a cache folder may be that of many machines
-        return f"on {calibration.machine}, not on {_machine()}"
+    if calibration.machine != _calibration_machine():  # a cache folder may be that of many machines
+        return f"on {calibration.machine}, not on {_calibration_machine()}"
     names = {"cpu": "the CPU", "gpu": "GPUs"}
     device = "cpu" if hardware.card.kind == "cpu" else "gpu"
     if calibration.device != device:

@@ -82,14 +82,16 @@ def _seconds(
 ) -> float:
     """Return what operations take: each kind is held up by computing or by memory, whichever is slower."""
     if card.bandwidth_bytes_s is None:
-        raise _unknown(card, "how fast its memory is")
+        raise _forecast_unknown(card, "how fast its memory is")
     bandwidth = card.bandwidth_bytes_s * rates.memory
     total = begun = 0.0
     for one in work:
         moving = one.moved_bytes / rates.slow_operations.get(one.name, bandwidth)
         if rates.new_memory_bytes_s and one.made_bytes > one.times * _KEPT_BYTES:
             total += one.made_bytes / rates.new_memory_bytes_s
-        computing = one.flops / (_rate(card, one.dtype) * rates.compute) if one.flops else 0.0
+        computing = (
+            one.flops / (_forecast_rate(card, one.dtype) * rates.compute) if one.flops else 0.0
+        )
         total += max(moving, computing)
         begun += one.times
     beginning = begun * begin_s
@@ -97,15 +99,15 @@ def _seconds(
     return total + beginning if card.kind == "cpu" else max(total, beginning)
 
 
-def _rate(card: Gpu, dtype: str) -> float:
+def _forecast_rate(card: Gpu, dtype: str) -> float:
     """Return the rate for a number type; those that a card has no units for are computed in float32."""
     rate = card.flops.get(dtype) or card.flops.get("float32")
     if not rate:
-        raise _unknown(card, f"how fast it multiplies in {dtype}")
+        raise _forecast_unknown(card, f"how fast it multiplies in {dtype}")
     return rate
 
 
-def _unknown(card: Gpu, what: str) -> Impossible:
+def _forecast_unknown(card: Gpu, what: str) -> Impossible:
     return Impossible(
         f"no time can be forecast on {card.name}",
         why=f"it is not known {what}",

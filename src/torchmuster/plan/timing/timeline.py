@@ -67,7 +67,7 @@ def whole_step(records: Sequence[TraceRecord], candidate: Candidate) -> list[Tim
         step = _at_depth(shallow, step, at)
     if shards != candidate.layout.shards:
         step = _sharded(step, record, shards, candidate.layout.shards)
-    return list(_parts(step, record, candidate))
+    return list(_timeline_parts(step, record, candidate))
 
 
 class _Merged(NamedTuple):
@@ -230,7 +230,7 @@ def _padded(shapes: Sequence[Shape], block: int | None, shards: int) -> int:
     )
 
 
-def _parts(
+def _timeline_parts(
     step: list[TimelinePace], record: TraceRecord, candidate: Candidate
 ) -> Iterator[TimelinePart]:
     """Put blocks in until the model has all of them, micro-batch by micro-batch."""
@@ -239,13 +239,13 @@ def _parts(
     for micro_batch, when in [*rounds, (last, (True, 1))]:
         for phase in _OF_MICRO_BATCHES:
             own = [one for one in step if one.phase == phase and one.micro_batch == micro_batch]
-            yield from _phase(own, phase, record, candidate, when)
+            yield from _timeline_phase(own, phase, record, candidate, when)
     for phase in ("check", "update"):
         own = [one for one in step if one.phase == phase]
-        yield from _phase(own, phase, record, candidate, (True, 1))
+        yield from _timeline_phase(own, phase, record, candidate, (True, 1))
 
 
-def _phase(
+def _timeline_phase(
     paces: list[TimelinePace],
     phase: str,
     record: TraceRecord,

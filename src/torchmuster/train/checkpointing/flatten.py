@@ -24,7 +24,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     A name is the way to the tensor: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _written(dict(state), (), tensors), tensors
+    return _flatten_written(dict(state), (), tensors), tensors
 
 
 def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -62,7 +62,7 @@ def share_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return tied
 
 
-def _written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
+def _flatten_written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(part, torch.Tensor):
         name = ".".join(way)
         if name in tensors:
@@ -75,12 +75,16 @@ def _written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
         return {_TENSOR: name}
     if isinstance(part, dict):
         if all(isinstance(key, str) and key not in _MARKS for key in part):
-            return {key: _written(value, (*way, key), tensors) for key, value in part.items()}
+            return {
+                key: _flatten_written(value, (*way, key), tensors) for key, value in part.items()
+            }
         return {_PAIRS: list(_written_pairs(part, way, tensors))}
     if isinstance(part, list):
-        return [_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]
+        return [_flatten_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]
     if isinstance(part, tuple):
-        return {_TUPLE: [_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]}
+        return {
+            _TUPLE: [_flatten_written(one, (*way, str(at)), tensors) for at, one in enumerate(part)]
+        }
     if isinstance(part, float) and not math.isfinite(part):
         return {_FLOAT: str(float(part))}
     if part is None or isinstance(part, bool | int | float | str):
@@ -96,4 +100,7 @@ def _written_pairs(
     part: dict[Any, Any], way: tuple[str, ...], tensors: dict[str, torch.Tensor]
 ) -> Iterator[list[Any]]:
     for key, value in part.items():
-        yield [_written(key, (*way, "key"), tensors), _written(value, (*way, str(key)), tensors)]
+        yield [
+            _flatten_written(key, (*way, "key"), tensors),
+            _flatten_written(value, (*way, str(key)), tensors),
+        ]

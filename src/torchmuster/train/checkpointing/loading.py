@@ -42,7 +42,7 @@ def newest_valid_checkpoint(
     ]
     rejected: list[Finding] = []
     for name in names:
-        findings = _findings(store, name, world, group)
+        findings = _loading_findings(store, name, world, group)
         if not findings:
             manifest = look_at_checkpoint(store, name)[0]
             assert manifest is not None  # it has just been read
@@ -84,7 +84,9 @@ def rank_zero_finding(told: dict[str, str]) -> Finding:
     )
 
 
-def _findings(store: Store, name: str, world: World, group: dist.ProcessGroup) -> list[Finding]:
+def _loading_findings(
+    store: Store, name: str, world: World, group: dist.ProcessGroup
+) -> list[Finding]:
     """Return what any rank finds wrong; what several find is told once."""
     told = same_on_all_ranks(lambda: _found_here(store, name, world), world, group)
     findings: dict[str, Finding] = {}
@@ -179,14 +181,14 @@ def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str:
     was, now = _kept(saved), _kept(wanted)
     if was == now:
         return ""
-    return f"the optimiser was {_kind(was)}, this one is {_kind(now)}"
+    return f"the optimiser was {_loading_kind(was)}, this one is {_loading_kind(now)}"
 
 
 def _kept(names: Iterable[str]) -> frozenset[str]:
     return frozenset(one.rpartition(".")[2] for one in names if one.startswith("optimizer.state."))
 
 
-def _kind(kept: frozenset[str]) -> str:
+def _loading_kind(kept: frozenset[str]) -> str:
     if not kept:
         return "one that keeps nothing (SGD without momentum is one)"
     return f"one that keeps {', '.join(sorted(kept))} ({_KINDS.get(kept, 'of a kind of its own')})"

@@ -334,7 +334,7 @@ class Writer(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _Written:
         # By size of elements, so that each tensor lies at a multiple of its own.
-        items = sorted(plan.items, key=lambda one: -_dtype(one).itemsize)
+        items = sorted(plan.items, key=lambda one: -_storage_dtype(one).itemsize)
         tensors = [_tensor(planner.resolve_data(one)) for one in items]
         file = f"rank-{self._rank:05d}.safetensors"
         described, chunks = [], []
@@ -378,7 +378,7 @@ def _tensor(resolved: Any) -> torch.Tensor:
     return resolved
 
 
-def _dtype(item: WriteItem) -> torch.dtype:
+def _storage_dtype(item: WriteItem) -> torch.dtype:
     assert item.tensor_data is not None
     return item.tensor_data.properties.dtype
 

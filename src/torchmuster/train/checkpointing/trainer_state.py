@@ -34,7 +34,7 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
         trainer.reports.saved(save_message(report, is_last=saves.is_last), asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
-        saves = CheckpointPolicy(saving, checkpointer, take=lambda: _taken(trainer))
+        saves = CheckpointPolicy(saving, checkpointer, take=lambda: _trainer_state_taken(trainer))
         with _complete_state(trainer) as state:
             said = saves.check_room(state)
         trainer.reports.say(said)
@@ -60,7 +60,7 @@ def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | N
         seed_process(derive_seed(trainer.seed, "resume", trainer.step, world.global_rank))
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
-        trainer.reports.say(_words(loaded, trainer))
+        trainer.reports.say(_trainer_state_text(loaded, trainer))
     return loaded
 
 
@@ -84,7 +84,7 @@ def _checkpointer(
     )
 
 
-def _taken(trainer: "Trainer") -> tuple[dict[str, Any], dict[str, Any]]:
+def _trainer_state_taken(trainer: "Trainer") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that is saved, and what is this rank's own."""
     own = seeds.save_random_states(trainer.world)
     if began := getattr(trainer.loader, _LOADERS_OWN, None):
@@ -109,7 +109,7 @@ def _complete_state(trainer: "Trainer") -> Iterator[dict[str, Any]]:
         trainer.optimizer.state.clear()
 
 
-def _words(loaded: Loaded, trainer: "Trainer") -> str:
+def _trainer_state_text(loaded: Loaded, trainer: "Trainer") -> str:
     """Say what was read, and what was wrong with newer ones."""
     found, ranks = loaded.found, trainer.world.world_size
     saved_by = found.manifest.world_size

@@ -36,7 +36,7 @@ def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
     if len(set(counts)) <= 1:
         return
     raise Impossible(
-        f"the ranks have different numbers of {what}: {_told(counts)} {what}",
+        f"the ranks have different numbers of {what}: {_dataloader_adapter_message(counts)} {what}",
         why=f"each one is computed by all ranks together: after {min(counts)} {what}, those that have "
         "more would wait for ever",
         fix="give all ranks the same number (DistributedSampler with drop_last, or equal shards), or use "
@@ -44,7 +44,7 @@ def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
     )
 
 
-def _told(counts: list[int]) -> str:
+def _dataloader_adapter_message(counts: list[int]) -> str:
     """Write [13, 12, 12] as “rank 0: 13, ranks 1-2: 12”."""
     parts = []
     for count in sorted(set(counts), reverse=True):

@@ -178,7 +178,7 @@ class BatchLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_tail = drop_tail
-        self._size = _size(dataset)
+        self._size = _loader_size(dataset)
         if not self.steps_in_epoch():
             raise Impossible(
                 f"an epoch of {self._size} samples has no step",
@@ -302,7 +302,7 @@ class BatchLoader:
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise Impossible(
-                f"the position was saved with {_told(saved)}; this loader has {_told(identity)}",
+                f"the position was saved with {_loader_message(saved)}; this loader has {_loader_message(identity)}",
                 why="its samples would come in another order: some twice, some never",
                 fix="restore with the same dataset, seed and shuffle, or begin the epoch anew",
             )
@@ -326,7 +326,7 @@ def _cut(epoch: int, indices: list[int], cuts: list[tuple[int, int]]) -> Iterato
             at += length
 
 
-def _size(dataset: Any) -> int:
+def _loader_size(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
@@ -341,6 +341,6 @@ def _size(dataset: Any) -> int:
     return size
 
 
-def _told(identity: dict[str, Any]) -> str:
+def _loader_message(identity: dict[str, Any]) -> str:
     order = {True: "shuffled", False: "in order"}.get(identity["shuffle"], "in an unknown order")
     return f"{identity['size']} samples, {order}, seed {identity['seed']}"

@@ -177,7 +177,7 @@ def model_state(model: nn.Module) -> Tree:
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tree:
     """Return the optimiser's state with names where torch has numbers."""
-    names = _names(optimizer, model)
+    names = _checkpoint_file_names(optimizer, model)
     packed = optimizer.state_dict()
     return {
         "kind": type(optimizer).__name__,
@@ -225,7 +225,7 @@ def _packed(
     saved: Tree, optimizer: torch.optim.Optimizer, model: nn.Module, path: Path
 ) -> dict[str, Any]:
     """Return a saved state as this optimiser numbers it; one of another optimiser is refused."""
-    names = _names(optimizer, model)
+    names = _checkpoint_file_names(optimizer, model)
     own = [[names[n] for n in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     difference = ""
     if saved["kind"] != type(optimizer).__name__:
@@ -248,7 +248,7 @@ def _packed(
     }
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     """Return the name of each of the optimiser's parameters, by torch's number for it."""
     by_parameter = {parameter: name for name, parameter in unwrap_model(model).named_parameters()}
     parameters: Iterable[Any] = (one for g in optimizer.param_groups for one in g["params"])

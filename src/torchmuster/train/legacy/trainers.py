@@ -307,7 +307,7 @@ class ProductionTrainer:
         val_loader: DataLoader[Any] | None,
         config: ProductionConfig | Mapping[str, Any],
     ) -> None:
-        config = config if isinstance(config, ProductionConfig) else _read(config)
+        config = config if isinstance(config, ProductionConfig) else _read_trainers(config)
         self.config = config
         self._world = world = present_world()
         self._strategy: Strategy = Ddp(world) if world.backend else Single(world)
@@ -467,7 +467,7 @@ def _adamw(config: ProductionConfig) -> MakeOptimizer:
     )
 
 
-def _read(config: Mapping[str, Any]) -> ProductionConfig:
+def _read_trainers(config: Mapping[str, Any]) -> ProductionConfig:
     known = [one.name for one in fields(ProductionConfig)]
     for name in config:
         if name not in known:

@@ -35,17 +35,17 @@ def banner(
     portions = portions_of(loader)
     drawn = "" if seed is None else f", drawn with seed {seed}"
     rows = [
-        ("model", _model(model) + drawn),
-        ("ranks", _ranks(world)),
-        ("batch", f"{batch_line(portions, world)}; {_rate(optimizer, schedule)}"),
-        ("data", _data(loader, portions)),
+        ("model", _banner_model(model) + drawn),
+        ("ranks", _banner_ranks(world)),
+        ("batch", f"{batch_line(portions, world)}; {_banner_rate(optimizer, schedule)}"),
+        ("data", _banner_data(loader, portions)),
         ("strategy", strategy),
         ("precision", precision),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in rows)
 
 
-def _model(model: nn.Module) -> str:
+def _banner_model(model: nn.Module) -> str:
     module = getattr(model, "module", model)  # DDP holds the model itself there
     name = type(module).__name__.removeprefix("FSDP")
     parameters = list(model.parameters())
@@ -58,16 +58,18 @@ def _model(model: nn.Module) -> str:
     return f"{text}, {trained:,} of them trained ({trained / total:.1%})"
 
 
-def _ranks(world: World) -> str:
+def _banner_ranks(world: World) -> str:
     nodes = -(-world.world_size // world.local_world_size)
     machines = "" if nodes == 1 else f" on {nodes} machines"
     if world.world_size == 1:
-        return f"1 rank, on {_device(world.device)}"
+        return f"1 rank, on {_banner_device(world.device)}"
     count = f"{world.world_size} ranks"
-    return f"{count}{machines}, each on {_device(world.device)}, talking over {world.backend}"
+    return (
+        f"{count}{machines}, each on {_banner_device(world.device)}, talking over {world.backend}"
+    )
 
 
-def _device(device: torch.device) -> str:
+def _banner_device(device: torch.device) -> str:
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
@@ -96,7 +98,7 @@ def _product(sizes: Sequence[int], portions: BatchSplit, each: str, several: str
     return f"at most {text}: {whole} per step"
 
 
-def _rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> str:
+def _banner_rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> str:
     # A schedule keeps what was given, and has already changed the rate to that of its first step.
     given = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
     text = f"LR {' and '.join(f'{rate:g}' for rate in sorted(given))} unchanged"
@@ -113,7 +115,7 @@ def _warm_up(schedule: LRScheduler | None) -> int:
     return last + 1 if last else 0
 
 
-def _data(loader: Loader, portions: BatchSplit | None) -> str:
+def _banner_data(loader: Loader, portions: BatchSplit | None) -> str:
     steps = loader.steps_in_epoch()
     told: dict[str, Any] = loader.state()
     text = f"{type(loader).__name__}, "

@@ -60,7 +60,7 @@ def render_step_line(record: StepRecord, *, last_step: int | None = None) -> str
     if record.tokens_per_s is not None:
         parts.append(f"{_amount(record.tokens_per_s)} tokens/s")
     if record.flop_s is not None:
-        parts.append(_rate(record.flop_s, record.mfu))
+        parts.append(_step_line_rate(record.flop_s, record.mfu))
     parts.append(_shares(record))
     parts.append(format_bytes(record.memory_peak_bytes))
     if record.skipped_steps:
@@ -74,7 +74,7 @@ def _amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _rate(flop_s: float, mfu: float | None) -> str:
+def _step_line_rate(flop_s: float, mfu: float | None) -> str:
     size, name = (1e12, "TFLOP/s") if flop_s >= 1e11 else (1e9, "GFLOP/s")
     rate = flop_s / size
     text = f"{rate:,.0f} {name}" if rate >= 100 else f"{rate:.3g} {name}"

@@ -168,8 +168,10 @@ class StepMetrics:
         ended = time.perf_counter()
         wall_s = ended - self._begun
         waited_s = self._communication.exposed_s(self.steps)
-        progress.data_share = _share(self.data_s, wall_s)
-        progress.communication_share = None if waited_s is None else _share(waited_s, wall_s)
+        progress.data_share = _step_metrics_share(self.data_s, wall_s)
+        progress.communication_share = (
+            None if waited_s is None else _step_metrics_share(waited_s, wall_s)
+        )
         sums = [math.fsum(self._loss_parts), self._loss_count, self.samples]
         sums += [self._samples_before, self._items_before]
         # Each rank has a place of its own in these, so that all ranks read the very same numbers.
@@ -278,8 +280,12 @@ class PendingRecord:
                 new_samples=round(samples),
                 new_items=loss_count - items_before if own.counts_items else None,
                 wall_s=walls[0],
-                data_shares=[_share(one, wall) for one, wall in zip(datas, walls, strict=True)],
-                waits=[_share(one, wall) for one, wall in zip(waits, walls, strict=True)],
+                data_shares=[
+                    _step_metrics_share(one, wall) for one, wall in zip(datas, walls, strict=True)
+                ],
+                waits=[
+                    _step_metrics_share(one, wall) for one, wall in zip(waits, walls, strict=True)
+                ],
                 peak_bytes=round(max(memories)),
                 flops_per_sample=max(flops) or None,
                 peak_flop_s=sum(rates) if all(rates) else None,
@@ -290,9 +296,9 @@ class PendingRecord:
 
 def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
     wall_s = together.wall_s
-    data = _mean(together.data_shares)
-    checkpoint = _share(own.checkpoint_s, wall_s)
-    evaluation = _share(own.evaluation_s, wall_s)
+    data = _step_metrics_mean(together.data_shares)
+    checkpoint = _step_metrics_share(own.checkpoint_s, wall_s)
+    evaluation = _step_metrics_share(own.evaluation_s, wall_s)
     rest = max(0.0, 1.0 - data - checkpoint - evaluation)
     measured = all(one == one for one in together.waits)
     flop_s = mfu = None
@@ -301,7 +307,7 @@ def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
         if together.peak_flop_s is not None:
             mfu = flop_s / together.peak_flop_s
     # DDP measures some steps only, so its figures are held against what is left of the time.
-    communication = min(_mean(together.waits), rest) if measured else None
+    communication = min(_step_metrics_mean(together.waits), rest) if measured else None
     waits = [
         min(one, max(0.0, 1.0 - its_data - checkpoint - evaluation))
         for one, its_data in zip(together.waits, together.data_shares, strict=True)
@@ -373,9 +379,9 @@ def _memory_peak(world: World) -> int:
     return torch.accelerator.max_memory_allocated(world.device)
 
 
-def _share(part_s: float, whole_s: float) -> float:
+def _step_metrics_share(part_s: float, whole_s: float) -> float:
     return part_s / whole_s if whole_s > 0 else 0.0
 
 
-def _mean(numbers: Sequence[float]) -> float:
+def _step_metrics_mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)

@@ -41,13 +41,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     outermost = [members for module, members in lists if id(module) not in within]
     if not outermost:
         return []
-    largest = max(outermost, key=_size)
+    largest = max(outermost, key=_blocks_size)
     # An encoder beside a decoder has about the same size. A short list of heads or adapters is not
     # worth a collective of its own.
     kept = [
         members
         for members in outermost
-        if _kind(members[0]) == _kind(largest[0]) or 4 * _size(members) >= _size(largest)
+        if _blocks_kind(members[0]) == _blocks_kind(largest[0])
+        or 4 * _blocks_size(members) >= _blocks_size(largest)
     ]
     return list({id(block): block for members in kept for block in members}.values())
 
@@ -56,20 +57,20 @@ def _alike(listed: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
     """Return those members of a list that are of one class, where that is two or more with parameters."""
     by_kind: dict[Any, list[nn.Module]] = {}
     for member in listed:
-        if _size([member]) and not isinstance(member, (nn.ModuleList, nn.ModuleDict)):
-            by_kind.setdefault(_kind(member), []).append(member)
+        if _blocks_size([member]) and not isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            by_kind.setdefault(_blocks_kind(member), []).append(member)
     repeated = [members for members in by_kind.values() if len(members) > 1]
-    return max(repeated, key=_size, default=[])
+    return max(repeated, key=_blocks_size, default=[])
 
 
-def _kind(module: nn.Module) -> Any:
+def _blocks_kind(module: nn.Module) -> Any:
     """Return what makes two layers alike: their class; for a ``Sequential``, what it is made of."""
     if isinstance(module, nn.Sequential):
-        return (nn.Sequential, *(_kind(member) for member in module))
+        return (nn.Sequential, *(_blocks_kind(member) for member in module))
     return type(module)
 
 
-def _size(modules: list[nn.Module]) -> int:
+def _blocks_size(modules: list[nn.Module]) -> int:
     return sum(one.numel() for module in modules for one in module.parameters())
 
 
@@ -106,7 +107,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
     for block in blocks:
         if type(block).forward.__module__.startswith("torch."):
             # torch passes over its own code unless other code calls it, and compiles nothing then.
-            block.forward = partial(_call, block.forward)
+            block.forward = partial(_call_blocks, block.forward)
         block.compile()
     what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
     return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
@@ -116,7 +117,7 @@ def _is_not_about_cuda(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found")
 
 
-def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_blocks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 

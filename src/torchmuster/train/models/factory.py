@@ -207,7 +207,7 @@ def lost_updates(model: nn.Module) -> str:
     if not types:
         return ""
     return (
-        f"the weights are {_names(types)}, as the model has them: small updates are lost; "
+        f"the weights are {_factory_names(types)}, as the model has them: small updates are lost; "
         "model.torch_dtype: float32 keeps them"
     )
 
@@ -217,9 +217,9 @@ def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[P
     types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen
-    more = f"; the weights are {_names(types)}, and what is computed with them is so too"
+    more = f"; the weights are {_factory_names(types)}, and what is computed with them is so too"
     return replace(chosen, reason=chosen.reason + more)
 
 
-def _names(types: Iterable[torch.dtype]) -> str:
+def _factory_names(types: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(str(one).removeprefix("torch.") for one in types))

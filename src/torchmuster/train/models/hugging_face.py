@@ -64,7 +64,9 @@ def find_model(name_or_path: str) -> ModelFiles:
             why=f"it has {names}",
             fix="give the folder that save_pretrained wrote, or build the model yourself: model.build",
         )
-    return ModelFiles(folder=folder, weights=_weights(folder), name=name, revision=revision)
+    return ModelFiles(
+        folder=folder, weights=_hugging_face_weights(folder), name=name, revision=revision
+    )
 
 
 def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
@@ -72,7 +74,7 @@ def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdp
     config = _config(files)
     try:
         model = _transformers().AutoModelForCausalLM.from_config(
-            config, dtype=_dtype(dtype, config), attn_implementation=attention
+            config, dtype=_hugging_face_dtype(dtype, config), attn_implementation=attention
         )
     except ValueError as error:
         raise _cannot_build(files, error) from error
@@ -85,7 +87,7 @@ def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa
     try:
         model, found = _transformers().AutoModelForCausalLM.from_pretrained(
             files.folder,
-            dtype=_dtype(dtype, config),
+            dtype=_hugging_face_dtype(dtype, config),
             attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
@@ -192,7 +194,7 @@ def _config(files: ModelFiles) -> Any:
         raise _cannot_build(files, error) from error
 
 
-def _dtype(name: str, config: Any) -> torch.dtype:
+def _hugging_face_dtype(name: str, config: Any) -> torch.dtype:
     return DTYPES.get(name, config.dtype or torch.float32)
 
 
@@ -208,7 +210,7 @@ def _cannot_build(files: ModelFiles, error: Exception) -> Impossible:
     )
 
 
-def _weights(folder: Path) -> tuple[Path, ...]:
+def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
     found = tuple(sorted(folder.glob("*.safetensors")))
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if pickles and not found:

@@ -60,12 +60,12 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
         for name in names:
             ranks_without.setdefault(own_name(name), []).append(rank)
     differing = [
-        f"{name} (none on {_ranks(ranks)})"
+        f"{name} (none on {_unused_parameters_ranks(ranks)})"
         for name, ranks in ranks_without.items()
         if len(ranks) < world.world_size
     ]
     return MusterError(
-        f"{_count(differing)} got a gradient on some ranks only: {_shown(differing)}",
+        f"{_unused_parameters_count(differing)} got a gradient on some ranks only: {_unused_parameters_shown(differing)}",
         why="fsdp adds up over the ranks whatever has a gradient, one after the other: it would add those of "
         "different parameters up",
         fix="let every rank use them in every step, if only with the weight 0; or take ddp with "
@@ -73,17 +73,17 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
     )
 
 
-def _count(names: Sequence[str]) -> str:
+def _unused_parameters_count(names: Sequence[str]) -> str:
     return "a trained parameter" if len(names) == 1 else f"{len(names)} trained parameters"
 
 
-def _shown(names: Sequence[str]) -> str:
+def _unused_parameters_shown(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _unused_parameters_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -99,10 +99,10 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
             f"nothing; or {finding}"
         )
     else:
-        where = f" on {_ranks(ranks)} only"
+        where = f" on {_unused_parameters_ranks(ranks)} only"
         fix = f"let every rank use them in every step, if only with the weight 0; or {finding}"
     return MusterError(
-        f"{_count(names)} got no gradient in the first step{where}: {_shown(names)}",
+        f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
         why="ddp averages the gradient of every trained parameter, and ranks that wait for one that never "
         "comes wait for ever",
         fix=fix,

@@ -57,7 +57,7 @@ def framed(data: bytes) -> bytes:
 def join_message(code: JoinCode) -> bytes:
     return framed(
         token_registry.encode_join_message(
-            Join(protocol=1, place=code.place, token=code.token, host="x", torchmuster="0")
+            Join(protocol=2, place=code.place, token=code.token, host="x", torchmuster="0")
         )
     )
 
@@ -164,7 +164,7 @@ def test_a_man_in_the_middle_hears_nothing(snapshot: SnapshotAssertion) -> None:
         framed(b"not json"),
         framed(b'{"kind": "hello"}'),
         framed(b'{"kind": "join", "place": 1}'),
-        framed(b'{"kind": "join", "protocol": 1, "place": 1, "token": "AAAA", "host": "x"}'),
+        framed(b'{"kind": "join", "protocol": 2, "place": 1, "token": "AAAA", "host": "x"}'),
         framed(b"\xff\xfe"),
         b"\0\0\0\0",
         b"\xff\xff\xff\xff",

@@ -144,7 +144,7 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
 
         async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await told_twice.wait()
-            answer = token_registry.encode_join_message(token_registry.Welcome(protocol=1, place=1))
+            answer = token_registry.encode_join_message(token_registry.Welcome(protocol=2, place=1))
             writer.write(len(answer).to_bytes(4, "big") + answer)
             await reader.read()
             writer.close()

@@ -21,8 +21,8 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Refused),
-    "to a keeper": typing.get_args(typing.get_args(protocol.ToAgent)[0]),
-    "from a keeper": typing.get_args(typing.get_args(protocol.FromAgent)[0]),
+    "to a node agent": typing.get_args(typing.get_args(protocol.ToAgent)[0]),
+    "from a node agent": typing.get_args(typing.get_args(protocol.FromAgent)[0]),
 }
 NAMES = {str: "text", int: "integer", float: "number", bool: "boolean", bytes: "base64"}
 

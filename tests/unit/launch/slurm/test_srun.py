@@ -28,17 +28,17 @@ ALLOCATION = Allocation(
 
 
 def test_one_step_over_all_nodes_with_all_their_gpus() -> None:
-    words = srun_command(ALLOCATION, ["keeper"])
+    words = srun_command(ALLOCATION, ["node agent"])
     assert words[:5] == ["srun", "--jobid=41", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert "--gres=gpu:8" in words
     assert "--unbuffered" not in words  # it cuts lines
-    assert words[-3:] == ["keeper", "--place-from", "SLURM_PROCID"]
+    assert words[-3:] == ["node agent", "--place-from", "SLURM_PROCID"]
 
 
 def test_one_node_again() -> None:
-    words = srun_command(ALLOCATION, ["keeper"], place=1)
+    words = srun_command(ALLOCATION, ["node agent"], place=1)
     assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--gres=gpu:8"} <= set(words)
-    assert words[-3:] == ["keeper", "--place", "1"]
+    assert words[-3:] == ["node agent", "--place", "1"]
 
 
 def test_only_the_jobs_own_variables_reach_srun() -> None:
@@ -92,7 +92,7 @@ def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
     assert asyncio.run(scene()) == protocol.Alive()
 
 
-def test_the_keepers_are_started_with_this_python() -> None:
+def test_the_agents_are_started_with_this_python() -> None:
     words = [sys.executable, "-m", "torchmuster.launch.node", "--place", "0"]
     assert srun_command(ALLOCATION, place=0)[-5:] == words
 

@@ -129,11 +129,11 @@ def diagnose(bench: Bench) -> None:
     require(found == "open", "wrong-value", f"of a port that is open it said {found}")
 
 
-def roll_call(bench: Bench) -> None:
+def registry(bench: Bench) -> None:
     """All names by rank; who does not come is named."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(timedelta(seconds=20))
-    names = bench.code.roll_call(
+    names = bench.code.registry(
         PrefixStore("first", store), bench.rank, 2, f"machine-{bench.rank}", 20.0
     )
     store.set(f"done/{bench.rank}", "")
@@ -144,7 +144,7 @@ def roll_call(bench: Bench) -> None:
     text = ""
     store.set_timeout(timedelta(seconds=2))
     try:
-        bench.code.roll_call(
+        bench.code.registry(
             PrefixStore("second", store), bench.rank, 3, f"machine-{bench.rank}", 0.5
         )
     except (TimeoutError, RuntimeError) as error:
@@ -186,7 +186,7 @@ CHECKS = {
     "own_address": own_address,
     "connect": connect,
     "diagnose": diagnose,
-    "roll_call": roll_call,
+    "roll_call": registry,
     "gathering": gathering,
     "hello": hello,
 }

@@ -91,7 +91,7 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "How long does a key in the store take, and a roll-call of 1000 machines at that rate?",
+        "How long does a key in the store take, and a node registry of 1000 machines at that rate?",
         "Which ports must be open between two machines, and in which directions? (muster check tells.)",
         "A machine has two network cards. How do you find out which one NCCL and gloo use?",
     ),

@@ -92,7 +92,7 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             # A restart is one of all pods together, with nothing left of the earlier attempt.
-            "failurePolicy": _restarts(spec),
+            "failurePolicy": _manifests_restarts(spec),
             "ttlSecondsAfterFinished": request.keep_finished_s,
             "replicatedJobs": [
                 {
@@ -105,7 +105,7 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
     }
 
 
-def _restarts(spec: JobSpec) -> Document:
+def _manifests_restarts(spec: JobSpec) -> Document:
     """Return when all pods start again; a machine that is taken away counts as no failure."""
     if not spec.max_restarts:
         return {"maxRestarts": 0}

@@ -125,10 +125,10 @@ def allocation_here(
         job=job,
         nodes=nodes,
         gpus=_gpus(job, nodes, environment, ask),
-        cores=_number(environment.get("SLURM_CPUS_ON_NODE")),
+        cores=_allocation_number(environment.get("SLURM_CPUS_ON_NODE")),
         tasks_per_node=_tasks_per_node(environment, len(nodes)),
-        copies=_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
-        restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+        copies=_allocation_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
+        restarts=_allocation_number(environment.get("SLURM_RESTART_COUNT")) or 0,
     )
 
 
@@ -272,7 +272,7 @@ def _gpus(
         if all(node in by_node for node in nodes):
             return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
     on_each = _gpus_here(environment)
-    total = _number(environment.get("SLURM_GPUS"))
+    total = _allocation_number(environment.get("SLURM_GPUS"))
     if not on_each or (total is not None and total != on_each * len(nodes)):
         return None
     return (on_each,) * len(nodes)
@@ -282,20 +282,20 @@ def _gpus_here(environment: Mapping[str, str]) -> int | None:
     if per_node := environment.get("SLURM_GPUS_PER_NODE"):  # 4, or a100:2,h100:2
         words = ["gpu:" + word for word in per_node.split(",")]
         return _count_gpus(",".join(words)) or None
-    if on_node := _number(environment.get("SLURM_GPUS_ON_NODE")):
+    if on_node := _allocation_number(environment.get("SLURM_GPUS_ON_NODE")):
         return on_node
     listed = environment.get("SLURM_JOB_GPUS") or environment.get("SLURM_STEP_GPUS")
     return len(listed.split(",")) if listed else None
 
 
 def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
-    if per_node := _number(environment.get("SLURM_NTASKS_PER_NODE")):
+    if per_node := _allocation_number(environment.get("SLURM_NTASKS_PER_NODE")):
         return per_node
-    tasks = _number(environment.get("SLURM_NTASKS"))
+    tasks = _allocation_number(environment.get("SLURM_NTASKS"))
     return tasks // nodes if tasks and tasks % nodes == 0 else None
 
 
-def _number(text: str | None) -> int | None:
+def _allocation_number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 

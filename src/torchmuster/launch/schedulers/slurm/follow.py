@@ -136,12 +136,12 @@ class _Tail:
         while data := self._new_bytes(path):
             *whole, self._rest = (self._rest + data).split(b"\n")
             for line in whole:
-                yield _text(line)
+                yield _follow_text(line)
 
     def unfinished(self) -> str:
         """Return the beginning of a line that never ended."""
         rest, self._rest = self._rest, b""
-        return _text(rest)
+        return _follow_text(rest)
 
     def _new_bytes(self, path: Path | None) -> bytes:
         if path is None:
@@ -159,5 +159,5 @@ class _Tail:
         return data
 
 
-def _text(line: bytes) -> str:
+def _follow_text(line: bytes) -> str:
     return line.rstrip(b"\r").decode(errors="replace")

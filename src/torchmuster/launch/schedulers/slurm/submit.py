@@ -55,7 +55,7 @@ def render_script(
             ["# A node that fails is left out; the others go on.", "#SBATCH --no-kill"]
             * request.no_kill
         ),
-        *_devices(gpus, cpus),
+        *_submit_devices(gpus, cpus),
         *_limits(request),
         "# What muster run says (%j is the job's number). The folder has to be there before the job",
         "# starts. A job that is started again goes on in the same file.",
@@ -120,7 +120,7 @@ def _cpus_per_node(spec: JobSpec, request: SlurmRequest) -> int | None:
     return request.cpus_per_node
 
 
-def _devices(gpus: int | None, cpus: int | None) -> Iterator[str]:
+def _submit_devices(gpus: int | None, cpus: int | None) -> Iterator[str]:
     if gpus:
         yield _directive("gpus-per-node", gpus)
     if cpus is not None:

@@ -107,7 +107,7 @@ async def _try(
             handshake_s=math.ceil(max(1.0, min(HANDSHAKE_S, patience_s))),
         )
     except OSError as error:
-        return JoinProblem(target=target, kind=_kind(error))
+        return JoinProblem(target=target, kind=_client_kind(error))
     if not certificate.is_known(stream.peer_certificate(), fingerprint):
         stream.abort("another certificate")
         return JoinProblem(target=target, kind="stranger")
@@ -129,7 +129,7 @@ async def _connected(target: JoinTarget) -> socket.socket:
     return made
 
 
-def _kind(error: OSError) -> Kind:
+def _client_kind(error: OSError) -> Kind:
     if isinstance(error, ssl.SSLError):
         return "not-tls"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
@@ -152,7 +152,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 
 class HostChannel:
-    """The keeper's end of the connection to the launcher; ``host`` is where that was reached."""
+    """The node agent's end of the connection to the launcher; ``host`` is where that was reached."""
 
     def __init__(self, stream: Stream, host: JoinTarget) -> None:
         self._stream = stream

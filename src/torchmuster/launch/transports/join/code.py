@@ -56,7 +56,7 @@ def encode_code(code: JoinCode) -> str:
     if packed:
         data += code.port.to_bytes(2, "big") + b"".join(packed)
     data += code.token + code.fingerprint
-    letters = _to_letters(data + _check(data))
+    letters = _to_letters(data + _check_code(data))
     return "-".join(letters[start : start + _GROUP] for start in range(0, len(letters), _GROUP))
 
 
@@ -78,7 +78,7 @@ def decode_code(text: str) -> JoinCode:
     # The check comes first: a mistake in the first letters would look like another version.
     if len(letters) == expected and version == VERSION:
         data = _from_letters(letters)
-        if data is not None and _check(data[:-_CHECK_BYTES]) == data[-_CHECK_BYTES:]:
+        if data is not None and _check_code(data[:-_CHECK_BYTES]) == data[-_CHECK_BYTES:]:
             return _from_bytes(data)
     elif version != VERSION and _is_whole(letters):
         raise Impossible(
@@ -102,10 +102,10 @@ def _length(first: int) -> int:
 
 def _is_whole(letters: str) -> bool:
     data = _from_letters(letters)
-    return data is not None and _check(data[:-_CHECK_BYTES]) == data[-_CHECK_BYTES:]
+    return data is not None and _check_code(data[:-_CHECK_BYTES]) == data[-_CHECK_BYTES:]
 
 
-def _check(data: bytes) -> bytes:
+def _check_code(data: bytes) -> bytes:
     return binascii.crc_hqx(data, 0xFFFF).to_bytes(_CHECK_BYTES, "big")
 
 

@@ -96,7 +96,7 @@ class JoinService:
         self._on_event = on_event
         self._on_code = on_code
         self._news = JoinNews(on_event, NEWS_EVERY_S)
-        self._roster = TokenRegistry(first_place, count)
+        self._token_registry = TokenRegistry(first_place, count)
         self._channels: dict[int, JoinedChannel] = {}
         self._lost_at_s: dict[int, float] = {}
         self._opened_at_s = time.monotonic()
@@ -107,7 +107,7 @@ class JoinService:
     @property
     def places(self) -> Sequence[str]:
         """The names of the machines: ``machine 2`` until it has joined, its own name then."""
-        return self._roster.names()
+        return self._token_registry.names()
 
     async def open(self, arrive: Arrive) -> None:
         """Listen, and begin to let machines in. ``codes`` can be asked for after this."""
@@ -181,19 +181,19 @@ class JoinService:
 
     def codes(self) -> dict[int, JoinCode]:
         """Return the code of every place that is free."""
-        return {place: self._code(place) for place in self._roster.missing()}
+        return {place: self._code(place) for place in self._token_registry.missing()}
 
     def _code(self, place: int) -> JoinCode:
         return JoinCode(
             place=place,
             port=self.port,
             addresses=listener.in_codes(self._addresses, code.MOST_ADDRESSES),
-            token=self._roster.token(place),
+            token=self._token_registry.token(place),
             fingerprint=self._certificate.fingerprint,
         )
 
     def _decide(self, join: Join, address: str, stream: Stream) -> Welcome | Refused:
-        refusal = self._roster.examine(join.place, join.token)
+        refusal = self._token_registry.examine(join.place, join.token)
         if refusal is not None and refusal.by is None:
             self._news.note("a wrong join code", address)
             return token_registry.refused_message(
@@ -211,7 +211,7 @@ class JoinService:
                 "other-protocol",
                 f"{host} speaks protocol {join.protocol}, the host speaks {protocol.PROTOCOL}",
             )
-        self._roster.seat(join.place, host=host, address=address)
+        self._token_registry.seat(join.place, host=host, address=address)
         self._seat(join.place, host, stream)
         return Welcome(protocol=protocol.PROTOCOL, place=join.place)
 
@@ -232,6 +232,6 @@ class JoinService:
             loop.call_soon(lost, False)
 
     def _vacate(self, place: int) -> None:
-        self._roster.vacate(place)
+        self._token_registry.vacate(place)
         self._lost_at_s[place] = time.monotonic()
         self._on_code(place, self._code(place))

@@ -108,7 +108,7 @@ def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[s
     async def story() -> None:
         patience = WaitingMessages(said.append)
         called = Called(letting_go)
-        roll = NodeRegistry(
+        registry = NodeRegistry(
             called,
             patience,
             token="t",
@@ -116,15 +116,15 @@ def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[s
             lost_after_s=None,
             on_output=lambda *_: None,
         )
-        await called.open(roll.arrive)
-        await roll.call(range(3))
-        for node in roll.nodes:
+        await called.open(registry.arrive)
+        await registry.call(range(3))
+        for node in registry.nodes:
             node.lose("the link is cut")
         try:
-            await scene(roll, called, patience)
+            await scene(registry, called, patience)
         finally:
-            await roll.close()
-            await asyncio.gather(*(node.close() for node in roll.nodes if not node.lost))
+            await registry.close()
+            await asyncio.gather(*(node.close() for node in registry.nodes if not node.lost))
 
     asyncio.run(story())
 
@@ -132,8 +132,8 @@ def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[s
 def test_the_lost_are_let_go_of_at_the_same_time() -> None:
     together = asyncio.Barrier(3)
 
-    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
-        back = await asyncio.wait_for(roll.call_back_the_lost(), GIVE_UP_S)
+    async def scene(registry: NodeRegistry, called: Called, _: WaitingMessages) -> None:
+        back = await asyncio.wait_for(registry.call_back_the_lost(), GIVE_UP_S)
         assert [node.place for node in back] == sorted(called.again) == [0, 1, 2]
         assert not any(node.lost for node in back)
         assert not any(machine.given_up for machine in called.machines)
@@ -148,9 +148,9 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
     monkeypatch.setattr(node_handle, "FIRST_WORD_S", 0.1)
     said: list[str] = []
 
-    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
+    async def scene(registry: NodeRegistry, called: Called, _: WaitingMessages) -> None:
         began_s = time.monotonic()
-        await roll.call_back_the_lost()
+        await registry.call_back_the_lost()
         assert time.monotonic() - began_s < 10 + BUSY_S
         assert all(machine.given_up for machine in called.machines)
 
@@ -169,8 +169,8 @@ def test_nobody_who_wants_the_end_has_to_wait_for_the_lost(
         begun.set()
         await never()
 
-    async def scene(roll: NodeRegistry, called: Called, patience: WaitingMessages) -> None:
-        calling = asyncio.create_task(roll.call_back_the_lost())
+    async def scene(registry: NodeRegistry, called: Called, patience: WaitingMessages) -> None:
+        calling = asyncio.create_task(registry.call_back_the_lost())
         await begun.wait()
         patience.stop()
         began_s = time.monotonic()
@@ -185,13 +185,13 @@ def test_nobody_who_wants_the_end_has_to_wait_for_the_lost(
 def test_a_machine_that_came_back_by_itself_is_kept() -> None:
     came: list[Machine] = []
 
-    async def scene(roll: NodeRegistry, called: Called, _: WaitingMessages) -> None:
+    async def scene(registry: NodeRegistry, called: Called, _: WaitingMessages) -> None:
         async def comes_back() -> None:
             came.append(Machine(at_once))
-            roll.arrive(1, came[0])
+            registry.arrive(1, came[0])
 
         called.machines[1]._letting_go = comes_back
-        back = await asyncio.wait_for(roll.call_back_the_lost(), GIVE_UP_S)
+        back = await asyncio.wait_for(registry.call_back_the_lost(), GIVE_UP_S)
         assert back[1].channel is came[0]
         assert sorted(called.again) == [0, 2]
 
@@ -202,7 +202,7 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
     async def story() -> None:
         called = Called(at_once)
         called.machines[2] = Machine(at_once, version=protocol.PROTOCOL + 98)
-        roll = NodeRegistry(
+        registry = NodeRegistry(
             called,
             WaitingMessages(print),
             token="t",
@@ -210,13 +210,13 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
             lost_after_s=None,
             on_output=lambda *_: None,
         )
-        await called.open(roll.arrive)
+        await called.open(registry.arrive)
         try:
             with pytest.raises(Impossible, match=r"torchmuster on c speaks protocol 99"):
-                await roll.call(range(3))
+                await registry.call(range(3))
         finally:
-            await roll.close()
-            for node in roll.nodes:
+            await registry.close()
+            for node in registry.nodes:
                 await node.close()
 
     asyncio.run(story())
@@ -229,7 +229,7 @@ def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
 
     async def story() -> None:
         called = Away()
-        roll = NodeRegistry(
+        registry = NodeRegistry(
             called,
             WaitingMessages(print),
             token="t",
@@ -239,25 +239,25 @@ def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
             enough=2,
             return_s=0.5,
         )
-        await called.open(roll.arrive)
-        await roll.call(range(3))
-        for node in roll.nodes:
+        await called.open(registry.arrive)
+        await registry.call(range(3))
+        for node in registry.nodes:
             node.prepared = PREPARED
-        roll.nodes[1].lose("its power is cut")
+        registry.nodes[1].lose("its power is cut")
         began_s = time.monotonic()
-        assert await roll.call_back_the_lost() == []
+        assert await registry.call_back_the_lost() == []
         assert 0.5 <= time.monotonic() - began_s < 10 + BUSY_S
-        assert [node.name for node in roll.nodes] == ["a", "c"]
-        assert (roll.left_out, roll.newcomers) == (["b"], [])
+        assert [node.name for node in registry.nodes] == ["a", "c"]
+        assert (registry.left_out, registry.newcomers) == (["b"], [])
         called.is_up = True
         async with asyncio.timeout(GIVE_UP_S):
-            while not roll.newcomers:
+            while not registry.newcomers:
                 await asyncio.sleep(0.05)
-        assert [node.name for node in roll.nodes] == ["a", "c"]  # until it is taken in
-        (back,) = await roll.call_back_the_lost()
-        assert (back.name, roll.left_out) == ("b", [])
-        assert [node.name for node in roll.nodes] == ["a", "b", "c"]
-        await roll.leave(0, "")
+        assert [node.name for node in registry.nodes] == ["a", "c"]  # until it is taken in
+        (back,) = await registry.call_back_the_lost()
+        assert (back.name, registry.left_out) == ("b", [])
+        assert [node.name for node in registry.nodes] == ["a", "b", "c"]
+        await registry.leave(0, "")
 
     asyncio.run(story())
 

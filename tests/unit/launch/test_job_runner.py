@@ -1,4 +1,4 @@
-"""What the supervisor makes of warnings, and of a look at the checkpoints that comes to nothing."""
+"""What the job runner makes of warnings, and of a look at the checkpoints that comes to nothing."""
 
 import asyncio
 import threading
@@ -19,8 +19,8 @@ from torchmuster.runfolder import create_run_folder
 def supervise(folder: Path) -> JobRunner:
     run = create_run_folder(folder, "x")
     spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints="s3://bucket/run")
-    transport, voice = LocalTransport("here"), TerminalConsole(run)
-    return JobRunner(spec, transport, voice, run_id=run.id, logs=str(run.logs))
+    transport, console = LocalTransport("here"), TerminalConsole(run)
+    return JobRunner(spec, transport, console, run_id=run.id, logs=str(run.logs))
 
 
 def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A program beside the keeper: only ours, heard line by line, and never left behind."""
+"""A program beside the node agent: only ours, heard line by line, and never left behind."""
 
 import asyncio
 import json
@@ -14,24 +14,24 @@ from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
-from torchmuster.launch.node import sidecar as engagement_module
+from torchmuster.launch.node import sidecar as sidecar_module
 from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.node.sidecar import Sidecar
 
 EXAMINER = "torchmuster.diagnose.host_probe"
 
-pytestmark = pytest.mark.usefixtures("patient_keeper")
+pytestmark = pytest.mark.usefixtures("patient_agent")
 
 
 class Launcher:
-    """The launcher's side of a keeper, played by the test."""
+    """The launcher's side of a node agent, played by the test."""
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
+        self.to_agent: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
         self.heard: asyncio.Queue[protocol.FromAgent] = asyncio.Queue()
 
     async def receive(self) -> protocol.ToAgent | None:
-        return await self.to_keeper.get()
+        return await self.to_agent.get()
 
     async def send(self, message: protocol.FromAgent) -> None:
         self.heard.put_nowait(message)
@@ -51,7 +51,7 @@ def question(number: int, verb: str) -> protocol.Relay:
 
 
 def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
-    """Play a scene with a keeper; at its end nothing of it may be alive."""
+    """Play a scene with a node agent; at its end nothing of it may be alive."""
     token = os.urandom(8).hex()
 
     async def go() -> None:
@@ -59,7 +59,7 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
         keeping = asyncio.create_task(NodeAgent(launcher).run())
         await launcher.hear(protocol.Hello)
         await scene(launcher, token)
-        launcher.to_keeper.put_nowait(None)
+        launcher.to_agent.put_nowait(None)
         await asyncio.wait_for(keeping, GIVE_UP_S)
 
     asyncio.run(go())
@@ -67,14 +67,14 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
+def test_a_program_is_started_talked_with_and_ended_with_the_agent(
     snapshot: SnapshotAssertion,
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
         engaged = await launcher.hear(protocol.SidecarStarted)
         assert isinstance(engaged, protocol.SidecarStarted)
-        launcher.to_keeper.put_nowait(question(7, "no-such-verb"))
+        launcher.to_agent.put_nowait(question(7, "no-such-verb"))
         relayed = await launcher.hear(protocol.Relay)
         assert isinstance(relayed, protocol.Relay)
         answer = json.loads(relayed.text)
@@ -89,7 +89,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_keeper(
 @pytest.mark.usefixtures("own_machine")
 def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(
+        launcher.to_agent.put_nowait(
             protocol.StartSidecar(program="torchmuster.no_such", token=token)
         )
         ended = await launcher.hear(protocol.SidecarEnded)
@@ -103,7 +103,7 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
         engaged = await launcher.hear(protocol.SidecarStarted)
         assert isinstance(engaged, protocol.SidecarStarted)
         os.kill(engaged.pid, signal.SIGKILL)
@@ -117,10 +117,10 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_keeper.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
         await launcher.hear(protocol.SidecarStarted)
         process_cleanup.kill_processes(f"{token}.ranks", within_s=1.0)
-        launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
+        launcher.to_agent.put_nowait(question(1, "no-such-verb"))
         await launcher.hear(protocol.Relay)
 
     play(scene)
@@ -132,11 +132,11 @@ def test_another_program_takes_the_place_of_the_first() -> None:
         message = protocol.StartSidecar(program=EXAMINER, token=token)
         pids = []
         for _ in range(2):
-            launcher.to_keeper.put_nowait(message)
+            launcher.to_agent.put_nowait(message)
             engaged = await launcher.hear(protocol.SidecarStarted)
             assert isinstance(engaged, protocol.SidecarStarted)
             pids.append(engaged.pid)
-            launcher.to_keeper.put_nowait(question(1, "no-such-verb"))
+            launcher.to_agent.put_nowait(question(1, "no-such-verb"))
             await launcher.hear(protocol.Relay)  # until it runs, nothing may be seen of it
         assert [one.pid for one in process_cleanup.processes_of(token)] == [pids[1]]
 
@@ -161,16 +161,16 @@ def test_a_program_that_does_not_listen_is_killed() -> None:
             heard.append(message)
 
         message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
-        engagement = await Sidecar.begin(message, send)
-        os.kill(engagement.pid, signal.SIGSTOP)
+        sidecar = await Sidecar.begin(message, send)
+        os.kill(sidecar.pid, signal.SIGSTOP)
         async with asyncio.timeout(GIVE_UP_S):
-            await engagement.end()
-        assert not psutil.pid_exists(engagement.pid)
+            await sidecar.end()
+        assert not psutil.pid_exists(sidecar.pid)
 
     asyncio.run(play_it())
 
 
-def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
+def test_a_program_that_cannot_even_be_killed_is_left_to_the_reaper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def for_ever() -> int:
@@ -182,12 +182,12 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_watchman(
 
     async def play_it() -> None:
         message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
-        engagement = await Sidecar.begin(message, send)
-        wait = engagement._process.wait
-        monkeypatch.setattr(engagement._process, "wait", for_ever)
-        monkeypatch.setattr(engagement_module, "_GONE_WITHIN_S", 0.1)
+        sidecar = await Sidecar.begin(message, send)
+        wait = sidecar._process.wait
+        monkeypatch.setattr(sidecar._process, "wait", for_ever)
+        monkeypatch.setattr(sidecar_module, "_GONE_WITHIN_S", 0.1)
         async with asyncio.timeout(GIVE_UP_S):
-            assert await engagement.end() is False
+            assert await sidecar.end() is False
             await wait()
 
     asyncio.run(play_it())
@@ -198,7 +198,7 @@ def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
     done: list[str] = []
 
     class Ending:
-        """Ranks, program and watchman in one: what is done with them is written down."""
+        """Ranks, program and reaper in one: what is done with them is written down."""
 
         gone = asyncio.Event()
 
@@ -211,13 +211,13 @@ def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
             return gone
 
         def dismiss(self) -> None:
-            done.append("watchman dismissed")
+            done.append("reaper dismissed")
 
     async def play_it() -> None:
-        keeper = NodeAgent(Launcher())
-        keeper._running = keeper._engaged = keeper._watchman = Ending()  # type: ignore[assignment]
-        await keeper._end_all()
+        agent = NodeAgent(Launcher())
+        agent._running = agent._engaged = agent._reaper = Ending()  # type: ignore[assignment]
+        await agent._end_all()
 
     asyncio.run(play_it())
     assert done[:2] == ["ranks stopped", "program ended"]
-    assert done[2:] == (["watchman dismissed"] if gone else [])
+    assert done[2:] == (["reaper dismissed"] if gone else [])

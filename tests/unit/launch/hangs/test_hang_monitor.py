@@ -1,4 +1,4 @@
-"""The launcher's lookout: tells a hang once, has it examined, keeps what comes, ends what cannot end well."""
+"""The launcher's hang monitor: tells a hang once, has it examined, keeps what comes, ends what cannot end well."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs import monitor as lookout_module
+from torchmuster.launch.hangs import monitor as hang_monitor_module
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.launch.hangs.monitor import HangMonitor, devices_of
@@ -47,10 +47,10 @@ class Scene:
         self.said: list[str] = []
         self.shown: list[Finding] = []
         self.tasks: list[asyncio.Future[None]] = []
-        self.lookout: HangMonitor
+        self.hang_monitor: HangMonitor
 
     def begin(self, end_after_s: float | None = None) -> None:
-        self.lookout = HangMonitor(
+        self.hang_monitor = HangMonitor(
             self.nodes,
             self.run,
             say=self.said.append,
@@ -74,7 +74,7 @@ class Scene:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     made = functools.partial(HangWatch, lambda: now[0])
-    monkeypatch.setattr(lookout_module, "HangWatch", made)
+    monkeypatch.setattr(hang_monitor_module, "HangWatch", made)
     return now
 
 
@@ -86,7 +86,7 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
             waits = rank == 0 or different
             operation = "all_reduce" if rank == 0 else "barrier"
             called = PendingCollective(group="0", number=9, operation=operation)
-            pulse = Heartbeat(
+            heartbeat = Heartbeat(
                 rank=rank,
                 pid=100 + rank,
                 beat=int(clock[0]),
@@ -99,8 +99,8 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
                 state="S",
                 busy=0.0,
             )
-            node._on_sign(protocol.Heartbeats(attempt=0, pulses=(pulse,)))
-        it.lookout.look()
+            node._on_sign(protocol.Heartbeats(attempt=0, heartbeats=(heartbeat,)))
+        it.hang_monitor.look()
 
 
 def test_a_hang_is_told_examined_and_kept(
@@ -111,7 +111,7 @@ def test_a_hang_is_told_examined_and_kept(
         it.begin()
         pass_time(it, clock, 30, different=False)
         assert [one.name for one in it.shown] == ["rank-idle"]
-        assert it.lookout.finding is it.shown[0]
+        assert it.hang_monitor.finding is it.shown[0]
         await asyncio.sleep(0)
         while not it.channels[1].sent:
             await asyncio.sleep(0.01)
@@ -145,7 +145,7 @@ def test_a_hang_is_told_examined_and_kept(
 def test_what_goes_on_is_told_again_in_short_and_the_end_too(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+    monkeypatch.setattr(hang_monitor_module, "_EXAMINED_WITHIN_S", 0.01)
 
     async def scene() -> Scene:
         it = Scene(tmp_path)
@@ -154,18 +154,18 @@ def test_what_goes_on_is_told_again_in_short_and_the_end_too(
         assert it.shown[0].why
         assert len(it.shown) >= 2
         assert not any(one.why for one in it.shown[1:])
-        assert not it.lookout.must_end
+        assert not it.hang_monitor.must_end
         await it.settle()
         assert len(list(it.run.hang.iterdir())) == 1
         for rank, node in enumerate(it.nodes):
             moved = Heartbeat(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
-            node._on_sign(protocol.Heartbeats(attempt=0, pulses=(moved,)))
-        it.lookout.look()
+            node._on_sign(protocol.Heartbeats(attempt=0, heartbeats=(moved,)))
+        it.hang_monitor.look()
         return it
 
     it = asyncio.run(scene())
     assert it.shown[-1].name == "hang-over"
-    assert it.lookout.finding is None
+    assert it.hang_monitor.finding is None
     assert [one.name for one in run_state.read_events(it.run)] == ["hang", "hang-over"]
 
 
@@ -173,7 +173,7 @@ def test_what_goes_on_is_told_again_in_short_and_the_end_too(
 def test_hangs_of_earlier_attempts_count_among_those_that_are_kept(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, there: int, kept: int
 ) -> None:
-    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+    monkeypatch.setattr(hang_monitor_module, "_EXAMINED_WITHIN_S", 0.01)
 
     async def scene() -> Scene:
         it = Scene(tmp_path)
@@ -208,19 +208,19 @@ def test_what_cannot_end_well_is_ended(
     after: int,
     ended: bool,
 ) -> None:
-    monkeypatch.setattr(lookout_module, "_EXAMINED_WITHIN_S", 0.01)
+    monkeypatch.setattr(hang_monitor_module, "_EXAMINED_WITHIN_S", 0.01)
 
     async def scene() -> bool:
         it = Scene(tmp_path)
         it.begin(end_after_s)
         pass_time(it, clock, after, different=different)
         await it.settle()
-        return it.lookout.must_end
+        return it.hang_monitor.must_end
 
     assert asyncio.run(scene()) is ended
 
 
-def test_a_lookout_that_fails_does_not_end_the_run(
+def test_a_hang_monitor_that_fails_does_not_end_the_run(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     class Broken(HangWatch):
@@ -229,10 +229,10 @@ def test_a_lookout_that_fails_does_not_end_the_run(
 
     it = Scene(tmp_path)
     it.begin()
-    it.lookout._watch = Broken()
+    it.hang_monitor._watch = Broken()
     for _ in range(2):
-        it.nodes[0]._on_sign(protocol.Heartbeats(attempt=0, pulses=()))
-    it.lookout.look()
+        it.nodes[0]._on_sign(protocol.Heartbeats(attempt=0, heartbeats=()))
+    it.hang_monitor.look()
     (said,) = it.said  # once
     assert "ZeroDivisionError('oh')" in said
     assert said == snapshot

@@ -1,4 +1,4 @@
-"""A keeper ends what it started, whatever becomes of the launcher, and whenever."""
+"""A node agent ends what it started, whatever becomes of the launcher, and whenever."""
 
 import asyncio
 import functools
@@ -17,12 +17,12 @@ from syrupy.assertion import SnapshotAssertion
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import join_policy, process_cleanup
-from torchmuster.launch.node import node_agent as keeper_module
+from torchmuster.launch.node import node_agent as agent_module
 from torchmuster.launch.node.node_agent import NodeAgent
 
 _ENDED_WITHIN_S = 15.0 + BUSY_S
 
-pytestmark = pytest.mark.usefixtures("patient_keeper")
+pytestmark = pytest.mark.usefixtures("patient_agent")
 
 
 class FakeEnd:
@@ -33,14 +33,14 @@ class FakeEnd:
     """
 
     def __init__(self) -> None:
-        self.to_keeper: asyncio.Queue[protocol.ToAgent | Exception | None] = asyncio.Queue()
+        self.to_agent: asyncio.Queue[protocol.ToAgent | Exception | None] = asyncio.Queue()
         self.heard: list[protocol.FromAgent] = []
         self.deaf = False
         self.slow_s = 0.0
         self.cannot_send: type[protocol.Message] | None = None
 
     async def receive(self) -> protocol.ToAgent | None:
-        message = await self.to_keeper.get()
+        message = await self.to_agent.get()
         if isinstance(message, Exception):
             raise message
         return message
@@ -64,7 +64,7 @@ class FakeEnd:
 
     def say(self, *messages: protocol.ToAgent | Exception | None) -> None:
         for message in messages:
-            self.to_keeper.put_nowait(message)
+            self.to_agent.put_nowait(message)
 
     async def hear(self, kind: type[protocol.Message]) -> protocol.Message:
         async with asyncio.timeout(GIVE_UP_S):
@@ -76,7 +76,7 @@ class FakeEnd:
 
 
 class Scene:
-    """A keeper that starts its ranks itself, which needs no torch, and a script for them."""
+    """A node agent that starts its ranks itself, which needs no torch, and a script for them."""
 
     def __init__(self, folder: Path, script: str) -> None:
         (folder / "script.py").write_text(script)
@@ -127,15 +127,15 @@ class Scene:
             allowed = (
                 functools.partial(join_policy.check_join_policy, folder=folder) if folder else None
             )
-            keeper = NodeAgent(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
-            keeping = asyncio.create_task(keeper.run())
+            agent = NodeAgent(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
+            keeping = asyncio.create_task(agent.run())
             await scene(self)
             self.code = await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
-            return keeper
+            return agent
 
-        keeper = asyncio.run(go())
+        agent = asyncio.run(go())
         assert process_cleanup.processes_of(self.token) == []
-        return keeper
+        return agent
 
 
 _FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(600)\n"
@@ -173,12 +173,12 @@ def test_a_launcher_that_goes_while_ranks_are_starting_leaves_none(tmp_path: Pat
         await it.end.hear(protocol.Prepared)
         it.end.say(it.start, None)
 
-    keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert keeper.words == "the launcher has gone"
+    agent = Scene(tmp_path, _FOREVER).play(scene)
+    assert agent.words == "the launcher has gone"
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_launcher_that_takes_nothing_any_more_does_not_keep_the_keeper(tmp_path: Path) -> None:
+def test_a_launcher_that_takes_nothing_any_more_does_not_keep_the_agent(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
         await it.end.hear(protocol.Prepared)
@@ -198,33 +198,33 @@ def test_a_launcher_that_takes_nothing_any_more_does_not_keep_the_keeper(tmp_pat
 def test_a_launcher_that_never_says_a_word_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_SILENT_AT_FIRST_S", 0.5)
+    monkeypatch.setattr(agent_module, "_SILENT_AT_FIRST_S", 0.5)
 
     async def scene(it: Scene) -> None:
         await it.end.hear(protocol.Hello)
 
-    keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert "the launcher was not heard" in keeper.words
+    agent = Scene(tmp_path, _FOREVER).play(scene)
+    assert "the launcher was not heard" in agent.words
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_keeper_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
+def test_an_agent_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_SILENT_AT_FIRST_S", 1.0)
+    monkeypatch.setattr(agent_module, "_SILENT_AT_FIRST_S", 1.0)
 
     async def scene(it: Scene) -> None:
         await it.end.hear(protocol.Hello)
-        time.sleep(2.0)  # the keeper stands still, too
+        time.sleep(2.0)  # the node agent stands still, too
         await asyncio.sleep(0.5)  # and has looked
         it.end.say(protocol.Leave(exit_code=1, words="over"))
 
-    keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert keeper.words == "over"
+    agent = Scene(tmp_path, _FOREVER).play(scene)
+    assert agent.words == "over"
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_keeper_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
+def test_an_agent_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -256,7 +256,7 @@ _WRITES_MUCH = (
 def test_all_that_ranks_wrote_arrives_however_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_ALIVE_EVERY_S", 0.2)
+    monkeypatch.setattr(agent_module, "_ALIVE_EVERY_S", 0.2)
 
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.03
@@ -268,7 +268,7 @@ def test_all_that_ranks_wrote_arrives_however_slowly(
         assert [line[5:11] for line in lines] == [f"{number:06}" for number in range(_LINES)]
         signs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Alive)]
         outputs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Output)]
-        # The launcher knows meanwhile that this keeper is alive.
+        # The launcher knows meanwhile that this node agent is alive.
         assert max(after - one for one, after in itertools.pairwise(signs)) < 50
         assert signs[-1] > outputs[-20]
         it.end.say(protocol.Leave(exit_code=0, words="over"))
@@ -339,9 +339,9 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
         await it.end.hear(protocol.Output)
         it.end.say(RecursionError("too deep"))
 
-    keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert keeper.words.endswith(": too deep")
-    assert keeper.words == snapshot
+    agent = Scene(tmp_path, _FOREVER).play(scene)
+    assert agent.words.endswith(": too deep")
+    assert agent.words == snapshot
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -355,9 +355,9 @@ def test_a_launcher_that_cannot_be_understood_is_given_up(
         await it.end.hear(protocol.Output)
         it.end.say(garbled)
 
-    keeper = Scene(tmp_path, _FOREVER).play(scene)
-    assert keeper.words == snapshot
-    assert keeper.words.endswith(f": {garbled}")
+    agent = Scene(tmp_path, _FOREVER).play(scene)
+    assert agent.words == snapshot
+    assert agent.words.endswith(f": {garbled}")
 
 
 _OWN_SESSION = """\
@@ -368,7 +368,7 @@ time.sleep(600)
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_keeper_s_to_deal_with(
+def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_agent_s_to_deal_with(
     tmp_path: Path,
 ) -> None:
     async def scene(it: Scene) -> None:
@@ -380,8 +380,8 @@ def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_keeper_s_to_deal_with(
         os.kill(os.getpid(), signal.SIGINT)
 
     one = Scene(tmp_path, _OWN_SESSION)
-    keeper = one.play(scene, tell=lambda _: None)
-    assert keeper.words == "left by Ctrl-C"
+    agent = one.play(scene, tell=lambda _: None)
+    assert agent.words == "left by Ctrl-C"
     assert one.code == 130
 
 
@@ -399,8 +399,8 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         one = Scene(tmp_path, _FOREVER)
-        keeper = one.play(scene)
-        assert (keeper.words, one.code) == ("over", 0)
+        agent = one.play(scene)
+        assert (agent.words, one.code) == ("over", 0)
     finally:
         signal.signal(signal.SIGHUP, before)
 

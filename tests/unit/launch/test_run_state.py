@@ -83,14 +83,14 @@ def test_what_was_launched_is_read_again_without_its_secrets(run: RunFolder) -> 
 
 def test_phases_and_the_end(run: RunFolder) -> None:
     run_state.write_job(run, SPEC)
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     assert phase(run) is None
-    for name in ("roll-call", "starting", "running"):
-        diary.phase(name)
+    for name in ("node registry", "starting", "running"):
+        event_log.phase(name)
         state = run_state.read_state(run)
         assert state is not None
         assert (state.phase, state.active, state.exit_code) == (name, True, None)
-    diary.ended("failed", 1, "rank 1 failed")
+    event_log.ended("failed", 1, "rank 1 failed")
     state = run_state.read_state(run)
     assert state is not None
     assert (state.phase, state.active, state.exit_code) == ("failed", False, 1)
@@ -219,8 +219,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_name(
 
 
 def test_a_disk_that_fills_up_during_a_run_does_not_end_it(run: RunFolder) -> None:
-    diary = run_state.EventLog(run)
+    event_log = run_state.EventLog(run)
     shutil.rmtree(run.path)
-    diary.phase("running")
-    diary.ended("finished", 0, "finished well")
+    event_log.phase("running")
+    event_log.ended("finished", 0, "finished well")
     assert not run.path.exists()

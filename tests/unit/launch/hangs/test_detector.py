@@ -1,4 +1,4 @@
-"""Who keeps whom waiting: judged from made-up pulses, second by second; healthy runs raise no alarm."""
+"""Who keeps whom waiting: judged from made-up heartbeats, second by second; healthy runs raise no alarm."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,7 +14,7 @@ HOSTS = ("a", "a", "b", "b")
 
 
 class Ranks:
-    """Ranks whose pulses are made up; ``moment(second, rank)`` gives what changes."""
+    """Ranks whose heartbeats are made up; ``moment(second, rank)`` gives what changes."""
 
     def __init__(self, count: int = 2, devices: dict[int, str] | None = None) -> None:
         self.now_s = 0.0
@@ -31,13 +31,13 @@ class Ranks:
             self.now_s += every_s
             for host in dict.fromkeys(HOSTS[: self.count]):
                 own = [rank for rank in range(self.count) if HOSTS[rank] == host]
-                self.watch.heard(host, [pulse(rank, self.now_s, **doing(rank)) for rank in own])
+                self.watch.heard(host, [heartbeat(rank, self.now_s, **doing(rank)) for rank in own])
             if finding := self.watch.look():
                 said.append((self.now_s, finding))
         return said
 
 
-def pulse(rank: int, now_s: float, **facts: object) -> Heartbeat:
+def heartbeat(rank: int, now_s: float, **facts: object) -> Heartbeat:
     known: dict[str, object] = {
         "pid": 100 + rank,
         "beat": int(now_s),
@@ -377,7 +377,7 @@ def test_of_a_machine_that_is_not_heard_nothing_is_judged() -> None:
     assert ranks.live(6, one_against_all(3, ASLEEP)) == []
     for _ in range(60):
         ranks.now_s += 2
-        ranks.watch.heard("a", [pulse(rank, ranks.now_s, **WAITING) for rank in (0, 1)])
+        ranks.watch.heard("a", [heartbeat(rank, ranks.now_s, **WAITING) for rank in (0, 1)])
         assert ranks.watch.look() is None
 
 
@@ -403,5 +403,5 @@ def test_what_was_told_stays_as_it_was() -> None:
     ranks.live(20, one_against_all(1, ASLEEP))
     told: Hang | None = ranks.watch.told
     assert told is not None
-    ranks.watch.heard("a", [pulse(1, ranks.now_s, doing="forward")])
-    assert told.culprits[0].pulse.doing == "time.sleep"
+    ranks.watch.heard("a", [heartbeat(1, ranks.now_s, doing="forward")])
+    assert told.culprits[0].heartbeat.doing == "time.sleep"

@@ -36,7 +36,7 @@ class Terminal:
             reading, writing = os.pipe()
             self.ends[name] = (reading, os.fdopen(writing, "w", encoding="utf-8"))
 
-    def voice(
+    def console(
         self, run: RunFolder, *, colour: bool = False, own_colour: bool = False
     ) -> TerminalConsole:
         """Return a voice that speaks here."""
@@ -113,13 +113,13 @@ def terminal(real_terminal: Terminal, patient: None) -> Terminal:
 def test_ranks_speak_on_standard_output_and_the_launcher_on_standard_error(
     run: RunFolder, terminal: Terminal
 ) -> None:
-    voice = terminal.voice(run)
-    with voice.speaking():
-        voice.say("the CPU, as asked\n1 thread per rank")
-        voice.world(2)
-        voice.output(0, "loss 1\nonly here\n")
-        voice.output(1, "loss 1\n")
-        voice.show([FINDING])
+    console = terminal.console(run)
+    with console.speaking():
+        console.say("the CPU, as asked\n1 thread per rank")
+        console.world(2)
+        console.output(0, "loss 1\nonly here\n")
+        console.output(1, "loss 1\n")
+        console.show([FINDING])
     own = "muster: the CPU, as asked\nmuster: 1 thread per rank\n"
     ranks = "[all 2 ranks] loss 1\n[rank 0] only here\n"
     found = "failure  rank 1 failed\n         why  no data\n"
@@ -136,12 +136,12 @@ def test_what_a_rank_wrote_before_the_launcher_spoke_comes_before_it(
     with both.open("a") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
-        voice = TerminalConsole(run)
-        with voice.speaking():
-            voice.world(2)
+        console = TerminalConsole(run)
+        with console.speaking():
+            console.world(2)
             for number in range(20):
-                voice.output(number % 2, f"said {number}\n")
-                voice.say(f"spoken {number}")
+                console.output(number % 2, f"said {number}\n")
+                console.say(f"spoken {number}")
         monkeypatch.undo()
     expected = [
         line
@@ -155,12 +155,12 @@ def test_what_a_rank_wrote_before_the_launcher_spoke_comes_before_it(
 def test_a_new_attempt_shows_the_end_of_the_one_before_first(
     run: RunFolder, terminal: Terminal
 ) -> None:
-    voice = terminal.voice(run)
-    with voice.speaking():
-        voice.world(1)
-        voice.output(0, "last words\n")
-        voice.world(2)
-        voice.output(1, "again\n")
+    console = terminal.console(run)
+    with console.speaking():
+        console.world(1)
+        console.output(0, "last words\n")
+        console.world(2)
+        console.output(1, "again\n")
     assert terminal.read("stdout") == "last words\n[rank 1] again\n"
 
 
@@ -169,12 +169,12 @@ def test_a_paused_terminal_does_not_hold_up_the_launcher(
 ) -> None:
     real_terminal.fill("stdout")
     real_terminal.fill("stderr")
-    voice = real_terminal.voice(run)
+    console = real_terminal.console(run)
     began = time.monotonic()
-    with voice.speaking():
-        voice.world(2)
-        voice.output(0, "loss 1\n")
-        voice.say("rank 1 failed")
+    with console.speaking():
+        console.world(2)
+        console.output(0, "loss 1\n")
+        console.say("rank 1 failed")
         # Others take a launcher that is silent for dead.
         assert time.monotonic() - began < 2 + BUSY_S
     assert time.monotonic() - began < 8 + BUSY_S
@@ -185,14 +185,14 @@ def test_a_paused_terminal_does_not_hold_up_the_launcher(
 def test_a_terminal_that_has_gone_does_not_end_the_run(run: RunFolder, terminal: Terminal) -> None:
     terminal.go_away("stdout")
     terminal.go_away("stderr")
-    voice = terminal.voice(run)
-    with voice.speaking():
-        voice.world(2)
+    console = terminal.console(run)
+    with console.speaking():
+        console.world(2)
         for number in range(100):
-            voice.output(0, f"step {number}\n")
+            console.output(0, f"step {number}\n")
             if number % 25 == 0:
-                voice.say("still here")
-        voice.show([FINDING])
+                console.say("still here")
+        console.show([FINDING])
     log = run.console.read_text()
     assert log.count("muster: still here\n") == 4
     assert "[rank 0] step 99\n" in log
@@ -202,29 +202,29 @@ def test_a_terminal_that_has_gone_does_not_end_the_run(run: RunFolder, terminal:
 def test_colours_are_for_terminals_and_never_for_the_log(
     run: RunFolder, terminal: Terminal
 ) -> None:
-    voice = terminal.voice(run, colour=True, own_colour=False)
-    with voice.speaking():
-        voice.world(1)
-        voice.output(0, "\x1b[32mgreen\x1b[0m\n")
-        voice.show([FINDING])
+    console = terminal.console(run, colour=True, own_colour=False)
+    with console.speaking():
+        console.world(1)
+        console.output(0, "\x1b[32mgreen\x1b[0m\n")
+        console.show([FINDING])
     assert terminal.read("stdout") == "\x1b[32mgreen\x1b[0m\n"
     assert "\x1b" not in terminal.read("stderr")
     assert "\x1b" not in run.console.read_text()
 
 
 def test_the_launcher_s_own_colour_is_standard_error_s(run: RunFolder, terminal: Terminal) -> None:
-    voice = terminal.voice(run, own_colour=True)
-    with voice.speaking():
-        voice.show([FINDING])
+    console = terminal.console(run, own_colour=True)
+    with console.speaking():
+        console.show([FINDING])
     assert terminal.read("stderr").startswith("\x1b[31mfailure")
     assert "\x1b" not in run.console.read_text()
 
 
 def test_an_error_message_cannot_steer_the_terminal(run: RunFolder, terminal: Terminal) -> None:
-    voice = terminal.voice(run)
-    with voice.speaking():
-        voice.world(1)
-        voice.output(0, "\x1b]0;owned\x07plain\x1b[2J\n")
+    console = terminal.console(run)
+    with console.speaking():
+        console.world(1)
+        console.output(0, "\x1b]0;owned\x07plain\x1b[2J\n")
     assert terminal.read("stdout") == "plain\n"
 
 
@@ -233,11 +233,11 @@ def test_other_machines_words_cannot_steer_the_terminal(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal(monkeypatch)
-    voice = terminal.voice(run, own_colour=True)
+    console = terminal.console(run, own_colour=True)
     bad = "b: \x1b]52;c;cm0gLXJm\x07GPU \x1b[2J busy"
-    with voice.speaking():
-        voice.say(bad)
-        voice.show([Finding(name="x", status=Status.FAILURE, what=bad, why=bad, fix=bad)])
+    with console.speaking():
+        console.say(bad)
+        console.show([Finding(name="x", status=Status.FAILURE, what=bad, why=bad, fix=bad)])
     shown = terminal.read("stderr")
     terminal.read("stdout")
     assert "GPU" in shown

@@ -1,4 +1,4 @@
-"""One machine's ranks as a keeper runs them, without a launcher: what tests of engines start."""
+"""One machine's ranks as a node agent runs them, without a launcher: what tests of engines start."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from torchmuster.launch.node.engines import NodeShare, agent_environment, engine
 
 
 class Attempt:
-    """Two ranks, and what their keeper said: ranks 4 and 5 of 6 on the last of three hosts, or ``alone``."""
+    """Two ranks, and what their node agent said: ranks 4 and 5 of 6 on the last of three hosts, or ``alone``."""
 
     def __init__(
         self, folder: Path, script: str, *, alone: bool = False, port: int = 29400

@@ -71,7 +71,7 @@ def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended(token: str) -> 
         time.sleep(0.01)
 
 
-def test_one_keeper_s_part_leaves_the_other_s_alone(token: str) -> None:
+def test_one_agent_s_part_leaves_the_other_s_alone(token: str) -> None:
     first, second, tenth = started(f"{token}.1"), started(f"{token}.2"), started(f"{token}.10")
     assert process_cleanup.kill_processes(f"{token}.1", within_s=GIVE_UP_S) == []
     assert ended(first) == -9

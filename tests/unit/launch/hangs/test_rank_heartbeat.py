@@ -25,7 +25,7 @@ from torchmuster.launch.rank import heartbeat
 records = Path(sys.argv[1])
 heartbeat._EVERY_S = 0.02
 heartbeat.start_heartbeat(3, records)
-path = records / "rank-3.pulse.json"
+path = records / "rank-3.heartbeat.json"
 def read():
     import json
     return json.loads(path.read_text())
@@ -43,7 +43,7 @@ def count_threads():
 
 
 def run(folder: Path, script: str, *flags: str) -> str:
-    """Run a script with a pulse in a process of its own; return what it printed."""
+    """Run a script with a heartbeat in a process of its own; return what it printed."""
     (folder / "script.py").write_text(_BEGIN + textwrap.dedent(script))
     done = subprocess.run(
         [sys.executable, *flags, str(folder / "script.py"), str(folder)],
@@ -56,14 +56,21 @@ def run(folder: Path, script: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_a_pulse_is_what_the_keeper_reads(tmp_path: Path) -> None:
+def test_a_heartbeat_is_what_the_agent_reads(tmp_path: Path) -> None:
     HeartbeatWriter(5, tmp_path).beat()
-    pulse = msgspec.json.decode((tmp_path / "rank-5.pulse.json").read_bytes(), type=Heartbeat)
-    assert (pulse.rank, pulse.pid, pulse.beat, pulse.moves) == (5, os.getpid(), 1, 1)
-    assert (pulse.waiting, pulse.begun, pulse.waits) == (False, {}, ())
+    heartbeat = msgspec.json.decode(
+        (tmp_path / "rank-5.heartbeat.json").read_bytes(), type=Heartbeat
+    )
+    assert (heartbeat.rank, heartbeat.pid, heartbeat.beat, heartbeat.moves) == (
+        5,
+        os.getpid(),
+        1,
+        1,
+    )
+    assert (heartbeat.waiting, heartbeat.begun, heartbeat.waits) == (False, {}, ())
 
 
-def test_what_a_call_had_in_hand_is_given_back_while_a_pulse_is_written(
+def test_what_a_call_had_in_hand_is_given_back_while_a_heartbeat_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Activation:
@@ -116,7 +123,7 @@ def test_a_script_sees_no_other_thread_and_ends_as_soon_as_it_wants(tmp_path: Pa
     assert time.monotonic() - began < 30 + BUSY_S
 
 
-def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_no_heartbeat_and_the_parent_keeps_its_own(tmp_path: Path) -> None:
     out = run(
         tmp_path,
         """
@@ -148,7 +155,7 @@ def test_a_fork_has_no_pulse_and_the_parent_keeps_its_own(tmp_path: Path) -> Non
     assert out == "child 0\npid True rank 3\nthreads 2\n"
 
 
-def test_forks_from_many_threads_leave_one_pulse(tmp_path: Path) -> None:
+def test_forks_from_many_threads_leave_one_heartbeat(tmp_path: Path) -> None:
     out = run(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""What a keeper adds to its ranks' pulses, and how it gets them to show what they are doing."""
+"""What a node agent adds to its ranks' heartbeats, and how it gets them to show what they are doing."""
 
 import asyncio
 import json
@@ -43,26 +43,26 @@ class Clock:
 
 
 def write(records: Path, rank: int, **facts: object) -> None:
-    pulse = {"rank": rank, "pid": os.getpid(), "beat": 1, "moves": 1} | facts
-    (records / f"rank-{rank}.pulse.json").write_text(json.dumps(pulse))
+    heartbeat = {"rank": rank, "pid": os.getpid(), "beat": 1, "moves": 1} | facts
+    (records / f"rank-{rank}.heartbeat.json").write_text(json.dumps(heartbeat))
 
 
-def test_a_rank_without_a_pulse_or_with_half_of_one_is_left_out(tmp_path: Path) -> None:
-    pulses = HeartbeatReader(tmp_path, range(3))
-    assert pulses.read() == ()
+def test_a_rank_without_a_heartbeat_or_with_half_of_one_is_left_out(tmp_path: Path) -> None:
+    heartbeats = HeartbeatReader(tmp_path, range(3))
+    assert heartbeats.read() == ()
     write(tmp_path, 1, place="train.py:3")
-    (tmp_path / "rank-2.pulse.json").write_text('{"rank": 2, "pi')
-    (only,) = pulses.read()
+    (tmp_path / "rank-2.heartbeat.json").write_text('{"rank": 2, "pi')
+    (only,) = heartbeats.read()
     assert (only.rank, only.place, only.state) == (1, "train.py:3", "R")
 
 
 def test_how_long_python_could_not_run(tmp_path: Path) -> None:
     clock = Clock()
-    pulses = HeartbeatReader(tmp_path, [0], clock)
+    heartbeats = HeartbeatReader(tmp_path, [0], clock)
     for now_s, beat, silent_s in ((100, 1, 0), (107, 1, 7), (108, 2, 0), (109, 2, 1)):
         clock.now_s = now_s
         write(tmp_path, 0, beat=beat)
-        assert [one.silent_s for one in pulses.read()] == [silent_s]
+        assert [one.silent_s for one in heartbeats.read()] == [silent_s]
 
 
 @pytest.fixture
@@ -72,30 +72,30 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def state(records: Path, pulses: HeartbeatReader, wanted: str) -> str:
+def state(records: Path, heartbeats: HeartbeatReader, wanted: str) -> str:
     deadline = time.monotonic() + GIVE_UP_S
-    while (found := pulses.read()[0].state) != wanted and time.monotonic() < deadline:
+    while (found := heartbeats.read()[0].state) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
 
 
 def test_states_of_processes(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    pulses = HeartbeatReader(tmp_path, [0])
+    heartbeats = HeartbeatReader(tmp_path, [0])
     write(tmp_path, 0, pid=sleeper.pid)
-    assert state(tmp_path, pulses, "S") == "S"
+    assert state(tmp_path, heartbeats, "S") == "S"
     sleeper.send_signal(signal.SIGSTOP)
-    assert state(tmp_path, pulses, "T") == "T"
+    assert state(tmp_path, heartbeats, "T") == "T"
     sleeper.kill()
-    assert state(tmp_path, pulses, "Z") == "Z"
+    assert state(tmp_path, heartbeats, "Z") == "Z"
     sleeper.wait()
-    assert state(tmp_path, pulses, "X") == "X"
-    assert pulses.read()[0].busy is None
+    assert state(tmp_path, heartbeats, "X") == "X"
+    assert heartbeats.read()[0].busy is None
 
 
 def test_what_children_compute_counts_once_a_rank_stands_still(tmp_path: Path) -> None:
     burn = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     clock = Clock()
-    pulses = HeartbeatReader(tmp_path, [0], clock)
+    heartbeats = HeartbeatReader(tmp_path, [0], clock)
     with subprocess.Popen(
         [sys.executable, "-c", burn], process_group=0, stdin=subprocess.DEVNULL
     ) as parent:
@@ -104,16 +104,16 @@ def test_what_children_compute_counts_once_a_rank_stands_still(tmp_path: Path) -
             burning = _descendant(parent.pid)
             os.kill(burning, signal.SIGSTOP)
             _await_state(burning, "T")
-            pulses.read()
+            heartbeats.read()
             for _ in range(2):  # it must be seen twice before it can be compared
                 clock.now_s += 4.0
-                quiet = pulses.read()[0].busy
+                quiet = heartbeats.read()[0].busy
             os.kill(burning, signal.SIGCONT)
             used_s = _cpu_s(burning)
             while _cpu_s(burning) < used_s + 0.5:
                 time.sleep(0.01)
             clock.now_s += 1.0
-            busy = pulses.read()[0].busy
+            busy = heartbeats.read()[0].busy
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
     assert quiet is not None
@@ -149,7 +149,7 @@ def _cpu_s(pid: int) -> float:
 
 
 class Rank:
-    """A process with a pulse, as a rank's."""
+    """A process with a heartbeat, as a rank's."""
 
     def __init__(self, records: Path, rank: int, how: str) -> None:
         (records / "train.py").write_text(_RANK)

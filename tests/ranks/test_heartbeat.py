@@ -59,12 +59,14 @@ dist.all_reduce(torch.ones(4, 5))
 """
 
 
-def pulses(run: Launched, where: Path, good: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
-    """Return the pulses by rank as soon as they are as wanted."""
+def heartbeats(
+    run: Launched, where: Path, good: Callable[[dict[int, Any]], bool]
+) -> dict[int, Any]:
+    """Return the heartbeats by rank as soon as they are as wanted."""
     deadline = time.monotonic() + GIVE_UP_S
     found: dict[int, Any] = {}
     while time.monotonic() < deadline:
-        for path in where.glob("torchmuster-*/attempt-0/rank-*.pulse.json"):
+        for path in where.glob("torchmuster-*/attempt-0/rank-*.heartbeat.json"):
             found[int(path.name.split("-")[1].split(".")[0])] = json.loads(path.read_text())
         if good(found):
             return found
@@ -84,7 +86,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
     with launched(own_machine, *cpu("train.py", ranks=4), env={"TMPDIR": str(where)}) as run:
         run.wait_for("has forked")
         # Rank 1 trains in another thread than the main one: which, its collectives tell.
-        found = pulses(
+        found = heartbeats(
             run,
             where,
             lambda all_: (
@@ -102,7 +104,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         assert waits["waits"] == [{"group": "0", **collective}]
         assert waits["groups"] == loads["groups"] == ["0"]
         assert loads["begun"] == {"0": 1}
-        found = pulses(run, where, lambda all_: bool(all_[1]["place"].endswith("__getitem__")))
+        found = heartbeats(run, where, lambda all_: bool(all_[1]["place"].endswith("__getitem__")))
         loads = found[1]
         assert loads["place"] == "train.py:9 in __getitem__"
         assert (loads["doing"], loads["phase"]) == ("time.sleep", "loading data")
@@ -137,7 +139,7 @@ def _stacks(folder: Path, rank: int) -> str:
     return (folder / f"rank-{rank}.stacks.txt").read_text()
 
 
-def test_a_pulse_costs_less_than_a_thousandth(own_machine: Path) -> None:
+def test_a_heartbeat_costs_less_than_a_thousandth(own_machine: Path) -> None:
     """Measured inside a real rank whose flight recorder is full, with a deep stack."""
     (own_machine / "train.py").write_text(
         "import sys, threading, time\n"
@@ -146,7 +148,7 @@ def test_a_pulse_costs_less_than_a_thousandth(own_machine: Path) -> None:
         "for _ in range(2100): dist.all_reduce(torch.ones(2))\n"
         "from pathlib import Path\n"
         "from torchmuster.launch.rank.heartbeat import HeartbeatWriter\n"
-        "writer = PulseWriter(0, Path('.'))\n"
+        "writer = HeartbeatWriter(0, Path('.'))\n"
         "def measure(costs):\n"
         "    for _ in range(101):\n"
         "        began = time.thread_time(); writer.beat(); costs.append(time.thread_time() - began)\n"
