@@ -28,7 +28,7 @@ from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.proof.verification import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Refused, Tracer
+from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 
 # Only its kind matters here: tensors of ranks on a CPU need no caching allocator.
 _LINK = Link(latency_s=1e-4, bytes_s=1e9)
@@ -64,8 +64,8 @@ def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
     asked = memory.trace_requests(work, candidate, kernels="cpu")
     first, *rest = tracer.records([whole, *asked])
     records = [one for one in rest if isinstance(one, TraceRecord)]
-    if isinstance(first, Refused) or len(records) < len(rest):
-        refused = next(one for one in (first, *rest) if isinstance(one, Refused))
+    if isinstance(first, TraceRefused) or len(records) < len(rest):
+        refused = next(one for one in (first, *rest) if isinstance(one, TraceRefused))
         return {"refused": f"{refused.what}; {refused.why}"}
     records += [
         one

@@ -25,7 +25,7 @@ from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest, request_from_settings
 from torchmuster.plan.search.candidates import Look
 from torchmuster.plan.timing.rates import usual_rates
-from torchmuster.plan.tracing.tracer import Refused, Tracer
+from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 from torchmuster.units import GiB
 
 FOLDER = Path(__file__).parent / "unit" / "plan" / "situations"
@@ -143,9 +143,9 @@ class Missing(Exception):
     """A trace that was not recorded: run this file."""
 
 
-def recorded(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
+def recorded(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
     """Stand for the tracer, with what was recorded."""
-    found: list[TraceRecord | Refused] = []
+    found: list[TraceRecord | TraceRefused] = []
     for one in requests:
         known = _of_model(_model(one))
         if one not in known:
@@ -177,10 +177,10 @@ def _record_missing(situations: Sequence[Situation]) -> None:
         cache=None, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 2, say=print
     ) as tracer:
 
-        def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
+        def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
             missing = [one for one in requests if one not in _of_model(_model(one))]
             for one in tracer.records(missing):
-                if isinstance(one, Refused):
+                if isinstance(one, TraceRefused):
                     raise RuntimeError(str(one))
                 _of_model(_model(one.request))[one.request] = one
                 changed.add(_model(one.request))

@@ -13,7 +13,7 @@ from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.rates import CATALOGUED, Rates
 from torchmuster.plan.tracing.cache import TraceCache
-from torchmuster.plan.tracing.tracer import Refused, Tracer
+from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 from torchmuster.units import GiB
 
 
@@ -104,7 +104,7 @@ class Traced:
     def _traced(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord]:
         records: list[TraceRecord] = []
         for one in self._tracer.records(wanted):
-            if isinstance(one, Refused):
+            if isinstance(one, TraceRefused):
                 raise MusterError(one.what, why=one.why, fix=one.fix)
             records.append(one)
         return records

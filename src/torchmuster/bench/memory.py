@@ -14,7 +14,7 @@ from torchmuster.pages.charts import Axis, Curve, Stack, amount_text, line_chart
 from torchmuster.plan.job import Candidate, Recompute, Work
 from torchmuster.plan.proof.comparison import signed_percent
 from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Found, Refused
+from torchmuster.plan.tracing.tracer import Found, TraceRefused
 from torchmuster.units import format_bytes
 
 # A deeper model is imagined only where it says most: with nothing and with everything computed again.
@@ -45,7 +45,7 @@ def forecast_stages(
         for way in asked
     ]
     found = look(requests)
-    refused = next((one for one in found if isinstance(one, Refused)), None)
+    refused = next((one for one in found if isinstance(one, TraceRefused)), None)
     if refused is not None:
         return MemoryForecast(planned_bytes={}, not_planned=refused.what)
     return MemoryForecast(

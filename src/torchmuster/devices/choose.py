@@ -22,7 +22,7 @@ from torchmuster.units import GiB, format_bytes, plural
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class DevicesRefused:
     """A request that cannot be met now: everything needed to say why and what would work."""
 
     node: Node
@@ -203,7 +203,7 @@ def choose_devices(
     else:
         wanted = len(offered) if request.ids is not None else len(eligible)
     if len(eligible) < wanted or not eligible:
-        refused = Refused(
+        refused = DevicesRefused(
             node=node,
             request=request,
             offered=offered,

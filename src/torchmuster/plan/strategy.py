@@ -16,7 +16,7 @@ from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.proof.comparison import Promise
 from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.candidates import Look, Traces
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
@@ -101,7 +101,7 @@ def _needed(question: Question, look: Look) -> memory.Memory:
     precision = Decision(value=question.precision, reason="as the training has it")
     asked = PlanRequest(work=question.work, hardware=question.hardware, precision=precision)
     records = Traces(asked, look).of(question.copies)
-    if isinstance(records, Refused):
+    if isinstance(records, TraceRefused):
         raise MusterError(records.what, why=records.why, fix=records.fix)
     return memory.predict_memory(records, question.copies, hardware=question.hardware)
 

@@ -21,7 +21,7 @@ from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.record import TraceRequest
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import MiB
 
@@ -194,9 +194,9 @@ def test_the_record_has_every_stage_and_way_and_the_pictures_are_there() -> None
 def test_of_a_deep_model_only_the_ends_are_forecast(blocks: int, asked: list[object]) -> None:
     requests: list[TraceRequest] = []
 
-    def look(some: list[TraceRequest]) -> list[Refused]:
+    def look(some: list[TraceRequest]) -> list[TraceRefused]:
         requests.extend(some)
-        return [Refused(what="it reads values") for _ in some]
+        return [TraceRefused(what="it reads values") for _ in some]
 
     found = forecast_stages(
         Work(),

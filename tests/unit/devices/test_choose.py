@@ -30,7 +30,7 @@ from device_strategies import (
 )
 from torchmuster.decision import Decision
 from torchmuster.devices import choose as refusal
-from torchmuster.devices.choose import Refused, choose_devices, device_load, set_strength
+from torchmuster.devices.choose import DevicesRefused, choose_devices, device_load, set_strength
 from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Link, LinkKind, Node
 from torchmuster.devices.request import Claim, DeviceRequest, in_use_by, obstacle
@@ -228,11 +228,11 @@ def test_what_a_refusal_offers_instead_is_granted(case: Situation) -> None:
         assert nearest
 
 
-def refused(case: Situation) -> Refused:
+def refused(case: Situation) -> DevicesRefused:
     offered = device_candidates(case.node, case.request, case.environment)
     found = {one.uuid: obstacle(one, case.request, case.claims) for one in offered}
     wanted = case.request.count or (1 if case.request.ids is None else len(offered))
-    return Refused(
+    return DevicesRefused(
         node=case.node,
         request=case.request,
         offered=offered,

@@ -30,7 +30,7 @@ from torchmuster.plan.search.pruning import SAME_RATE
 from torchmuster.plan.search.refusal import nearest_of, refusal
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.forecast import StepTime
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
@@ -307,8 +307,10 @@ def test_the_refusal_tries_what_was_fixed(
 def test_a_model_that_cannot_be_traced_nor_computed_is_refused_by_the_trace(
     small: MadeUpModel,
 ) -> None:
-    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
-        return [Refused(what="it reads values", why="item()", fix="leave it out") for _ in requests]
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
+        return [
+            TraceRefused(what="it reads values", why="item()", fix="leave it out") for _ in requests
+        ]
 
     with pytest.raises(Impossible, match="it reads values") as refused:
         make_plan(question(), look, rates=RATES)
@@ -323,8 +325,8 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_that_is_said(
     (tmp_path / "config.json").write_text(json.dumps(shape))
     work = Work(model_name_or_path=".", folder=str(tmp_path), sequence_length=8192)
 
-    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
-        return [Refused(what="it reads values", fix="leave it out") for _ in requests]
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
+        return [TraceRefused(what="it reads values", fix="leave it out") for _ in requests]
 
     answer = make_plan(question(work=work), look, rates=RATES)
     best = answer.chosen.value

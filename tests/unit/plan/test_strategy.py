@@ -13,7 +13,7 @@ from torchmuster.plan import strategy
 from torchmuster.plan.job import Work
 from torchmuster.plan.record import TraceRequest
 from torchmuster.plan.strategy import Name, Question, strategy_for
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.units import GiB
 
 GREY = Question(
@@ -31,7 +31,7 @@ GREY = Question(
 BY_STATES: Decision[Name] = Decision(value="ddp", reason="ddp: the states fit")
 
 
-def never(requests: Sequence[TraceRequest]) -> list[Refused]:
+def never(requests: Sequence[TraceRequest]) -> list[TraceRefused]:
     raise AssertionError("traced without need")
 
 
@@ -44,8 +44,8 @@ def test_states_that_decide_need_no_trace(states_gib: float) -> None:
 
 
 def test_what_cannot_be_traced_is_decided_by_states(snapshot: SnapshotAssertion) -> None:
-    def look(requests: Sequence[TraceRequest]) -> list[Refused]:
-        return [Refused(what="tracing took too long and was given up")] * len(requests)
+    def look(requests: Sequence[TraceRequest]) -> list[TraceRefused]:
+        return [TraceRefused(what="tracing took too long and was given up")] * len(requests)
 
     decided = strategy_for(GREY, BY_STATES, look)
     assert decided.value.name == "ddp"

@@ -15,7 +15,7 @@ from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.plan.tracing import cache as cache_module
 from torchmuster.plan.tracing import tracer as tracing
 from torchmuster.plan.tracing.cache import TraceCache, contents_of
-from torchmuster.plan.tracing.tracer import Refused, Tracer
+from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 
 # Answers as the probe does, with a peak of as many bytes as blocks were asked for; 13 blocks end it, 14 are
@@ -72,7 +72,7 @@ def a_request(folder: Path, blocks: int) -> TraceRequest:
     )
 
 
-def peaks(found: list[TraceRecord | Refused]) -> list[int]:
+def peaks(found: list[TraceRecord | TraceRefused]) -> list[int]:
     return [one.peak_bytes for one in found if isinstance(one, TraceRecord)]
 
 
@@ -197,7 +197,7 @@ def test_a_process_that_dies_shows_its_last_words_and_others_go_on(
 ) -> None:
     with Tracer(cache=folder / "cache", workers=1) as tracer:
         died, answered = tracer.records([a_request(folder, 13), a_request(folder, 3)])
-    assert isinstance(died, Refused)
+    assert isinstance(died, TraceRefused)
     assert died.what == snapshot
     assert "exit code 1\na model may print\nno room: token=" in died.why
     assert "abcdefghijklmnop" not in died.why
@@ -208,14 +208,14 @@ def test_a_refusal_is_handed_on_and_asked_again_next_time(folder: Path) -> None:
     for _ in range(2):
         with Tracer(cache=folder / "cache") as tracer:
             found = tracer.records([a_request(folder, 14)])
-        assert found == [Refused(what="cannot", why="because", fix="do")]
+        assert found == [TraceRefused(what="cannot", why="because", fix="do")]
     assert asked(folder) == ["14", "14"]
 
 
 def test_a_folder_that_is_not_there_is_refused(folder: Path, snapshot: SnapshotAssertion) -> None:
     with Tracer(cache=None) as tracer:
         (found,) = tracer.records([a_request(folder / "nowhere", 3)])
-    assert isinstance(found, Refused)
+    assert isinstance(found, TraceRefused)
     assert str(folder / "nowhere") in found.what
     assert found.what == snapshot
 

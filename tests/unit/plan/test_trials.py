@@ -18,7 +18,7 @@ from torchmuster.plan.memory.forecast import Memory
 from torchmuster.plan.proof import fresh_ranks, trials
 from torchmuster.plan.proof.fresh_ranks import RankOutput
 from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
@@ -56,8 +56,8 @@ def test_each_size_is_computed_from_its_own_traces(
 def test_where_the_arithmetic_does_not_reach_trials_begin_with_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(requests: Sequence[TraceRequest]) -> list[Refused]:
-        return [Refused(what="cannot be followed")] * len(requests)
+    def refuse(requests: Sequence[TraceRequest]) -> list[TraceRefused]:
+        return [TraceRefused(what="cannot be followed")] * len(requests)
 
     three = trials.with_size(FSDP, 3, samples=None)
     assert trials.expected_memory(question(), three, look=refuse) == 3

@@ -21,7 +21,7 @@ from torchmuster.plan.proof.verification import (
     substitute_model,
 )
 from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB, MiB
 
@@ -188,5 +188,5 @@ def test_what_cannot_be_traced_is_refused_by_name() -> None:
             *(WORK, DDP),
             here=hardware(),
             ranks=2,
-            look=lambda _: [Refused(what="cannot be followed")],
+            look=lambda _: [TraceRefused(what="cannot be followed")],
         )

@@ -22,7 +22,7 @@ from torchmuster.plan.memory.device_terms import outside_allocator
 from torchmuster.plan.proof import fresh_ranks
 from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.candidates import Look, Traces
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.units import format_bytes
 
 
@@ -276,7 +276,7 @@ def expected_memory(
     def fits(size: int) -> bool:
         one = with_size(candidate, size, samples=most)
         records = traces.of(one)  # those of other sizes say nothing of it
-        if isinstance(records, Refused):
+        if isinstance(records, TraceRefused):
             raise Impossible(records.what, why=records.why, fix=records.fix)
         needed = memory.predict_memory(records, one, hardware=hardware)
         return needed.total_bytes <= hardware.card.memory_bytes

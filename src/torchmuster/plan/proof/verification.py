@@ -22,7 +22,7 @@ from torchmuster.plan.proof import fresh_ranks
 from torchmuster.plan.proof.comparison import MEMORY_BAND, TIME_BAND, signed_percent, step_seconds
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.search.candidates import Look
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
@@ -347,7 +347,7 @@ def substitute_model(
     for blocks in _BLOCKS_OF_A_STAND_IN:
         request = TraceRequest(work=work, candidate=small, blocks=blocks, kernels=kernels)
         (traced,) = look([request])
-        if isinstance(traced, Refused):
+        if isinstance(traced, TraceRefused):
             raise Impossible(traced.what, why=traced.why, fix=traced.fix)
         record = traced
         if record.peak_bytes <= room:

@@ -30,7 +30,7 @@ from torchmuster.plan.search.pruning import (
 )
 from torchmuster.plan.timing import forecast as timing
 from torchmuster.plan.timing.rates import Rates
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import plural
 
@@ -148,7 +148,7 @@ def _is_handy(size: int, of_each: int) -> bool:
     return of_each % size == 0 or size & (size - 1) == 0
 
 
-Look: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | Refused]]
+Look: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | TraceRefused]]
 # A search that has found something that fits ends here: more traces take long, and seldom change the answer.
 _ENOUGH_TRACES = 20
 _AT_ONCE = 2  # the tracer has so many processes
@@ -162,14 +162,16 @@ class Traces:
     def __init__(self, asked: PlanRequest, look: Look) -> None:
         self._asked = asked
         self._look = look
-        self._found: dict[TraceRequest, TraceRecord | Refused] = {}
+        self._found: dict[TraceRequest, TraceRecord | TraceRefused] = {}
         self._considered: set[TraceRequest] = set()  # what is needed for all sizes of a micro-batch
 
-    def first(self, candidate: Candidate) -> TraceRecord | Refused:
+    def first(self, candidate: Candidate) -> TraceRecord | TraceRefused:
         """Return one record that shows the model; those beside it are traced at the same time."""
         return self._of(self._needed(candidate)[:_AT_ONCE])[0]
 
-    def of(self, candidate: Candidate, *, with_log: bool = False) -> list[TraceRecord] | Refused:
+    def of(
+        self, candidate: Candidate, *, with_log: bool = False
+    ) -> list[TraceRecord] | TraceRefused:
         """Return what a candidate is forecast from, or why it cannot be traced.
 
         ``with_log``: with every allocation, for what PyTorch's allocator makes of it.
@@ -182,7 +184,7 @@ class Traces:
             more = self._of(memory.further_requests(records))
             records += [one for one in more if isinstance(one, TraceRecord)]
             found += more
-        refused = next((one for one in found if isinstance(one, Refused)), None)
+        refused = next((one for one in found if isinstance(one, TraceRefused)), None)
         return records if refused is None else refused
 
     @property
@@ -210,7 +212,7 @@ class Traces:
             asked.work, candidate, kernels=asked.kernels, keep_log=with_log
         )
 
-    def _of(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord | Refused]:
+    def _of(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
         missing = [one for one in wanted if one not in self._found]
         if missing:
             self._found.update(zip(missing, self._look(missing), strict=True))
@@ -223,7 +225,7 @@ class Explored:
 
     traces: Traces
     model: TraceRecord | None = None  # of the first trace
-    refused: Refused | None = None  # why the first trace could not be made
+    refused: TraceRefused | None = None  # why the first trace could not be made
     forecasts: list[Forecast] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
     doubts: list[Impossible] = field(default_factory=list)  # traces that disagree with others
@@ -245,7 +247,7 @@ def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explo
     explored = Explored(traces=Traces(asked, look))
     ways = search_order(asked)
     shown = explored.traces.first(scout(ways, asked))
-    if isinstance(shown, Refused):
+    if isinstance(shown, TraceRefused):
         explored.refused = shown
         return explored
     explored.model = shown
@@ -355,7 +357,7 @@ def _can_win(way: Candidate, best: Forecast, explored: Explored) -> bool:
 class CannotBeTraced(Exception):
     """A way that the trace cannot follow, while it follows others."""
 
-    def __init__(self, refused: Refused) -> None:
+    def __init__(self, refused: TraceRefused) -> None:
         super().__init__(refused.what)
         self.refused = refused
 
@@ -388,7 +390,7 @@ def forecast_candidate(
 ) -> Forecast:
     """Return what one way takes."""
     records = traces.of(candidate)
-    if isinstance(records, Refused):
+    if isinstance(records, TraceRefused):
         raise CannotBeTraced(records)
     hardware = asked.hardware
     needed = memory.predict_memory(records, candidate, hardware=hardware)

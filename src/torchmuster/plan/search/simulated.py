@@ -16,7 +16,7 @@ from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.candidates import Explored, as_forecast
 from torchmuster.plan.tracing.cache import versions
-from torchmuster.plan.tracing.tracer import Refused
+from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.runfolder import write_atomically
 
 
@@ -27,7 +27,7 @@ def with_allocator(one: Forecast, explored: Explored, asked: PlanRequest) -> For
     """
     records = explored.traces.of(one.candidate, with_log=True)
     computed_from = explored.traces.of(one.candidate)
-    if isinstance(records, Refused) or isinstance(computed_from, Refused):
+    if isinstance(records, TraceRefused) or isinstance(computed_from, TraceRefused):
         return one
     try:
         for traced in records:

@@ -35,7 +35,7 @@ _NOISE = re.compile(r"(VERBOSE|INFO|STAGE|USDT):\d")  # what torch's profiler te
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class TraceRefused:
     """Why there is no record: the model does what cannot be followed, or cannot be built."""
 
     what: str
@@ -46,10 +46,10 @@ class Refused:
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
     record: TraceRecord | None = None
-    refused: Refused | None = None
+    refused: TraceRefused | None = None
 
 
-Found: TypeAlias = TraceRecord | Refused
+Found: TypeAlias = TraceRecord | TraceRefused
 
 
 class Tracer:
@@ -176,7 +176,7 @@ class Tracer:
             try:
                 worker = idle.pop() if idle else _Worker(folder, self._log_folder())
             except OSError as error:
-                return Refused(
+                return TraceRefused(
                     what=f"no process can be started to trace in {folder!r}", why=str(error)
                 )
             self._busy.add(worker)
@@ -198,7 +198,7 @@ class Tracer:
         return Path(self._own_logs.name)
 
 
-_TOO_LATE = Refused(
+_TOO_LATE = TraceRefused(
     what="tracing took too long and was given up",
     fix="muster plan --config …  # traces without a limit, and keeps what it finds for the next time",
 )
@@ -260,16 +260,16 @@ class _Worker:
         self._errors.close()
 
 
-def _too_old(version: str) -> Refused:
-    return Refused(
+def _too_old(version: str) -> TraceRefused:
+    return TraceRefused(
         what=f"torch {version} is older than {LEAST_TORCH}",
         why="torchmuster uses parts of torch that older versions do not have",
         fix=f"python -m pip install 'torch>={LEAST_TORCH}'",
     )
 
 
-def _died(last_words: str) -> Refused:
-    return Refused(
+def _died(last_words: str) -> TraceRefused:
+    return TraceRefused(
         what="the process that traces this model ended before it had an answer",
         why=redact_text(last_words),
         fix="see whether the model can be built in a process with as much memory; exit by signal 9 is mostly "
