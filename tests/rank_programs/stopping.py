@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from patience import GIVE_UP_S
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.train import stop_request
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.world import World, all_gather_object

@@ -15,7 +15,7 @@ from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node import engines, process_cleanup
 from torchmuster.launch.node.attempt import RunningAttempt
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 
 pytestmark = pytest.mark.ranks
 

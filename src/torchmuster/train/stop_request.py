@@ -32,7 +32,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import ExitCode
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.world import World
 

@@ -380,6 +380,7 @@ class Trainer:
         """
         if self._saving is None:
             raise Impossible(
-                "there is nothing to resume from", fix="give Trainer(saving=Saving(to=…, …))"
+                "there is nothing to resume from",
+                fix="give Trainer(saving=CheckpointSettings(to=…, …))",
             )
         return trainer_state.resume_trainer(self, self._saving)

@@ -21,8 +21,8 @@ from torchmuster.errors import NotTrusted
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import error_from
 from torchmuster.launch.node import join_policy
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
 from torchmuster.launch.node.join_policy import check_join_policy
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 
 START = protocol.Start(
     attempt=0,

@@ -7,135 +7,20 @@ slow first step is no hang.
 """
 
 import dataclasses
-import enum
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.flight_recorder import EVERYBODY, SAME_SHAPES
+from torchmuster.launch.hangs.hang_types import (
+    SILENT_S,
+    Hang,
+    HangKind,
+    ObservedRank,
+    RankSample,
+)
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
-
-# Less than this is what a process uses that waits.
-BUSY_PROCESSORS = 0.1
-READY_MOSTLY = 0.8
-SILENT_S = 6.0
-
-
-class HangKind(enum.Enum):
-    """What keeps a rank from coming, the most certain first."""
-
-    DIFFERENT = "different"  # the ranks called different things: they can never meet
-    STOPPED = "stopped"  # by a signal or a debugger
-    ENDED = "ended"
-    NATIVE = "native"  # in native code, with Python's lock held
-    DISK = "disk"  # in the kernel: a disk, a network file system, a driver
-    ASLEEP = "asleep"
-    AT_WORK = "at work"
-    UNEQUAL = "unequal"  # all wait, but not in the same collective
-    TOGETHER = "together"  # all wait in the same one
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSample:
-    """How busy a process was at a moment."""
-
-    at_s: float
-    load: float  # processors kept busy by it and its children
-    ready: bool  # it has work to do
-
-
-@dataclass(kw_only=True)
-class StuckRank:
-    """A rank as it was heard; times are of the watch's clock."""
-
-    host: str
-    heartbeat: Heartbeat
-    since_s: float  # it has been doing just this since then
-    still_s: float  # it has come to nothing new since then
-    state_since_s: float
-    places: set[tuple[str, str]] = field(default_factory=set)  # it was at since it moved
-    groups: set[str] = field(default_factory=set)  # it is in; none: not known
-    samples: deque[RankSample] = field(default_factory=deque)  # of the last seconds
-
-    @property
-    def rank(self) -> int:
-        """Its number."""
-        return self.heartbeat.rank
-
-    @property
-    def ended(self) -> bool:
-        """Whether its process is gone."""
-        return self.heartbeat.state in ("X", "Z")
-
-    @property
-    def stopped(self) -> bool:
-        """Whether its process is stopped, by a signal or by a debugger."""
-        return self.heartbeat.state in ("T", "t")
-
-    @property
-    def silent(self) -> bool:
-        """Whether Python has not run in it for longer than a busy machine explains."""
-        return self.heartbeat.silent_s >= SILENT_S
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether it can be one that waits for others."""
-        # Whoever waits for others lets Python run; one that does not may be on its way out.
-        return not (self.stopped or self.ended or self.silent)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for others: in a collective, or for one that it has called."""
-        if not self.may_wait:
-            return False
-        return self.heartbeat.waiting or (bool(self.heartbeat.waits) and not self.busy)
-
-    def is_ahead(self, least_begun: Mapping[str, int]) -> bool:
-        """Say whether it stands still since it called a collective that somebody has not come to.
-
-        ``least_begun`` is how far the last of each group is known to have come.
-        """
-        return self.may_wait and any(
-            least_begun.get(called.group, called.number) < called.number
-            for called in self.heartbeat.waits
-        )
-
-    @property
-    def busy(self) -> bool:
-        """Whether it or a child of it computes; where that is not known, yes.
-
-        On a machine with too much to do, one that would compute is at least ready for it.
-        """
-        if not self.samples:
-            return True
-        mean = sum(one.load for one in self.samples) / len(self.samples)
-        ready = sum(one.ready for one in self.samples) / len(self.samples)
-        return mean >= BUSY_PROCESSORS or ready >= READY_MOSTLY
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hang:
-    """Who keeps whom waiting. ``waited_s`` is how long the first of the waiting ones has waited."""
-
-    kind: HangKind
-    culprits: tuple[StuckRank, ...]
-    waiting: tuple[StuckRank, ...]
-    waited_s: float
-    now_s: float
-
-    @property
-    def key(self) -> tuple[HangKind, tuple[int, ...]]:
-        """What makes it the same hang at another time."""
-        return self.kind, tuple(one.rank for one in self.culprits)
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether it cannot end well by itself, however long one waits."""
-        return self.kind is HangKind.DIFFERENT
-
 
 _STOPPED_AFTER_S = 3.0
 _DIFFERENT_AFTER_S = 5.0
@@ -180,7 +65,7 @@ class HangWatch:
         """Judge by ``clock``; ``devices`` says which device each rank has, for people."""
         self._clock = clock
         self._devices = devices or {}
-        self._ranks: dict[int, StuckRank] = {}
+        self._ranks: dict[int, ObservedRank] = {}
         self._hosts: dict[str, float] = {}
         self._told: Hang | None = None
         self._tell_after_s = 0.0
@@ -197,7 +82,7 @@ class HangWatch:
         for heartbeat in heartbeats:
             known = self._ranks.get(heartbeat.rank)
             if known is None or known.heartbeat.pid != heartbeat.pid:
-                known = StuckRank(
+                known = ObservedRank(
                     host=host, heartbeat=heartbeat, since_s=now, still_s=now, state_since_s=now
                 )
                 self._ranks[heartbeat.rank] = known
@@ -232,7 +117,7 @@ class HangWatch:
 
     # ---- judging
 
-    def _heard_of(self, now: float) -> list[StuckRank]:
+    def _heard_of(self, now: float) -> list[ObservedRank]:
         return [one for one in self._ranks.values() if now - self._hosts[one.host] < _UNHEARD_S]
 
     def _judge(self, now: float) -> Hang | None:
@@ -256,7 +141,7 @@ class HangWatch:
             return self._all_wait(ranks, now) if everybody else None
         members = _members(absent, waiting)
         at_least_s = 0.0 if members else _AT_WORK_AFTER_S
-        by_kind: dict[HangKind, list[StuckRank]] = {}
+        by_kind: dict[HangKind, list[ObservedRank]] = {}
         for one in members or absent:
             by_kind.setdefault(_what_keeps(one, now), []).append(one)
         for kind in HangKind:  # the most certain first: the others may only be slow
@@ -265,7 +150,7 @@ class HangWatch:
                 return hang
         return None
 
-    def _all_wait(self, ranks: Sequence[StuckRank], now: float) -> Hang | None:
+    def _all_wait(self, ranks: Sequence[ObservedRank], now: float) -> Hang | None:
         numbers = [{(one.group, one.number) for one in rank.heartbeat.waits} for rank in ranks]
         if not all(numbers):  # a look now and then may find healthy ranks in collectives each time
             return None
@@ -275,8 +160,8 @@ class HangWatch:
     def _hang(
         self,
         kind: HangKind,
-        culprits: Sequence[StuckRank],
-        waiting: Sequence[StuckRank],
+        culprits: Sequence[ObservedRank],
+        waiting: Sequence[ObservedRank],
         now: float,
         *,
         waited_s: float | None = None,
@@ -315,7 +200,7 @@ class HangWatch:
         return max(numbers or [heartbeat.moves for heartbeat in heartbeats]) <= _AT_FIRST
 
 
-def _go_on(known: StuckRank, heartbeat: Heartbeat, now: float) -> None:
+def _go_on(known: ObservedRank, heartbeat: Heartbeat, now: float) -> None:
     """Take in a heartbeat of the same process."""
     before = known.heartbeat
     known.heartbeat = heartbeat
@@ -354,7 +239,7 @@ def _progress(heartbeat: Heartbeat) -> tuple[object, ...]:
     )
 
 
-def _least_begun(ranks: Sequence[StuckRank]) -> dict[str, int]:
+def _least_begun(ranks: Sequence[ObservedRank]) -> dict[str, int]:
     """Return how far the last rank of each group has come, of those that stand still."""
     least: dict[str, int] = {}
     for one in ranks:
@@ -363,7 +248,7 @@ def _least_begun(ranks: Sequence[StuckRank]) -> dict[str, int]:
     return least
 
 
-def _members(absent: Sequence[StuckRank], waiting: Sequence[StuckRank]) -> list[StuckRank]:
+def _members(absent: Sequence[ObservedRank], waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
     """Return those who can be meant: who are in a group that is waited in, or of whom that is not known."""
     groups = {called.group for one in waiting for called in one.heartbeat.waits}
     if EVERYBODY in groups or not all(one.heartbeat.waits for one in waiting):
@@ -371,9 +256,9 @@ def _members(absent: Sequence[StuckRank], waiting: Sequence[StuckRank]) -> list[
     return [one for one in absent if not one.groups or one.groups & groups]
 
 
-def _different(waiting: Sequence[StuckRank]) -> list[StuckRank]:
+def _different(waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
     """Return the ranks that wait in one group's collective of the same number, but called different things."""
-    by_number: dict[tuple[str, int], list[tuple[StuckRank, PendingCollective]]] = {}
+    by_number: dict[tuple[str, int], list[tuple[ObservedRank, PendingCollective]]] = {}
     for one in waiting:
         for called in one.heartbeat.waits:
             by_number.setdefault((called.group, called.number), []).append((one, called))
@@ -386,7 +271,7 @@ def _different(waiting: Sequence[StuckRank]) -> list[StuckRank]:
     return []
 
 
-def _what_keeps(one: StuckRank, now: float) -> HangKind:
+def _what_keeps(one: ObservedRank, now: float) -> HangKind:
     """Say what keeps a rank from coming to the others."""
     if one.ended:
         return HangKind.ENDED

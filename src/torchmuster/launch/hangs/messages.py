@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.detector import Hang, HangKind, StuckRank
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
+from torchmuster.launch.hangs.hang_types import Hang, HangKind, ObservedRank
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
@@ -90,7 +90,7 @@ def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) 
     )
 
 
-def _doing(one: StuckRank, hang: Hang, devices: Mapping[int, str]) -> str:
+def _doing(one: ObservedRank, hang: Hang, devices: Mapping[int, str]) -> str:
     who = _who(one, devices)
     match hang.kind:
         case HangKind.STOPPED:
@@ -109,12 +109,12 @@ def _doing(one: StuckRank, hang: Hang, devices: Mapping[int, str]) -> str:
     return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
 
 
-def _who(one: StuckRank, devices: Mapping[int, str]) -> str:
+def _who(one: ObservedRank, devices: Mapping[int, str]) -> str:
     device = devices.get(one.rank, "")
     return f"rank {one.rank} on {one.host}" + (f" ({device})" if device else "")
 
 
-def _at(one: StuckRank) -> str:
+def _at(one: ObservedRank) -> str:
     """Say where in the user's code a rank is, and in which part of which step."""
     heartbeat = one.heartbeat
     step = f"step {heartbeat.step}" if heartbeat.step is not None else ""
@@ -123,7 +123,7 @@ def _at(one: StuckRank) -> str:
     return place + (f" ({part})" if part else "")
 
 
-def _waiting_words(waiting: Sequence[StuckRank]) -> str:
+def _waiting_words(waiting: Sequence[ObservedRank]) -> str:
     """Say who waits in what: ``ranks 0-2 wait in all_reduce``."""
     by_what: dict[str, list[int]] = {}
     for one in waiting:
@@ -134,14 +134,14 @@ def _waiting_words(waiting: Sequence[StuckRank]) -> str:
     )
 
 
-def _what(one: StuckRank) -> str:
+def _what(one: ObservedRank) -> str:
     """Say what a rank waits in: the collective's own name, where there is one."""
     if one.heartbeat.waits:
         return one.heartbeat.waits[0].operation
     return one.heartbeat.doing or "a collective"
 
 
-def _fix_messages(kind: HangKind, one: StuckRank) -> str:
+def _fix_messages(kind: HangKind, one: ObservedRank) -> str:
     heartbeat = one.heartbeat
     if kind is HangKind.STOPPED:
         return f"on {one.host}: kill -CONT {heartbeat.pid}   # after finding out who stopped it"
@@ -207,7 +207,7 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
     )
 
 
-def _call_messages(one: StuckRank) -> str:
+def _call_messages(one: ObservedRank) -> str:
     """Say what a rank called: ``all_reduce of Float [1024]``."""
     if not one.heartbeat.waits:
         return _what(one)
@@ -216,7 +216,7 @@ def _call_messages(one: StuckRank) -> str:
     return called.operation + (f" of {kind}{called.shapes}" if called.shapes else "")
 
 
-def _messages_number(one: StuckRank) -> str:
+def _messages_number(one: ObservedRank) -> str:
     return f", number {one.heartbeat.waits[0].number}" if one.heartbeat.waits else ""
 
 

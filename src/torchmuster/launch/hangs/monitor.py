@@ -10,7 +10,8 @@ from pathlib import Path
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
-from torchmuster.launch.hangs.detector import Hang, HangWatch
+from torchmuster.launch.hangs.detector import HangWatch
+from torchmuster.launch.hangs.hang_types import Hang
 from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
 from torchmuster.redaction import redact_text

@@ -29,7 +29,7 @@ from torchmuster.launch.launcher.rendezvous_address import (
     choose_rendezvous_address,
 )
 from torchmuster.launch.network.reach import name_several
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural

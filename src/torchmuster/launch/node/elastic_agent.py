@@ -11,9 +11,6 @@ from pathlib import Path
 from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.launch.rank.start import die_with_parent
 
-# How long ranks that are asked to end may take; torch reads this variable too.
-GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the agent; the first argument is where to write which ranks failed."""

@@ -16,8 +16,7 @@ import msgspec
 from torchmuster.errors import ExitCode
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, TOKEN_VARIABLE, USUAL_GRACE_S
 
 _RANK = Path(__file__).parents[1] / "rank" / "start.py"
 

@@ -22,8 +22,8 @@ from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, process_cleanup
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
-from torchmuster.launch.node.elastic_agent import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.node.engines import NodeShare, agent_environment, engine_for
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.node.reaper import Reaper
 from torchmuster.launch.node.sidecar import Sidecar
 from torchmuster.redaction import printable

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import psutil
 
 TOKEN_VARIABLE = "TORCHMUSTER_RUN_TOKEN"  # noqa: S105  # a variable's name
+# How long ranks that are asked to stop may take; torch's elastic agent reads this variable too.
+GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
 _LOOK_AGAIN_S = 0.02
 
 

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
+from torch import nn
+
+from torchmuster.decision import Decision
 from torchmuster.finding import render
 from torchmuster.train import seeds
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, SaveReport
@@ -13,21 +17,46 @@ from torchmuster.train.checkpointing.policy import (
     CheckpointSettings,
     save_message,
 )
+from torchmuster.train.data.step import Loader
 from torchmuster.train.defaults import portions_of
+from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.models.lora import peft_config
 from torchmuster.train.seeds import derive_seed, seed_process
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import own_name
+from torchmuster.train.world import World
 from torchmuster.units import plural
-
-if TYPE_CHECKING:
-    from torchmuster.train.trainer import Trainer
 
 # Of a loader that has it: the random states that its order comes from.
 _LOADERS_OWN = "epoch_began"
 
 
+class SavedTrainer(Protocol):
+    """What a checkpoint needs of :class:`torchmuster.train.trainer.Trainer`."""
+
+    world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    strategy: Decision[Strategy]
+    reports: Reports
+    seed: int
+    step: int
+    evaluated: int
+
+    @property
+    def reported(self) -> int:
+        """The step of the last line."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what is saved."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what was saved."""
+
+
 @contextmanager
-def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[CheckpointPolicy]:
+def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterator[CheckpointPolicy]:
     """Make saves possible while a training goes on, and save what it has come to at its end."""
 
     def say(report: SaveReport) -> None:
@@ -45,7 +74,7 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
         saves.end(trainer.step)
 
 
-def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | None:
+def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded | None:
     """Read the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
         loaded = checkpointer.load(state)
@@ -65,7 +94,7 @@ def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | N
 
 
 def _checkpointer(
-    trainer: "Trainer",
+    trainer: SavedTrainer,
     saving: CheckpointSettings,
     on_saved: Callable[[SaveReport], None] = lambda report: None,
 ) -> Checkpointer:
@@ -84,7 +113,7 @@ def _checkpointer(
     )
 
 
-def _trainer_state_taken(trainer: "Trainer") -> tuple[dict[str, Any], dict[str, Any]]:
+def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that is saved, and what is this rank's own."""
     own = seeds.save_random_states(trainer.world)
     if began := getattr(trainer.loader, _LOADERS_OWN, None):
@@ -98,7 +127,7 @@ def _trainer_state_taken(trainer: "Trainer") -> tuple[dict[str, Any], dict[str, 
 
 
 @contextmanager
-def _complete_state(trainer: "Trainer") -> Iterator[dict[str, Any]]:
+def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
     """Give the state with the optimiser's tensors, also before they are there.
 
     torch makes them by a step that changes no weight but is counted, so they are forgotten again.
@@ -109,7 +138,7 @@ def _complete_state(trainer: "Trainer") -> Iterator[dict[str, Any]]:
         trainer.optimizer.state.clear()
 
 
-def _trainer_state_text(loaded: Loaded, trainer: "Trainer") -> str:
+def _trainer_state_text(loaded: Loaded, trainer: SavedTrainer) -> str:
     """Say what was read, and what was wrong with newer ones."""
     found, ranks = loaded.found, trainer.world.world_size
     saved_by = found.manifest.world_size

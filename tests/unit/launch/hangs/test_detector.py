@@ -7,7 +7,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import messages
-from torchmuster.launch.hangs.detector import Hang, HangWatch
+from torchmuster.launch.hangs.detector import HangWatch
+from torchmuster.launch.hangs.hang_types import Hang
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 
 HOSTS = ("a", "a", "b", "b")
