@@ -210,8 +210,8 @@ def take_snapshot() -> Node:
     nvidia = nvml.read_nvml()
     accelerators = list(nvidia.devices)
     findings = list(nvidia.findings)
-    for reader in (amd, intel):
-        devices, problems = reader.read()
+    for read in (amd.read_amd, intel.read_intel):
+        devices, problems = read()
         accelerators += devices
         findings += problems
     accelerators += apple.read_apple()
