@@ -22,7 +22,7 @@ from torch import nn
 
 from patience import GIVE_UP_S
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import MARKER, FileRecord, is_committed, read_manifest
+from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed_manifests, read_manifest
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.checkpoints.tensor_file import INDEX, Index
@@ -225,9 +225,9 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         assert waited is not None
         found["waited"] = 0.2 < waited.waited_s <= waited.stall_s
         found["steps"] = [one.step for one in heard]
-        found["kept"] = [one.step for one in is_committed(store)]
+        found["kept"] = [one.step for one in committed_manifests(store)]
         if world.is_first:
-            store.delete(is_committed(store)[0].name)
+            store.delete(committed_manifests(store)[0].name)
         all_gather_object(None, world)
         other = Training(world, "ddp", seed=5)
         loaded = checkpointer.load(other.state())
@@ -360,7 +360,7 @@ def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
         training.train(1)
         training.save(checkpointer)
         checkpointer.wait()
-        newest = is_committed(store)[0]
+        newest = committed_manifests(store)[0]
         intact = folder / "intact"
         place = Path(store.where) / newest.name
         if world.is_first:
@@ -521,7 +521,7 @@ def _save_to(store: Store, service: Service | None, world: World) -> list[tuple[
             if service is not None and not goes:
                 service.again()
             all_gather_object(None, world)
-            said.append((report.problem, [one.step for one in is_committed(store)]))
+            said.append((report.problem, [one.step for one in committed_manifests(store)]))
         at_save = training.step - 1
         loaded = checkpointer.load(training.state())
         assert loaded is not None

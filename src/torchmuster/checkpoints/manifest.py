@@ -183,7 +183,7 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
             why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from here",
             fix="save to a folder that all machines share, or to object storage",
         )
-    newest = max((one.serial for one in is_committed(store)), default=0)
+    newest = max((one.serial for one in committed_manifests(store)), default=0)
     manifest = msgspec.structs.replace(manifest, serial=newest + 1)
     write_file(store, manifest.name, MARKER, [manifest.to_json()])
     return manifest
@@ -206,7 +206,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     return manifest
 
 
-def is_committed(store: Store) -> list[Manifest]:
+def committed_manifests(store: Store) -> list[Manifest]:
     """Return the manifests that can be read, the newest first. Their files are not looked at."""
     manifests = []
     for name in store.names():

@@ -9,7 +9,7 @@ from torchmuster.checkpoints.manifest import (
     ForeignVersion,
     Manifest,
     UnreadableManifest,
-    is_committed,
+    committed_manifests,
     read_manifest,
     sha256_of,
 )
@@ -25,7 +25,7 @@ def _not_said(count: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointState:
+class NewestCheckpoint:
     """The newest good checkpoint, and what was wrong with those that were passed over."""
 
     name: str
@@ -94,7 +94,7 @@ def verify_file(
     return []
 
 
-def newest_good(store: Store, *, at_most_step: int | None = None) -> CheckpointState | None:
+def newest_good(store: Store, *, at_most_step: int | None = None) -> NewestCheckpoint | None:
     """Return the newest checkpoint of which every file is what was written; None if there is none.
 
     What is newer and is not good comes with it as findings; nothing is passed over in silence.
@@ -103,14 +103,14 @@ def newest_good(store: Store, *, at_most_step: int | None = None) -> CheckpointS
     for name in newest_first(store, at_most_step=at_most_step):
         manifest, findings = _verified(store, name, _not_said)
         if manifest is not None and not findings:
-            return CheckpointState(name=name, manifest=manifest, rejected=tuple(rejected))
+            return NewestCheckpoint(name=name, manifest=manifest, rejected=tuple(rejected))
         rejected += findings
     return None
 
 
 def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
     """Return all names, the one saved last first; one whose marker tells nothing, before all of smaller steps."""
-    serials = {one.name: one.serial for one in is_committed(store)}
+    serials = {one.name: one.serial for one in committed_manifests(store)}
     order, latest = [], 0
     for name in store.names():
         step = step_of(name) or 0
@@ -123,7 +123,7 @@ def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
 
 def committed_steps(store: Store) -> list[int]:
     """Return the steps of all committed checkpoints, the smallest first; their files are not read."""
-    return sorted(one.step for one in is_committed(store))
+    return sorted(one.step for one in committed_manifests(store))
 
 
 def _unfinished(store: Store, name: str) -> Finding:
@@ -202,7 +202,7 @@ def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[st
     """
     if keep < 1:
         raise ValueError("at least one checkpoint is kept")
-    manifests = is_committed(store)
+    manifests = committed_manifests(store)
     good = next((one for one in manifests if _is_good(store, one, just_committed)), None)
     if good is None:
         return []

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchmuster.checkpoints.manifest import is_committed
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
 from torchmuster.cli import job_flags, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
@@ -237,7 +237,7 @@ def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
             why="checkpoint.enabled is false",
             fix=f"start a new run: muster train --config {shlex.quote(str(run.config))}",
         )
-    if not is_committed(open_store(place)):
+    if not committed_manifests(open_store(place)):
         output.say(f"muster: {run.id} has no checkpoint in {place}: starting from step 0")
 
 

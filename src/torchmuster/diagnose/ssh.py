@@ -215,7 +215,7 @@ async def find_ssh_problem(way: Destination) -> SshProblem:
         port=way.port,
         knock=knocked,
         local=locals_[address],
-        interface=jump_hosts_to(address, locals_[address], interfaces_here()),
+        interface=interface_for(address, locals_[address], interfaces_here()),
         alive=alive,
         silent_card=card in ("FAILED", "INCOMPLETE"),
         passing=passing,
@@ -223,7 +223,7 @@ async def find_ssh_problem(way: Destination) -> SshProblem:
     )
 
 
-def jump_hosts_to(address: str, local: str, known: Sequence[Interface]) -> Interface | None:
+def interface_for(address: str, local: str, known: Sequence[Interface]) -> Interface | None:
     """Return the interface for an address: one of its own network, else the one that is used.
 
     Of several with this network one that works is taken; without any, the way may lead elsewhere.

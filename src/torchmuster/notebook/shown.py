@@ -7,7 +7,7 @@ from torchmuster.finding import Finding, render
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.messages import KEEPS_WAITING
 from torchmuster.launch.history import node_records
-from torchmuster.launch.launcher.console import OutputFolder, rank_text
+from torchmuster.launch.launcher.console import OutputDeduplicator, rank_text
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
@@ -30,7 +30,7 @@ class Lines:
         write: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = OutputFolder(world_size, logs=str(run.logs))
+        self._folder = OutputDeduplicator(world_size, logs=str(run.logs))
         self._write = write
         self._clock = clock
         self._unfinished: dict[int, str] = {}

@@ -223,7 +223,7 @@ def oom_report(
             raise
         table = memory_table(model, optimizer, world.device, shards=shards)
         sharded = model is not None and _is_sharded(model)
-        raise out_of_memory_finding(
+        raise out_of_memory_error(
             error, table, world, sharded=sharded, micro_batch_size=micro_batch_size
         ) from error
 
@@ -232,7 +232,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(one, FSDPModule) for one in model.modules())
 
 
-def out_of_memory_finding(
+def out_of_memory_error(
     error: BaseException,
     table: MemoryTable,
     world: World,

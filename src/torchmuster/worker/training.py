@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchmuster.checkpoints.manifest import is_committed
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings
 from torchmuster.config.training import checkpoint_place
 from torchmuster.errors import MusterError
@@ -133,7 +133,9 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     problem = ""
     if world.is_first:
         try:
-            kept = next((one.global_batch_size for one in is_committed(saving.store())), None)
+            kept = next(
+                (one.global_batch_size for one in committed_manifests(saving.store())), None
+            )
         except (MusterError, OSError) as error:
             problem = str(error)
     kept, problem = all_gather_object([kept, problem], world)[0]

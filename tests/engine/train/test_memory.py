@@ -17,7 +17,7 @@ from torchmuster.train.out_of_memory import (
     is_out_of_memory,
     memory_table,
     oom_report,
-    out_of_memory_finding,
+    out_of_memory_error,
 )
 from torchmuster.train.world import World
 from torchmuster.units import GiB, MiB
@@ -170,7 +170,7 @@ def test_other_errors_are_left_alone() -> None:
 
 def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has …")
-    told = out_of_memory_finding(error, table(), world(4), micro_batch_size=8)
+    told = out_of_memory_error(error, table(), world(4), micro_batch_size=8)
     assert told.what.endswith(", asked for 1.5 GiB")
     settings = re.findall(r"\((\w+\.\w+): ", told.fix)
     assert settings == [
@@ -181,10 +181,10 @@ def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion)
     ]
     assert told.fix == snapshot
     small = table(parameters_bytes=GiB, gradients_bytes=GiB, optimizer_bytes=2 * GiB)
-    sharded = out_of_memory_finding(error, small, world(4), sharded=True).fix
+    sharded = out_of_memory_error(error, small, world(4), sharded=True).fix
     assert sharded.endswith("(distributed.fsdp_cpu_offload: true)")
     assert sharded == snapshot
-    in_pieces = out_of_memory_finding(error, table(used_bytes=12 * GiB), world(1)).fix
+    in_pieces = out_of_memory_error(error, table(used_bytes=12 * GiB), world(1)).fix
     assert in_pieces.endswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     assert in_pieces == snapshot
 

@@ -20,7 +20,7 @@ from torchmuster.diagnose.ssh import (
     Destination,
     Knock,
     SshProblem,
-    jump_hosts_to,
+    interface_for,
     knock_on_port,
     ssh_destination,
 )
@@ -163,11 +163,11 @@ def test_what_stays_unclear_stays_as_it_was_with_what_was_seen() -> None:
 def test_an_interface_of_the_same_network_counts_before_the_one_that_is_used() -> None:
     dead = interface(connected=False)
     wifi = interface("wlan0", network="192.168.7.1/24")
-    assert jump_hosts_to("10.0.0.2", "192.168.7.1", [wifi, dead]) == dead
-    assert jump_hosts_to("10.9.9.9", "192.168.7.1", [wifi, dead]) == wifi
+    assert interface_for("10.0.0.2", "192.168.7.1", [wifi, dead]) == dead
+    assert interface_for("10.9.9.9", "192.168.7.1", [wifi, dead]) == wifi
     second = interface("eth1", network="10.0.0.5/24")
-    assert jump_hosts_to("10.0.0.2", "10.0.0.5", [dead, second]) == second
-    assert jump_hosts_to("10.9.9.9", "", [dead]) is None
+    assert interface_for("10.0.0.2", "10.0.0.5", [dead, second]) == second
+    assert interface_for("10.9.9.9", "", [dead]) is None
 
 
 # ---- where ssh goes

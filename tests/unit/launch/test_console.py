@@ -16,7 +16,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.launch.launcher.console import (
     WINDOW_S,
     OutputBuffer,
-    OutputFolder,
+    OutputDeduplicator,
     printable,
     rank_list,
 )
@@ -26,7 +26,7 @@ LOGS = "runs/x/logs"
 
 def shown(world_size: int, *said: tuple[int, str], colour: bool = False) -> list[str]:
     """What is shown when all of this is said within a moment."""
-    folder = OutputFolder(world_size, logs=LOGS, colour=colour)
+    folder = OutputDeduplicator(world_size, logs=LOGS, colour=colour)
     for rank, text in said:
         folder.add(rank, text, 5.0)
     assert folder.due(5.0 + WINDOW_S / 2) == []
@@ -72,7 +72,7 @@ def test_lines_that_return_are_folded_across_ranks_without_changing_anybody_s_or
 
 
 def test_lines_further_apart_than_the_window_are_not_folded() -> None:
-    folder = OutputFolder(2, logs=LOGS)
+    folder = OutputDeduplicator(2, logs=LOGS)
     folder.add(0, "a\n", 1.0)
     assert folder.next_due_s(1.1) == pytest.approx(WINDOW_S - 0.1)
     assert folder.due(1.0 + WINDOW_S) == ["[rank 0] a"]
@@ -105,7 +105,7 @@ def test_a_progress_bar_shows_its_last_state() -> None:
 
 
 def test_our_own_lines_come_after_what_was_said_before_them() -> None:
-    folder = OutputFolder(2, logs=LOGS)
+    folder = OutputDeduplicator(2, logs=LOGS)
     folder.add(0, "a\n", 1.0)
     folder.note("node registry", 1.1)
     folder.add(0, "b\n", 1.2)
@@ -114,7 +114,7 @@ def test_our_own_lines_come_after_what_was_said_before_them() -> None:
 
 
 def test_a_flood_is_cut_and_counted_every_second(snapshot: SnapshotAssertion) -> None:
-    folder = OutputFolder(4, logs=LOGS, lines_per_s=1000)
+    folder = OutputDeduplicator(4, logs=LOGS, lines_per_s=1000)
     folder.add(3, "".join(f"line {n}\n" for n in range(13_345)), 10.0)
     lines = folder.due(10.0 + WINDOW_S)
     assert lines[0] == "[rank 3] line 0"
@@ -132,7 +132,7 @@ def test_a_flood_is_cut_and_counted_every_second(snapshot: SnapshotAssertion) ->
 
 
 def test_a_flood_of_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> None:
-    folder = OutputFolder(4, logs=LOGS, lines_per_s=100)
+    folder = OutputDeduplicator(4, logs=LOGS, lines_per_s=100)
     for rank in (0, 1):
         folder.add(rank, "".join(f"{rank}: {n}\n" for n in range(1000)), 10.0)
     # Each rank may always show a little.
@@ -143,7 +143,7 @@ def test_a_flood_of_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> N
 
 
 def test_one_rank_s_flood_does_not_hide_another_s_error() -> None:
-    folder = OutputFolder(4, logs=LOGS)
+    folder = OutputDeduplicator(4, logs=LOGS)
     folder.add(3, "".join(f"line {n}\n" for n in range(5000)), 10.0)
     folder.add(1, "Traceback (most recent call last):\nValueError: no\n", 10.1)
     assert "[rank 1] ValueError: no" in folder.flush()
@@ -152,7 +152,7 @@ def test_one_rank_s_flood_does_not_hide_another_s_error() -> None:
 def test_a_line_before_and_after_what_was_left_out_is_no_repeat(
     snapshot: SnapshotAssertion,
 ) -> None:
-    folder = OutputFolder(2, logs=LOGS, lines_per_s=60)
+    folder = OutputDeduplicator(2, logs=LOGS, lines_per_s=60)
     folder.add(0, "".join(f"{n}\n" for n in range(59)) + "last\nmore\nlast\n", 10.0)
     *_, last, left_out = folder.flush()
     assert last == "[rank 0] last"
@@ -168,7 +168,7 @@ def test_a_repeated_line_is_no_flood() -> None:
 
 
 def test_a_terminal_that_takes_nothing_does_not_fill_the_memory() -> None:
-    folder = OutputFolder(2, logs=LOGS)
+    folder = OutputDeduplicator(2, logs=LOGS)
     for second in range(100):
         folder.add(0, "".join(f"{second} {n}\n" for n in range(2000)), float(second))
     lines = folder.flush()
@@ -254,7 +254,7 @@ def expanded(lines: list[str], world_size: int) -> dict[int, list[str]]:
     )
 )
 def test_no_line_is_lost_delayed_or_out_of_order(says: list[tuple[int, list[str], float]]) -> None:
-    folder = OutputFolder(3, logs=LOGS)
+    folder = OutputDeduplicator(3, logs=LOGS)
     now_s, lines = 0.0, list[str]()
     expected: dict[int, list[str]] = {0: [], 1: [], 2: []}
     waits_since: dict[int, float] = {}
@@ -285,7 +285,7 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
     now_s = 100.0  # until the test says otherwise: all is said within a moment
     with pipe() as (reader, stream):
-        with OutputBuffer(OutputFolder(2, logs=LOGS), stream, clock=lambda: now_s) as console:
+        with OutputBuffer(OutputDeduplicator(2, logs=LOGS), stream, clock=lambda: now_s) as console:
             console.output(0, "a\n")
             console.output(1, "a\n")
             now_s += WINDOW_S
@@ -297,7 +297,7 @@ def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
 
 def test_a_paused_terminal_does_not_hold_up_the_launcher() -> None:
     with pipe() as (reader, stream):
-        console = OutputBuffer(OutputFolder(1, logs=LOGS), stream)
+        console = OutputBuffer(OutputDeduplicator(1, logs=LOGS), stream)
         with console:
             for number in range(1000):
                 console.output(0, f"{number} {'x' * 2000}\n")
@@ -314,7 +314,7 @@ def test_when_nobody_reads_any_more_the_run_goes_on() -> None:
     os.close(reader)
     with (
         os.fdopen(writer, "w") as stream,
-        OutputBuffer(OutputFolder(1, logs=LOGS), stream) as console,
+        OutputBuffer(OutputDeduplicator(1, logs=LOGS), stream) as console,
     ):
         console.output(0, "a\n")
         console.close()

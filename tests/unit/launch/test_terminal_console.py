@@ -15,7 +15,7 @@ import pytest
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.launcher import console as voice_module
-from torchmuster.launch.launcher.console import OutputBuffer, OutputFolder, TerminalConsole
+from torchmuster.launch.launcher.console import OutputBuffer, OutputDeduplicator, TerminalConsole
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 FINDING = Finding(name="rank-failed", status=Status.FAILURE, what="rank 1 failed", why="no data")
@@ -101,7 +101,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voice_module, "_CATCH_UP_WITHIN_S", GIVE_UP_S)
     monkeypatch.setattr(voice_module, "OutputBuffer", PatientConsole)
     monkeypatch.setattr(
-        voice_module, "OutputFolder", functools.partial(OutputFolder, window_s=GIVE_UP_S)
+        voice_module,
+        "OutputDeduplicator",
+        functools.partial(OutputDeduplicator, window_s=GIVE_UP_S),
     )
 
 

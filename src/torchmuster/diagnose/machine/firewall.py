@@ -60,7 +60,7 @@ class ClosedPort:
     rule: str
 
 
-def closed_ports(tables: Sequence[FilterTable], port: int) -> ClosedPort | None:
+def closing_rule(tables: Sequence[FilterTable], port: int) -> ClosedPort | None:
     """Return what keeps others from a port; None if nothing does."""
     for table in tables:
         for entry, policy in table.entries.items():
@@ -269,9 +269,9 @@ def linux(surroundings: Surroundings) -> Iterator[Finding]:
         return
     ranks = _ranks_ports(surroundings)
     middle = (ranks[0] + ranks[1]) // 2
-    meeting = closed_ports(tables, USUAL_PORT)
+    meeting = closing_rule(tables, USUAL_PORT)
     talking = next(
-        (found for port in (*ranks, middle) if (found := closed_ports(tables, port))), None
+        (found for port in (*ranks, middle) if (found := closing_rule(tables, port))), None
     )
     if meeting:
         yield _closed(

@@ -33,7 +33,7 @@ def is_infiniband(port: Path) -> bool:
     return sysfs.read_text(port / "link_layer") == "InfiniBand"
 
 
-def run_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
+def check_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
     """Look at the ports of InfiniBand and RoCE cards."""
     ports = port_folders(surroundings)
     down = [name for name, port in ports.items() if not is_active(port)]
@@ -323,7 +323,7 @@ CHECKS = (
     Check(
         name="infiniband",
         asks="Are the InfiniBand ports active?",
-        run=run_infiniband,
+        run=check_infiniband,
         systems=("linux",),
     ),
 )

@@ -41,7 +41,7 @@ class Speed:
         return self.writes_slowly or self.sync_s > _SLOW_SYNC_S
 
 
-def run_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
+def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
     """Write and make durable a few MiB; say so if even the best try was slow."""
     folder = next(
         one for one in (surroundings.folder, *surroundings.folder.parents) if one.is_dir()
@@ -380,7 +380,7 @@ CHECKS = (
     Check(
         name="disk-speed",
         asks="Is the disk below the run folder fast enough for logs and checkpoints?",
-        run=run_disk_speed,
+        run=check_disk_speed,
         cost=Cost.SECONDS,
         deadline_s=30.0,
     ),

@@ -118,9 +118,9 @@ class Timeline:
     def _saves(self) -> Iterator[TimelineEvent]:
         with contextlib.suppress(Exception):  # damaged ones are another command's subject
             from torchmuster.checkpoints.local import FolderStore
-            from torchmuster.checkpoints.manifest import is_committed
+            from torchmuster.checkpoints.manifest import committed_manifests
 
-            kept = is_committed(FolderStore(self.run.checkpoints))
+            kept = committed_manifests(FolderStore(self.run.checkpoints))
             for newest in kept[:1]:
                 older = f"; {len(kept) - 1} older are kept" if len(kept) > 1 else ""
                 words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"

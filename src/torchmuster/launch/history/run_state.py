@@ -79,7 +79,7 @@ SILENT_AFTER_S = 120.0
 
 
 @contextlib.contextmanager
-def launcher_heartbeat_of(state: Path) -> Iterator[None]:
+def launcher_heartbeat_file(state: Path) -> Iterator[None]:
     """Let other machines see, for as long as this lasts, that the run's launcher lives."""
     task = asyncio.get_running_loop().create_task(_touch_often(state))
     try:

@@ -92,7 +92,7 @@ class _Entry:
 _place = attrgetter("place")
 
 
-class OutputFolder:
+class OutputDeduplicator:
     """Decides which lines are shown, and when: a line waits for at most ``window_s``.
 
     ``logs`` is the folder that people are sent to for what a flood left out. Times are seconds of
@@ -254,7 +254,11 @@ class OutputBuffer:
     """
 
     def __init__(
-        self, folder: OutputFolder, stream: TextIO, *, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: OutputDeduplicator,
+        stream: TextIO,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._descriptor = stream.fileno()
@@ -409,7 +413,9 @@ class TerminalConsole:
         self._ranks = self._log = None
 
     def _console(self, stream: TextIO, ranks: int = 1, *, colour: bool = False) -> OutputBuffer:
-        return OutputBuffer(OutputFolder(ranks, logs=str(self._run.logs), colour=colour), stream)
+        return OutputBuffer(
+            OutputDeduplicator(ranks, logs=str(self._run.logs), colour=colour), stream
+        )
 
     def _print(self, lines: Sequence[str], plain: Sequence[str] | None = None) -> None:
         if self._ranks is not None:

@@ -155,7 +155,7 @@ async def _launch(
 ) -> int:
     from torchmuster.launch.history import run_state
     from torchmuster.launch.history.evidence import keep_failure, read_failures
-    from torchmuster.launch.history.run_state import launcher_heartbeat_of
+    from torchmuster.launch.history.run_state import launcher_heartbeat_file
     from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
 
@@ -174,7 +174,7 @@ async def _launch(
         newest = None if slurm_job is None else await _newest_checkpoint(spec)
         try:
             with (
-                launcher_heartbeat_of(run.state),
+                launcher_heartbeat_file(run.state),
                 _signals(course, console, asked, warned, can_save=spec.checkpoints is not None),
             ):
                 console.say(f"run {run.id}")  # whoever reads it may ask for the end

@@ -35,10 +35,10 @@ def read_training_progress(
         return TrainingProgress()
     reached = _last_step(metrics / "steps.jsonl", since_unix_s)
     try:
-        from torchmuster.checkpoints.manifest import is_committed
+        from torchmuster.checkpoints.manifest import committed_manifests
         from torchmuster.checkpoints.places import open_store
 
-        for newest in is_committed(open_store(spec.checkpoints))[:1]:
+        for newest in committed_manifests(open_store(spec.checkpoints))[:1]:
             return TrainingProgress(
                 checkpoint=newest.name,
                 saved=newest.step,

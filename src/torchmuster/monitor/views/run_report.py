@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import Manifest, is_committed
+from torchmuster.checkpoints.manifest import Manifest, committed_manifests
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
 from torchmuster.launch.job import as_people_know_it
@@ -62,7 +62,7 @@ def _read_run_report(run: RunFolder) -> _Told:
     picture = watch.look(now)
     saved: list[Manifest] = []
     with contextlib.suppress(Exception):  # damaged ones are another command's subject
-        saved = is_committed(FolderStore(run.checkpoints))
+        saved = committed_manifests(FolderStore(run.checkpoints))
     settings = ""
     with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
         settings = file.read(_MOST_SETTINGS)

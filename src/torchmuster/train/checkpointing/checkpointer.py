@@ -32,17 +32,17 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.manifest import new_name
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.verify import CheckpointState, keep_newest, sweep_unfinished
+from torchmuster.checkpoints.verify import NewestCheckpoint, keep_newest, sweep_unfinished
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.train.checkpointing import disk_check, loading
 from torchmuster.train.checkpointing.disk_check import remove_unfinished
-from torchmuster.train.checkpointing.flatten import flatten, share_memory
+from torchmuster.train.checkpointing.flatten import flatten, shared_tensors
 from torchmuster.train.checkpointing.loading import (
+    finding_of_rank,
     newest_valid_checkpoint,
-    rank_zero_finding,
-    same_on_all_ranks,
+    run_on_all_ranks,
 )
 from torchmuster.train.checkpointing.pace import Pace
 from torchmuster.train.checkpointing.storage import (
@@ -50,7 +50,7 @@ from torchmuster.train.checkpointing.storage import (
     Writer,
     byte_pieces_of,
     refuse_unknown_dtype,
-    write_now,
+    unstaged_bytes,
 )
 from torchmuster.train.world import World, all_gather_object
 
@@ -175,7 +175,7 @@ class AsyncSave:
 
     def _write(self) -> None:
         is_first = self._world.is_first
-        said = [new_name(self.facts.step), share_memory(self._tensors)] if is_first else None
+        said = [new_name(self.facts.step), shared_tensors(self._tensors)] if is_first else None
         self.name, tied = all_gather_object(said, self._world, self._group)[0]
         tensors = {**self._tensors, **self._copies}
         metadata = state_dict_saver.save(
@@ -188,7 +188,7 @@ class AsyncSave:
                 own=self._own,
                 rest=self._rest,
                 tied=tied,
-                take=write_now if self._staging is None else self._take,
+                take=unstaged_bytes if self._staging is None else self._take,
                 rest_after=self.pace.rest,
             ),
             # All is flat already. What every rank has is divided among them by size.
@@ -253,7 +253,7 @@ class Loaded:
     step: int
     state: dict[str, Any]
     own: dict[str, Any] | None
-    found: CheckpointState
+    found: NewestCheckpoint
 
 
 class Checkpointer:
@@ -306,13 +306,13 @@ class Checkpointer:
         self.wait()
         size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
         memory = disk_check.fits_in_memory(size_bytes, self._world)
-        lacks = same_on_all_ranks(
+        lacks = run_on_all_ranks(
             lambda: "" if memory.value else memory.reason, self._world, self._group
         )
-        findings = same_on_all_ranks(
+        findings = run_on_all_ranks(
             lambda: self._look_at_disk(size_bytes), self._world, self._group
         )[0]
-        found = [rank_zero_finding(one) for one in findings]
+        found = [finding_of_rank(one) for one in findings]
         if not any(one.status is Status.FAILURE for one in found):
             found += disk_check.storage_findings(self.store, self._world, self._group)
         lack = next(filter(None, lacks), "")
@@ -461,7 +461,7 @@ def _changing(
     if buffers is None:
         groups = state.get("optimizer", {}).get("param_groups", ())
         trained = {f"model.{name}" for group in groups for name in group["params"]}
-        tied = share_memory(tensors)
+        tied = shared_tensors(tensors)
         late = {name for name in tensors if tied.get(name, name) in trained}
     else:
         early = {f"model.{name}" for name in buffers}

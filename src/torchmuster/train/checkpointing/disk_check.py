@@ -12,7 +12,7 @@ from torchmuster.decision import Decision
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.checkpointing.loading import rank_zero_finding, same_on_all_ranks
+from torchmuster.train.checkpointing.loading import finding_of_rank, run_on_all_ranks
 from torchmuster.train.checkpointing.storage import file_of_rank
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
@@ -77,20 +77,20 @@ def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
 
 def storage_findings(store: Store, world: World, group: dist.ProcessGroup) -> list[Finding]:
     """Say whether all ranks save to the same place: each writes a small file there, the first looks for them."""
-    name = same_on_all_ranks(lambda: new_name(0) if _is_on_disk(store) else "", world, group)[0]
+    name = run_on_all_ranks(lambda: new_name(0) if _is_on_disk(store) else "", world, group)[0]
     if world.world_size == 1 or not name:
         return []
     try:
-        same_on_all_ranks(
+        run_on_all_ranks(
             lambda: None if world.is_first else _leave_word(store, name, world), world, group
         )
         # The first writes last: a shared disk shows a folder as it is to who has just changed it.
-        said = same_on_all_ranks(
+        said = run_on_all_ranks(
             lambda: _absent(store, name, world) if world.is_first else [], world, group
         )
     finally:
         remove_unfinished(store, name, world)
-    return [rank_zero_finding(one) for one in said[0]]
+    return [finding_of_rank(one) for one in said[0]]
 
 
 def remove_unfinished(store: Store, name: str, world: World) -> None:

@@ -46,7 +46,7 @@ def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: unflatten(value, tensors) for key, value in rest.items()}
 
 
-def share_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the names of tensors that are one with an earlier name: ``{later: first}``.
 
     Of a sharded tensor only ranks with a part of it can tell; the first rank always has one.

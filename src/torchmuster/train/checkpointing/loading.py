@@ -15,14 +15,14 @@ from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.checkpoints.tensor_file import INDEX, Index
 from torchmuster.checkpoints.tensor_file import MOST_BYTES as MOST_INDEX_BYTES
 from torchmuster.checkpoints.verify import (
-    CheckpointState,
+    NewestCheckpoint,
     look_at_checkpoint,
     newest_first,
     verify_file,
 )
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.checkpointing.flatten import flatten, share_memory, unflatten
+from torchmuster.train.checkpointing.flatten import flatten, shared_tensors, unflatten
 from torchmuster.train.checkpointing.storage import DTYPES, STATE, Reader, file_of_rank
 from torchmuster.train.world import World, all_gather_object
 
@@ -31,22 +31,20 @@ T = TypeVar("T")
 
 def newest_valid_checkpoint(
     store: Store, world: World, group: dist.ProcessGroup
-) -> CheckpointState | None:
+) -> NewestCheckpoint | None:
     """Return the newest checkpoint whose every file is what was written; None if there is none yet.
 
     Each rank reads its share of the files. If there are checkpoints and none of them is good, that is an error: to begin
     anew would be to lose all of them without a word.
     """
-    names = same_on_all_ranks(lambda: newest_first(store) if world.is_first else [], world, group)[
-        0
-    ]
+    names = run_on_all_ranks(lambda: newest_first(store) if world.is_first else [], world, group)[0]
     rejected: list[Finding] = []
     for name in names:
         findings = _loading_findings(store, name, world, group)
         if not findings:
             manifest = look_at_checkpoint(store, name)[0]
             assert manifest is not None  # it has just been read
-            return CheckpointState(name=name, manifest=manifest, rejected=tuple(rejected))
+            return NewestCheckpoint(name=name, manifest=manifest, rejected=tuple(rejected))
         rejected += findings
     if any(one.status is Status.FAILURE for one in rejected):
         raise MusterError(
@@ -57,7 +55,7 @@ def newest_valid_checkpoint(
     return None
 
 
-def same_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGroup) -> list[T]:
+def run_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGroup) -> list[T]:
     """Do something on each rank and return what each got (plain JSON types); the failure of one is that of all."""
     value: Any = None
     problem = ""
@@ -72,7 +70,7 @@ def same_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGr
     return [one for one, _ in told]
 
 
-def rank_zero_finding(told: dict[str, str]) -> Finding:
+def finding_of_rank(told: dict[str, str]) -> Finding:
     """Return a finding of another rank."""
     return Finding(
         name=told["name"],
@@ -88,14 +86,14 @@ def _loading_findings(
     store: Store, name: str, world: World, group: dist.ProcessGroup
 ) -> list[Finding]:
     """Return what any rank finds wrong; what several find is told once."""
-    told = same_on_all_ranks(lambda: _found_here(store, name, world), world, group)
+    told = run_on_all_ranks(lambda: _found_here(store, name, world), world, group)
     findings: dict[str, Finding] = {}
     for rank, theirs in enumerate(told):
         for one in theirs:
             evidence = f"{one['evidence']} (seen by rank {rank})"
             findings.setdefault(
                 one["what"],
-                rank_zero_finding({**one, "evidence": evidence}),
+                finding_of_rank({**one, "evidence": evidence}),
             )
     return list(findings.values())
 
@@ -220,7 +218,7 @@ class LoadedState:
 
 def load_into(
     store: Store,
-    found: CheckpointState,
+    found: NewestCheckpoint,
     state: dict[str, Any],
     world: World,
     group: dist.ProcessGroup,
@@ -236,14 +234,14 @@ def load_into(
         if found.manifest.world_size == world.world_size:
             common.append(_json(store, name, file_of_rank(world.global_rank)))
 
-    same_on_all_ranks(read_common, world, group)
+    run_on_all_ranks(read_common, world, group)
     index, rest, own = (*common, None)[:3]
     saved = {one: one for one in index.tensors} | dict(index.tied)
     try:
         never = never_stepped(rest, flatten(state)[0])
         tensors = {one: tensor for one, tensor in tensors.items() if not one.startswith(never)}
         refuse_incompatible_state(name, index, tensors, saved=saved)
-        once = share_memory(tensors)
+        once = shared_tensors(tensors)
         state_dict_loader.load(
             {one: tensor for one, tensor in tensors.items() if one not in once},
             storage_reader=Reader(store, name, index),

@@ -362,7 +362,7 @@ class Writer(StorageWriter):
         return _Written(files=records, chunks=chunks)
 
 
-def write_now(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
+def unstaged_bytes(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
     """Give the bytes of the tensors themselves, while nothing changes them."""
     for tensor in tensors:
         yield from byte_pieces(tensor)

@@ -49,11 +49,11 @@ def _dataloader_adapter_message(counts: list[int]) -> str:
     parts = []
     for count in sorted(set(counts), reverse=True):
         ranks = [rank for rank, one in enumerate(counts) if one == count]
-        parts.append(f"{ranks_by_count(ranks)}: {count}")
+        parts.append(f"{rank_list_text(ranks)}: {count}")
     return ", ".join(parts)
 
 
-def ranks_by_count(ranks: list[int]) -> str:
+def rank_list_text(ranks: list[int]) -> str:
     """Write [0, 2, 3, 4] as “ranks 0, 2-4”."""
     runs = []
     for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
@@ -202,7 +202,7 @@ class DataLoaderAdapter:
         """Raise on all ranks: one without any batch has nothing to take part with."""
         empty = [rank for rank, one in enumerate(all_gather_object(own, self._world)) if one]
         raise Impossible(
-            f"{ranks_by_count(empty)} got no batch at all, while others did",
+            f"{rank_list_text(empty)} got no batch at all, while others did",
             why="each step is computed by all ranks together",
             fix="give each rank at least one batch: more shards, or fewer ranks",
         )

@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import all_well, found, made_up_machine, only
 from torchmuster.diagnose.check import Surroundings
-from torchmuster.diagnose.machine.firewall import CHECKS, closed_ports, from_iptables, from_nftables
+from torchmuster.diagnose.machine.firewall import CHECKS, closing_rule, from_iptables, from_nftables
 from torchmuster.finding import Status
 
 LINUX, WINDOWS, MACOS = CHECKS
@@ -214,16 +214,16 @@ def test_nftables_alone(tmp_path: Path) -> None:
 
 def test_ports_are_told_apart() -> None:
     tables = from_nftables(recorded("nftables.nft.json"))
-    assert [closed_ports(tables, port) is None for port in (22, 29400, 29411)] == [
+    assert [closing_rule(tables, port) is None for port in (22, 29400, 29411)] == [
         True,
         True,
         False,
     ]
     # Somebody is let in at 443.
-    assert closed_ports(tables, 443) is None
+    assert closing_rule(tables, 443) is None
     ufw = from_iptables(recorded("ufw.iptables.txt"))
-    assert closed_ports([ufw], 22) is None
-    reason = closed_ports([ufw], 445)
+    assert closing_rule([ufw], 22) is None
+    reason = closing_rule([ufw], 445)
     assert reason is not None
     assert reason.rule == "-A ufw-skip-to-policy-input -j DROP"
 
@@ -235,7 +235,7 @@ def test_all_but_loopback_in_nftables() -> None:
     match = {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "lo"}
     rule = {"family": "inet", "table": "filter", "chain": "input"}
     rules["nftables"].append({"rule": {**rule, "expr": [{"match": match}, {"drop": None}]}})
-    reason = closed_ports(from_nftables(json.dumps(rules)), 50000)
+    reason = closing_rule(from_nftables(json.dumps(rules)), 50000)
     assert reason is not None
     assert (reason.verdict, reason.rule) == ("drop", "input: iifname lo drop")
 
