@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Staging, _changing
-from torchmuster.train.checkpointing.flatten import flatten, share_memory, unflatten
+from torchmuster.train.checkpointing.flatten import flatten, shared_tensors, unflatten
 from torchmuster.train.checkpointing.loading import never_stepped
 from torchmuster.train.checkpointing.pace import Pace
 from torchmuster.train.checkpointing.storage import DTYPES, byte_pieces
@@ -77,7 +77,7 @@ def test_tied_tensors_are_found_and_others_are_not() -> None:
         "e": torch.ones(0),
         "f": torch.ones(0),
     }
-    assert share_memory(tensors) == {"c": "a"}
+    assert shared_tensors(tensors) == {"c": "a"}
 
 
 @pytest.mark.parametrize("word", DTYPES)
