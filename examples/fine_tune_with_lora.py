@@ -16,12 +16,16 @@ import torch
 from little_gpt import LittleGpt, measure, next_byte_loss, pieces_of_text
 from torch import nn
 
-from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.evaluate import evaluate
-from torchmuster.train.metrics.reports import Reports
-from torchmuster.train.models.lora import add_lora, save_adapters
-from torchmuster.train.trainer import Trainer
-from torchmuster.train.world import World, join_world
+from torchmuster import (
+    BatchLoader,
+    Reports,
+    Trainer,
+    World,
+    add_lora,
+    evaluate,
+    join_world,
+    save_adapters,
+)
 
 LENGTH = 64
 # Of each block: what makes queries, keys and values, and the two layers of the network after it.

@@ -14,13 +14,18 @@ from shapes import draw, network
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.evaluate import evaluate
-from torchmuster.train.optimizers import schedule
-from torchmuster.train.precision import choose_precision, precision_support
-from torchmuster.train.step import TrainStep
+from torchmuster import (
+    BatchLoader,
+    TrainStep,
+    World,
+    choose_precision,
+    evaluate,
+    join_world,
+    precision_support,
+    rank_zero_first,
+    schedule,
+)
 from torchmuster.train.strategies.ddp import Ddp
-from torchmuster.train.world import World, join_world, rank_zero_first
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,12 +14,16 @@ import torch
 from image_classifier_own_loop import measure
 from shapes import draw, network
 
-from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.evaluate import evaluate
-from torchmuster.train.losses import cross_entropy
-from torchmuster.train.optimizers import schedule
-from torchmuster.train.trainer import Evaluation, Trainer
-from torchmuster.train.world import World, join_world
+from torchmuster import (
+    BatchLoader,
+    Evaluation,
+    Trainer,
+    World,
+    cross_entropy,
+    evaluate,
+    join_world,
+    schedule,
+)
 
 
 def train(world: World, epochs: int) -> None:

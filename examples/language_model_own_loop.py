@@ -13,12 +13,16 @@ from typing import Literal
 import torch
 from little_gpt import LittleGpt, measure, next_byte_loss, pieces_of_text
 
-from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.evaluate import evaluate
-from torchmuster.train.precision import choose_precision, precision_support
-from torchmuster.train.step import TrainStep
-from torchmuster.train.strategies.choose import build_strategy
-from torchmuster.train.world import World, join_world
+from torchmuster import (
+    BatchLoader,
+    TrainStep,
+    World,
+    build_strategy,
+    choose_precision,
+    evaluate,
+    join_world,
+    precision_support,
+)
 
 LENGTH = 64
 

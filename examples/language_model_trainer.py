@@ -12,10 +12,7 @@ import argparse
 import torch
 from little_gpt import LittleGpt, measure, next_byte_loss, pieces_of_text
 
-from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.evaluate import evaluate
-from torchmuster.train.trainer import Trainer
-from torchmuster.train.world import World, join_world
+from torchmuster import BatchLoader, Trainer, World, evaluate, join_world
 
 LENGTH = 64
 

@@ -21,13 +21,17 @@ from little_gpt import LittleGpt
 from torch import nn
 from torch.distributions import Categorical
 
+from torchmuster import (
+    DataLoaderAdapter,
+    TrainStep,
+    World,
+    build_strategy,
+    join_world,
+    seed_everything,
+    sum_over_ranks,
+)
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
-from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
-from torchmuster.train.seeds import seed_everything
-from torchmuster.train.step import TrainStep
-from torchmuster.train.strategies.choose import build_strategy
-from torchmuster.train.world import World, join_world, sum_over_ranks
 
 DIGITS, EQUALS = 4, 10  # digits of a task; the signs are 0 to 9 and "="
 ANSWERS = 512  # of all ranks together, between two updates

@@ -61,8 +61,8 @@ def room_of(path: Path, root: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imports_of(path: Path) -> Iterator[Import]:
-    """Yield every import of a file, also those inside functions; type-checking ones do not count."""
+def imports_of(path: Path, *, for_types: bool = False) -> Iterator[Import]:
+    """Yield every import of a file, also those inside functions; those for type checkers only if asked."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = {
         id(inner)
@@ -77,7 +77,7 @@ def imports_of(path: Path) -> Iterator[Import]:
         for inner in ast.walk(outer)
     }
     for node in ast.walk(tree):
-        if id(node) in only_for_types:
+        if id(node) in only_for_types and not for_types:
             continue
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -134,3 +134,47 @@ def _broken(one: Import, room: str) -> str:
         if lower
         else f"{where}: {room} (level {LEVELS[room]}) imports {target} (level {LEVELS[target]})"
     )
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Return the modules below ``root`` and which of them each imports, in functions and for types too."""
+    paths = {_module_name(path, root): path for path in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        named = [one.module for one in imports_of(path, for_types=True)]
+        found = {one if one in paths else one.rpartition(".")[0] for one in named}
+        graph[module] = found & paths.keys() - {module}
+    return graph
+
+
+def _module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join((PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle; nothing if there is no such circle."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for imported in sorted(graph[module]):
+            if cycle := visit(imported, [*path, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
+
+
+def definitions(root: Path) -> dict[str, list[str]]:
+    """Return each name of a top-level function or class with the files that define it."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(path.relative_to(root).as_posix())
+    return found

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 import torchmuster
-from architecture.imports import LEVELS, broken_rules, imports_of
+from architecture.imports import (
+    LEVELS,
+    broken_rules,
+    definitions,
+    find_cycle,
+    import_graph,
+    imports_of,
+)
 
 ROOT = Path(torchmuster.__file__).parent
 
@@ -24,6 +31,60 @@ def test_the_vocabulary_needs_only_the_standard_library() -> None:
         if one.module.partition(".")[0] not in {*sys.stdlib_module_names, "torchmuster"}
     ]
     assert foreign == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert find_cycle(import_graph(ROOT)) == []
+
+
+def test_a_circle_is_found_also_through_functions_and_types(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from torchmuster import b\n")
+    (tmp_path / "b.py").write_text("def f():\n    from torchmuster.c import g\n")
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torchmuster.a import h\n"
+    (tmp_path / "c.py").write_text(types)
+    names = ["torchmuster.a", "torchmuster.b", "torchmuster.c", "torchmuster.a"]
+    assert find_cycle(import_graph(tmp_path)) == names
+
+
+# Modules that are imported by their names: the folder, and the file that has the names.
+LOADED_BY_NAME = {
+    "cli": "cli/main.py",
+    "cli/benches": "cli/bench.py",
+    "diagnose/links": "diagnose/host_probe.py",
+    "diagnose/machine": "diagnose/machine/all_checks.py",
+    "known_errors": "known_errors/explain.py",
+    "monitor/sinks": "monitor/sinks/sink.py",
+    "bench/probes": "cli/benches/memory.py",
+    "train/strategies": "train/strategies/choose.py",
+    "train": "__init__.py",  # the public names
+    ".": "__init__.py",
+}
+
+
+def test_every_module_is_used() -> None:
+    imported = set().union(*import_graph(ROOT).values())
+    unused = []
+    for path in ROOT.rglob("*.py"):
+        folder = path.parent.relative_to(ROOT).as_posix()
+        module = ".".join((ROOT.name, *path.relative_to(ROOT).with_suffix("").parts))
+        is_program = '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+        if path.stem == "__init__" or "lessons" in path.parts or module in imported or is_program:
+            continue
+        names = LOADED_BY_NAME.get(folder)
+        if names is None or path.stem not in (ROOT / names).read_text(encoding="utf-8"):
+            unused.append(module)
+    assert unused == []
+
+
+def test_every_name_can_be_found() -> None:
+    """A function or class is looked for by its name; these are what each command, bench or program must have."""
+    everywhere = {"main", "add_arguments", "run"}
+    many = {
+        name: files
+        for name, files in definitions(ROOT).items()
+        if len([one for one in files if "lessons" not in one]) > 3
+    }
+    assert many.keys() - everywhere == set()
 
 
 def test_no_room_has_a_name_that_says_nothing() -> None:

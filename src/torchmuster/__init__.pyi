@@ -1,0 +1,74 @@
+# Written by tests/engine/test_public_api.py: pytest --snapshot-update renews it.
+from torchmuster.checkpoints.places import open_store as open_store
+from torchmuster.checkpoints.verify import newest_good as newest_good
+from torchmuster.decision import Decision as Decision
+from torchmuster.distributed import DDPTrainer as DDPTrainer
+from torchmuster.distributed import GPUMonitor as GPUMonitor
+from torchmuster.distributed import ProductionTrainer as ProductionTrainer
+from torchmuster.distributed import auto_select_gpus_for_model as auto_select_gpus_for_model
+from torchmuster.distributed import benchmark_matmul as benchmark_matmul
+from torchmuster.distributed import check_connection as check_connection
+from torchmuster.distributed import cleanup_distributed as cleanup_distributed
+from torchmuster.distributed import create_distributed_dataloader as create_distributed_dataloader
+from torchmuster.distributed import get_available_gpus as get_available_gpus
+from torchmuster.distributed import get_device_info as get_device_info
+from torchmuster.distributed import get_gpu_info as get_gpu_info
+from torchmuster.distributed import get_gpu_memory_usage as get_gpu_memory_usage
+from torchmuster.distributed import get_group_info as get_group_info
+from torchmuster.distributed import get_local_rank as get_local_rank
+from torchmuster.distributed import get_optimal_device as get_optimal_device
+from torchmuster.distributed import print_gpu_info as print_gpu_info
+from torchmuster.distributed import reduce_mean as reduce_mean
+from torchmuster.distributed import select_gpus as select_gpus
+from torchmuster.distributed import set_visible_gpus as set_visible_gpus
+from torchmuster.distributed import setup_distributed as setup_distributed
+from torchmuster.distributed import setup_gpu_environment as setup_gpu_environment
+from torchmuster.distributed import sync_gradients as sync_gradients
+from torchmuster.distributed import verify_gpu_communication as verify_gpu_communication
+from torchmuster.errors import MusterError as MusterError
+from torchmuster.finding import Finding as Finding
+from torchmuster.known_errors.explain import explain_text as explain_text
+from torchmuster.train.bad_numbers import BadNumbers as BadNumbers
+from torchmuster.train.checkpointing.checkpointer import Checkpointer as Checkpointer
+from torchmuster.train.checkpointing.policy import CheckpointSettings as CheckpointSettings
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter as DataLoaderAdapter
+from torchmuster.train.data.loader import BatchLoader as BatchLoader
+from torchmuster.train.data.stream import StreamLoader as StreamLoader
+from torchmuster.train.data.text import TokenRows as TokenRows
+from torchmuster.train.data.text import write_tokens as write_tokens
+from torchmuster.train.data.worker_processes import ignore_signals_in_workers as ignore_signals_in_workers
+from torchmuster.train.divergence import Divergence as Divergence
+from torchmuster.train.evaluate import evaluate as evaluate
+from torchmuster.train.losses import cross_entropy as cross_entropy
+from torchmuster.train.losses import language_model as language_model
+from torchmuster.train.metrics.reports import Reports as Reports
+from torchmuster.train.models.blocks import compile_blocks as compile_blocks
+from torchmuster.train.models.blocks import recompute_blocks as recompute_blocks
+from torchmuster.train.models.lora import add_lora as add_lora
+from torchmuster.train.models.lora import save_adapters as save_adapters
+from torchmuster.train.models.meta_init import build_on_rank_0 as build_on_rank_0
+from torchmuster.train.optimizers import schedule as schedule
+from torchmuster.train.out_of_memory import oom_report as oom_report
+from torchmuster.train.precision import choose_precision as choose_precision
+from torchmuster.train.precision import precision_support as precision_support
+from torchmuster.train.seeds import seed_everything as seed_everything
+from torchmuster.train.step import TrainStep as TrainStep
+from torchmuster.train.stop_request import StopRequest as StopRequest
+from torchmuster.train.stop_request import StoppedAtRequest as StoppedAtRequest
+from torchmuster.train.strategies.choose import ModelSizes as ModelSizes
+from torchmuster.train.strategies.choose import build_strategy as build_strategy
+from torchmuster.train.strategies.choose import choose_strategy as choose_strategy
+from torchmuster.train.strategies.sharding import Sharding as Sharding
+from torchmuster.train.trainer import Evaluation as Evaluation
+from torchmuster.train.trainer import Trainer as Trainer
+from torchmuster.train.weights import save_weights as save_weights
+from torchmuster.train.world import World as World
+from torchmuster.train.world import join_world as join_world
+from torchmuster.train.world import rank_zero_first as rank_zero_first
+from torchmuster.train.world import sum_over_ranks as sum_over_ranks
+
+__all__: list[str]
+__version__: str
+_MODULES: dict[str, str]
+
+def load_ipython_extension(shell: object) -> None: ...
