@@ -1,5 +1,6 @@
 """The order of the house: imports go one way, torch stays in its rooms, the vocabulary is plain."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -85,6 +86,17 @@ def test_every_name_can_be_found() -> None:
         if len([one for one in files if "lessons" not in one]) > 3
     }
     assert many.keys() - everywhere == set()
+
+
+def test_readmes_name_files_that_exist() -> None:
+    """A name is looked for in the README's folder, then in each folder below it."""
+    dead = []
+    for readme in ROOT.rglob("README.md"):
+        for name in re.findall(r"`((?:\.\./)*[\w/]+\.py)`", readme.read_text(encoding="utf-8")):
+            folders = [readme.parent, *(one.parent for one in readme.parent.rglob("*.py"))]
+            if not any((folder / name).exists() for folder in folders):
+                dead.append(f"{readme.relative_to(ROOT)}: {name}")
+    assert dead == []
 
 
 def test_no_room_has_a_name_that_says_nothing() -> None:
