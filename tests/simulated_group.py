@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchmuster.diagnose.group_testing import SuspectedFault, TestGroup, TestOutcome, TestResult
+from torchmuster.diagnose.group_testing import ProbeGroup, ProbeOutcome, ProbeResult, SuspectedFault
 from torchmuster.diagnose.rounds import Pair
 
 # In a meeting of many, who gets no answer asks again before it counts: else there is always one.
@@ -57,19 +57,19 @@ class SimulatedGroup:
         self._touched = self._nodes | self._ends
 
     async def test(
-        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
-    ) -> Sequence[TestOutcome]:
+        self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
+    ) -> Sequence[ProbeOutcome]:
         """Hold a round of meetings, and let the time pass that it takes."""
         outcomes = [self._outcome(meeting, without) for meeting in meetings]
         sizes = [len(side) for meeting in meetings for side in meeting]
         self.seconds += self.clock.round_s(
             max(sizes),
             told=sum(sizes),
-            failed=any(outcome.seen is TestResult.FAILED for outcome in outcomes),
+            failed=any(outcome.seen is ProbeResult.FAILED for outcome in outcomes),
         )
         return outcomes
 
-    def _outcome(self, meeting: TestGroup, without: frozenset[Pair]) -> TestOutcome:
+    def _outcome(self, meeting: ProbeGroup, without: frozenset[Pair]) -> ProbeOutcome:
         links: dict[Pair, SuspectedFault] = {}
         faults: list[SuspectedFault] = []
         if not all(map(self._touched.isdisjoint, meeting)):  # which is seldom, and takes long
@@ -77,28 +77,28 @@ class SimulatedGroup:
             faults = [*self._bad_nodes(meeting), *links.values()]
         if SuspectedFault.DEAD in faults:
             dead = frozenset(link for link, fault in links.items() if fault is SuspectedFault.DEAD)
-            return TestOutcome(seen=TestResult.FAILED, blamed=dead)
+            return ProbeOutcome(seen=ProbeResult.FAILED, blamed=dead)
         if self._random.random() < self._fails_by_chance(meeting):
             one, other = map(self._random.choice, meeting)
-            return TestOutcome(
-                seen=TestResult.FAILED, blamed=frozenset({(min(one, other), max(one, other))})
+            return ProbeOutcome(
+                seen=ProbeResult.FAILED, blamed=frozenset({(min(one, other), max(one, other))})
             )
         ratio = self._random.gauss(1.0, self.noise)
         if not faults:
-            return TestOutcome(ratio=ratio)
+            return ProbeOutcome(ratio=ratio)
         wrong = any(
             self._random.random() < self.seen_chance
             for fault in faults
             if fault is SuspectedFault.CORRUPTING
         )
         slow = self.slow_ratio if SuspectedFault.SLOW in faults else 1.0
-        return TestOutcome(seen=TestResult.WRONG if wrong else TestResult.OK, ratio=ratio * slow)
+        return ProbeOutcome(seen=ProbeResult.WRONG if wrong else ProbeResult.OK, ratio=ratio * slow)
 
-    def _bad_nodes(self, meeting: TestGroup) -> list[SuspectedFault]:
+    def _bad_nodes(self, meeting: ProbeGroup) -> list[SuspectedFault]:
         return [self.bad_nodes[one] for side in meeting for one in self._nodes.intersection(side)]
 
     def _bad_links(
-        self, meeting: TestGroup, without: frozenset[Pair]
+        self, meeting: ProbeGroup, without: frozenset[Pair]
     ) -> dict[Pair, SuspectedFault]:
         callers, called = (self._ends.intersection(side) for side in meeting)
         if not callers or not called:
@@ -110,7 +110,7 @@ class SimulatedGroup:
             if (one, other) not in without
         }
 
-    def _fails_by_chance(self, meeting: TestGroup) -> float:
+    def _fails_by_chance(self, meeting: ProbeGroup) -> float:
         links = len(meeting.callers) * len(meeting.called)
         if links == 1:
             return self.chance_failure

@@ -10,14 +10,14 @@ from typing import NamedTuple, Protocol
 from torchmuster.diagnose.rounds import Pair, collective_rounds, disjoint
 
 
-class TestGroup(NamedTuple):
+class ProbeGroup(NamedTuple):
     """Everybody on one side exchanges something with everybody on the other; a pair is one with one."""
 
     callers: Sequence[int]
     called: Sequence[int]
 
 
-class TestResult(enum.Enum):
+class ProbeResult(enum.Enum):
     """How a meeting went. One bad link in it is enough to spoil it."""
 
     OK = "ok"
@@ -25,7 +25,7 @@ class TestResult(enum.Enum):
     WRONG = "wrong"  # somebody got other values than were sent
 
 
-class TestOutcome(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """What was seen of a meeting.
 
     ``ratio`` is the time it took by the time it should have taken. It counts for pairs alone: of very
@@ -33,7 +33,7 @@ class TestOutcome(NamedTuple):
     tester can tell.
     """
 
-    seen: TestResult = TestResult.OK
+    seen: ProbeResult = ProbeResult.OK
     ratio: float = 1.0
     blamed: frozenset[Pair] = frozenset()
 
@@ -42,8 +42,8 @@ class GroupTester(Protocol):
     """Who holds the meetings: real machines, or a simulation."""
 
     async def test(
-        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
-    ) -> Sequence[TestOutcome]:
+        self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
+    ) -> Sequence[ProbeOutcome]:
         """Hold one round of meetings at the same time, leaving out the links in ``without``.
 
         Nobody is in two meetings. The outcomes are in the order of the meetings. Where many meet,
@@ -149,15 +149,15 @@ class Evidence:
         self._slow = scales.start[SuspectedFault.SLOW]
         self._corrupting = scales.start[SuspectedFault.CORRUPTING]
 
-    def add(self, outcome: TestOutcome) -> None:
+    def add(self, outcome: ProbeOutcome) -> None:
         """Weigh one more outcome."""
         scales = self._scales
-        if outcome.seen is TestResult.FAILED:
+        if outcome.seen is ProbeResult.FAILED:
             self._dead += scales.failed
             return
         self._dead -= CERTAIN  # it answered
         self._slow += scales.slow_step * (outcome.ratio - scales.slow_from)
-        self._corrupting += scales.passed if outcome.seen is TestResult.OK else CERTAIN
+        self._corrupting += scales.passed if outcome.seen is ProbeResult.OK else CERTAIN
 
     @property
     def nats(self) -> float:
@@ -180,7 +180,7 @@ class Evidence:
 MOST_TESTS_OF_A_PAIR = 60
 
 
-class TestCourse:
+class ProbeRounds:
     """Holds the rounds of one search, and counts them."""
 
     def __init__(self, tester: GroupTester, assumptions: Assumptions) -> None:
@@ -191,14 +191,14 @@ class TestCourse:
         self.tests = 0
         self._tester = tester
 
-    async def hold(self, meetings: Sequence[TestGroup]) -> Sequence[TestOutcome]:
+    async def hold(self, meetings: Sequence[ProbeGroup]) -> Sequence[ProbeOutcome]:
         """Hold one round of meetings, without the links that are known to be bad."""
         self.rounds += 1
         self.tests += len(meetings)
         return await self._tester.test(meetings, without=frozenset(self.bad_links))
 
-    async def _hold_pairs(self, pairs: Sequence[Pair]) -> Sequence[TestOutcome]:
-        return await self.hold([TestGroup((one,), (other,)) for one, other in pairs])
+    async def _hold_pairs(self, pairs: Sequence[Pair]) -> Sequence[ProbeOutcome]:
+        return await self.hold([ProbeGroup((one,), (other,)) for one, other in pairs])
 
     async def screen(self, pairs: Sequence[Pair], faults: Collection[SuspectedFault]) -> list[Pair]:
         """Test disjoint pairs a few times; return those that are not cleared of the faults.
@@ -242,13 +242,13 @@ class TestCourse:
 
 # In a meeting of many only these can be told; the slowest of many links is slow by chance.
 SEEN_IN_MEETINGS = {
-    SuspectedFault.DEAD: TestResult.FAILED,
-    SuspectedFault.CORRUPTING: TestResult.WRONG,
+    SuspectedFault.DEAD: ProbeResult.FAILED,
+    SuspectedFault.CORRUPTING: ProbeResult.WRONG,
 }
 
 
 async def find_collective_links(
-    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+    course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> None:
     """Add the bad links to the course among those that collectives use (see ``collective_rounds``)."""
     doubtful: list[Pair] = []
@@ -262,7 +262,7 @@ async def find_collective_links(
 
 
 async def find_any_link(
-    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+    course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> None:
     """Add the links with faults that are ``SEEN_IN_MEETINGS`` to the course, wherever they are.
 
@@ -287,7 +287,7 @@ async def find_any_link(
         quiet = 0 if found else quiet + 1
 
 
-def halvings(nodes: Sequence[int]) -> Iterator[list[TestGroup]]:
+def halvings(nodes: Sequence[int]) -> Iterator[list[ProbeGroup]]:
     """Yield rounds of meetings in which every two meet exactly once, in ⌈log2 of their number⌉ rounds.
 
     First one half meets the other, then in each half its halves do, and so on.
@@ -295,12 +295,12 @@ def halvings(nodes: Sequence[int]) -> Iterator[list[TestGroup]]:
     blocks = [nodes]
     while blocks := [block for block in blocks if len(block) > 1]:
         halves = [_halves(block) for block in blocks]
-        yield [TestGroup(left, right) for left, right in halves]
+        yield [ProbeGroup(left, right) for left, right in halves]
         blocks = [half for pair in halves for half in pair]
 
 
 async def _narrow(
-    course: TestCourse, spoilt: Iterable[TestGroup], faults: Collection[SuspectedFault]
+    course: ProbeRounds, spoilt: Iterable[ProbeGroup], faults: Collection[SuspectedFault]
 ) -> set[Pair]:
     """Cut spoilt meetings in four, until pairs are left. What spoils a meeting may not show each time."""
     tries = course.assumptions.repeats(faults)
@@ -313,7 +313,7 @@ async def _narrow(
         parts = [
             (place, part) for place, (meeting, _) in enumerate(left) for part in _quarters(meeting)
         ]
-        shown: dict[int, list[TestGroup]] = {}
+        shown: dict[int, list[ProbeGroup]] = {}
         for turn in disjoint(parts, members=lambda numbered: chain(*numbered[1])):
             outcomes = await course.hold([part for _, part in turn])
             for (place, part), outcome in zip(turn, outcomes, strict=True):
@@ -328,20 +328,20 @@ async def _narrow(
     return pairs
 
 
-def _is_pair(meeting: TestGroup) -> bool:
+def _is_pair(meeting: ProbeGroup) -> bool:
     return len(meeting.callers) == len(meeting.called) == 1
 
 
-def _pair(meeting: TestGroup) -> Pair:
+def _pair(meeting: ProbeGroup) -> Pair:
     (one,), (other,) = meeting
     return min(one, other), max(one, other)
 
 
-def _quarters(meeting: TestGroup) -> list[TestGroup]:
+def _quarters(meeting: ProbeGroup) -> list[ProbeGroup]:
     (first, second), (third, fourth) = _halves(meeting.callers), _halves(meeting.called)
     # In this order, so that two of the four can be held at a time.
-    cut = [TestGroup(first, third), TestGroup(second, fourth)]
-    cut += [TestGroup(first, fourth), TestGroup(second, third)]
+    cut = [ProbeGroup(first, third), ProbeGroup(second, fourth)]
+    cut += [ProbeGroup(first, fourth), ProbeGroup(second, third)]
     return [part for part in cut if part.callers and part.called]
 
 
@@ -355,7 +355,7 @@ WITNESSES = 2
 
 
 async def find_nodes(
-    course: TestCourse, nodes: Sequence[int], faults: Collection[SuspectedFault]
+    course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> tuple[int, ...]:
     """Add the bad machines among these to the course, and links met that are bad between good ones.
 
@@ -377,7 +377,7 @@ async def find_nodes(
 
 
 async def _ask_witnesses(
-    course: TestCourse,
+    course: ProbeRounds,
     suspects: Sequence[int],
     trusted: Sequence[int],
     faults: Collection[SuspectedFault],
@@ -425,7 +425,7 @@ async def find_bad(
     Machines are found as long as there are fewer bad ones than pairs. A good machine with several bad
     links may be taken for a bad one. Ranks are taken to be in the order of the machines.
     """
-    course = TestCourse(tester, assumptions)
+    course = ProbeRounds(tester, assumptions)
     good: list[int] = list(range(count))
     undecided: tuple[int, ...] = ()
     stages = 0

@@ -1,6 +1,6 @@
 """What each rank of a notebook runs: it goes to the notebook, and runs the cells that it is sent.
 
-Cells run in the main thread, as a script would, so that Ctrl-C ends them and the hang monitor for hangs sees
+Cells run in the main thread, as a script would, so that Ctrl-C ends them and the hang monitor sees
 where they are. The end of the connection ends the rank.
 """
 

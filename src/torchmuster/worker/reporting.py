@@ -1,4 +1,4 @@
-"""The numbers of a run go where the settings say, sent by a process beside rank 0."""
+"""What rank 0 says and keeps of a run: lines, the comparison with its plan, and the process that feeds trackers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

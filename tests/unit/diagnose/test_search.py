@@ -16,11 +16,11 @@ from torchmuster.diagnose.group_testing import (
     Evidence,
     GroupDiagnosis,
     LinkSearch,
+    ProbeGroup,
+    ProbeOutcome,
+    ProbeResult,
     Scales,
     SuspectedFault,
-    TestGroup,
-    TestOutcome,
-    TestResult,
     find_bad,
     halvings,
 )
@@ -34,8 +34,8 @@ class Watched(SimulatedGroup):
     """A group that checks what it is asked: nobody is to be in two meetings of a round."""
 
     async def test(
-        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
-    ) -> Sequence[TestOutcome]:
+        self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
+    ) -> Sequence[ProbeOutcome]:
         busy = [one for meeting in meetings for one in chain(*meeting)]
         assert busy, "a round without a meeting"
         assert len(busy) == len(set(busy)), "somebody is in two meetings of a round"
@@ -163,8 +163,8 @@ def test_blamed_links_are_proven_without_narrowing_down() -> None:
         """Does not say who got no answer."""
 
         async def test(
-            self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
-        ) -> Sequence[TestOutcome]:
+            self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
+        ) -> Sequence[ProbeOutcome]:
             told = await super().test(meetings, without=without)
             return [outcome._replace(blamed=frozenset()) for outcome in told]
 
@@ -230,8 +230,8 @@ def test_a_good_pair_is_cleared_and_a_slow_one_is_not() -> None:
     scales = Scales([SuspectedFault.SLOW], Assumptions())
     good, slow = Evidence(scales), Evidence(scales)
     for _ in range(2):
-        good.add(TestOutcome(ratio=1.0))
-        slow.add(TestOutcome(ratio=1.25))
+        good.add(ProbeOutcome(ratio=1.0))
+        slow.add(ProbeOutcome(ratio=1.25))
     assert good.cleared
     assert not slow.cleared
     assert slow.nats > Assumptions().nats_to_accuse(1000)
@@ -241,12 +241,12 @@ def test_a_good_pair_is_cleared_and_a_slow_one_is_not() -> None:
 def test_one_wrong_value_is_proof_and_one_missing_answer_is_not() -> None:
     scales = Scales(list(SuspectedFault), Assumptions())
     wrong, silent = Evidence(scales), Evidence(scales)
-    wrong.add(TestOutcome(seen=TestResult.WRONG))
-    silent.add(TestOutcome(seen=TestResult.FAILED))
+    wrong.add(ProbeOutcome(seen=ProbeResult.WRONG))
+    silent.add(ProbeOutcome(seen=ProbeResult.FAILED))
     assert wrong.nats > Assumptions().nats_to_accuse(10**9)
     assert wrong.likeliest is SuspectedFault.CORRUPTING
     assert silent.nats < Assumptions().nats_to_accuse(1000)
-    silent.add(TestOutcome(seen=TestResult.FAILED))
+    silent.add(ProbeOutcome(seen=ProbeResult.FAILED))
     assert silent.nats > Assumptions().nats_to_accuse(1000)
 
 

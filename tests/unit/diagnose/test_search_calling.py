@@ -14,9 +14,9 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.diagnose.group_testing import (
     GroupDiagnosis,
     LinkSearch,
+    ProbeGroup,
+    ProbeResult,
     SuspectedFault,
-    TestGroup,
-    TestResult,
     find_bad,
 )
 from torchmuster.diagnose.links import survey as calling
@@ -159,11 +159,11 @@ def test_a_machine_has_only_so_many_calls_under_way(monkeypatch: pytest.MonkeyPa
     network = Network(blocked=[(19, 39)])
 
     async def run() -> Any:
-        meeting = TestGroup(range(20), range(20, COUNT))
+        meeting = ProbeGroup(range(20), range(20, COUNT))
         return await (await network.tester()).test([meeting], without=frozenset())
 
     (outcome,) = asyncio.run(run())
-    assert (outcome.seen, outcome.blamed) == (TestResult.FAILED, {(19, 39)})
+    assert (outcome.seen, outcome.blamed) == (ProbeResult.FAILED, {(19, 39)})
     assert max(len(call.targets) for _, call in network.asked) == 7
     # All at first, and twice again the one that was not answered.
     assert sum(len(call.targets) for _, call in network.asked) == 2 * 20 * 20 + 2

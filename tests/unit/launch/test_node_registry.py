@@ -201,7 +201,7 @@ def test_a_machine_that_came_back_by_itself_is_kept() -> None:
 def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_come() -> None:
     async def story() -> None:
         called = Called(at_once)
-        called.machines[2] = Machine(at_once, version=protocol.PROTOCOL + 98)
+        called.machines[2] = Machine(at_once, version=protocol.PROTOCOL + 97)
         registry = NodeRegistry(
             called,
             WaitingMessages(print),

@@ -92,7 +92,7 @@ def test_whoever_sweeps_does_not_end_itself(token: str) -> None:
     program = (
         "import os, sys; from torchmuster.launch.node import process_cleanup\n"
         f"token = os.environ[{process_cleanup.TOKEN_VARIABLE!r}]\n"
-        "print(process_cleanup.kill(token, within_s=2), process_cleanup.processes_of(token))"
+        "print(process_cleanup.kill_processes(token, within_s=2), process_cleanup.processes_of(token))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -17,10 +17,10 @@ from itertools import product
 from torchmuster.diagnose.group_testing import (
     USUAL,
     LinkSearch,
+    ProbeGroup,
+    ProbeOutcome,
+    ProbeResult,
     SuspectedFault,
-    TestGroup,
-    TestOutcome,
-    TestResult,
     find_bad,
 )
 from torchmuster.diagnose.links import quality
@@ -70,20 +70,20 @@ class CallingTester:
         self._left_out = left_out
 
     async def test(
-        self, meetings: Sequence[TestGroup], *, without: frozenset[Pair]
-    ) -> Sequence[TestOutcome]:
+        self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
+    ) -> Sequence[ProbeOutcome]:
         """Hold one round of meetings at the same time."""
         left_out = without | self._left_out
         return await asyncio.gather(*(self._hold(meeting, left_out) for meeting in meetings))
 
-    async def _hold(self, meeting: TestGroup, left_out: frozenset[Pair]) -> TestOutcome:
+    async def _hold(self, meeting: ProbeGroup, left_out: frozenset[Pair]) -> ProbeOutcome:
         pairs = [_pair(link) for link in product(*meeting) if _pair(link) not in left_out]
         calls = [call for one, other in pairs for call in ((one, other), (other, one))]
         for _ in range(1 if len(pairs) == 1 else TRIES):
             calls = await self._unanswered(calls)
             if not calls:
-                return TestOutcome()
-        return TestOutcome(seen=TestResult.FAILED, blamed=frozenset(map(_pair, calls)))
+                return ProbeOutcome()
+        return ProbeOutcome(seen=ProbeResult.FAILED, blamed=frozenset(map(_pair, calls)))
 
     async def _unanswered(self, calls: Sequence[Pair]) -> list[Pair]:
         """Make calls, and return those that got no answer."""

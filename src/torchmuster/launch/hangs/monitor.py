@@ -1,4 +1,4 @@
-"""The launcher's hang monitor for hangs: tells who keeps whom waiting, has the ranks examined, keeps what they show."""
+"""The launcher's hang monitor: reports which rank the others wait for, and keeps stack dumps of the ranks."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ class HangMonitor:
             self._watch = HangWatch()
             if not self._failed:
                 self._failed = True
-                self._say(f"hangs may go unnoticed, the hang monitor for them failed: {error!r}")
+                self._say(f"hangs may go unnoticed, the hang monitor failed: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Have the ranks show what they are doing, and keep it beside what was told."""

@@ -13,7 +13,9 @@ from torchmuster.devices.readers import nvml_health
 _ASKED = sorted(
     {
         re.sub(r"(_v\d|V)$", "", one)
-        for one in re.findall(r"measure\(pynvml\.(nvml\w+)", Path(nvml_health.__file__).read_text())
+        for one in re.findall(
+            r"measure_nvml\(pynvml\.(nvml\w+)", Path(nvml_health.__file__).read_text()
+        )
     }
 )
 

@@ -187,7 +187,7 @@ def test_a_machine_that_speaks_another_protocol_is_told_so_and_keeps_its_code(
                 await join(code)
             monkeypatch.undo()
             assert "the host has torchmuster" in caught.value.what
-            assert "speaks protocol 99, the host speaks 1" in caught.value.why
+            assert "speaks protocol 99, the host speaks 2" in caught.value.why
             assert "pip install torchmuster==" in caught.value.fix
             assert host.service.codes()[1] == code
             await proves_open(host)
