@@ -258,7 +258,7 @@ def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab
 
 
 @pytest.mark.parametrize(
-    ("node agent", "why", "fix"),
+    ("agent", "why", "fix"),
     [
         (("/no/such/python",), "No such file or directory", "path on every node"),
         ((*FAKE, "--silent"), "cannot begin\nsrun: error: node", "srun --jobid="),
