@@ -32,7 +32,7 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/hosts/test_kills.py": [
         "test_a_kill_ends_the_run_everywhere_and_is_named[running-rank-1-node2]",
-        "test_a_kill_ends_the_run_everywhere_and_is_named[running-node agent-node1]",
+        "test_a_kill_ends_the_run_everywhere_and_is_named[running-node-agent-node1]",
     ],
     "tests/hosts/test_lab.py": [
         "test_hosts_have_names_addresses_and_processes_of_their_own",
