@@ -54,7 +54,7 @@ def made_up(folder: Path, ranks: int, phase: str, *, bad: bool = False) -> RunFo
     )
     devices = {"gpu-a": [f"cuda:{one} NVIDIA H100 80GB HBM3" for one in range(min(ranks, 8))]}
     for name, ago_s, facts in (
-        ("node registry", LASTED_S, {}),
+        ("joining", LASTED_S, {}),
         ("starting", LASTED_S - 4, {}),
         ("started", LASTED_S - 9, {"attempt": 0, "ranks": ranks, "devices": devices}),
         ("running", LASTED_S - 9, {}),

@@ -218,7 +218,7 @@ class GroupCheck:
         began_s = time.monotonic()
         outcome = JobOutcome(good=False, stopped=True)
         try:
-            self._on_phase("node registry")
+            self._on_phase("joining")
             await self._transport.open(session.registry.arrive)
             absent = await session.registry.gather()
             if self._many:

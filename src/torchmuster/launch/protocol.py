@@ -45,7 +45,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine says of itself at node registry. Unknown is None, never a guess."""
+    """What a machine reports about itself when it joins. Unknown is None, never a guess."""
 
     host: str
     user: str

@@ -44,7 +44,7 @@ def _gauge(
 RUN_PHASE = _gauge(
     "muster_run_phase",
     "",
-    "1 for the phase that the run is in: submitted, node registry, starting, running, finished, saved, failed, stopped or died",
+    "1 for the phase that the run is in: submitted, joining, starting, running, finished, saved, failed, stopped or died",
     _RUN,
     "phase",
 )

@@ -130,7 +130,7 @@ def test_the_reasons_of_another_failure_are_not_told_as_those_of_the_last(
     failed(run)
     if launched_again:
         event_log = run_state.EventLog(run)
-    event_log.phase("node registry")
+    event_log.phase("joining")
     event_log.ended("failed", 1, what)
     findings = found(explained)
     assert findings.keys() == {"run-failed"}
@@ -224,7 +224,7 @@ def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained:
     assert "rank 3 goes on after 99 s" in said
 
 
-@pytest.mark.parametrize("phase", ["submitted", "node registry", "starting"])
+@pytest.mark.parametrize("phase", ["submitted", "joining", "starting"])
 def test_a_hang_of_an_earlier_attempt_is_not_told_as_one_of_now(
     run: RunFolder, explained: Explain, phase: str
 ) -> None:

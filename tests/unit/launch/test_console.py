@@ -107,9 +107,9 @@ def test_a_progress_bar_shows_its_last_state() -> None:
 def test_our_own_lines_come_after_what_was_said_before_them() -> None:
     folder = OutputDeduplicator(2, logs=LOGS)
     folder.add(0, "a\n", 1.0)
-    folder.note("node registry", 1.1)
+    folder.note("joining", 1.1)
     folder.add(0, "b\n", 1.2)
-    assert folder.due(1.0 + WINDOW_S) == ["[rank 0] a", "node registry"]
+    assert folder.due(1.0 + WINDOW_S) == ["[rank 0] a", "joining"]
     assert folder.flush() == ["[rank 0] b"]
 
 

@@ -148,13 +148,13 @@ def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> Non
 
 def test_the_event_log_leaves_events(run: RunFolder) -> None:
     event_log = run_state.EventLog(run)
-    event_log.phase("node registry")
+    event_log.phase("joining")
     run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
     event_log.ended("failed", 1, "rank 1 failed")
     with (run.path / run_state.EVENTS).open("a") as stream:
         stream.write('{"event": "torn"')
     events = run_state.read_events(run)
-    assert [one.name for one in events] == ["node registry", "started", "failed"]
+    assert [one.name for one in events] == ["joining", "started", "failed"]
     assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
     assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}
     assert abs(events[0].at_unix_s - time.time()) < 60

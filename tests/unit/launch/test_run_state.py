@@ -85,7 +85,7 @@ def test_phases_and_the_end(run: RunFolder) -> None:
     run_state.write_job(run, SPEC)
     event_log = run_state.EventLog(run)
     assert phase(run) is None
-    for name in ("node registry", "starting", "running"):
+    for name in ("joining", "starting", "running"):
         event_log.phase(name)
         state = run_state.read_state(run)
         assert state is not None

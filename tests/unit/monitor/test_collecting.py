@@ -94,9 +94,9 @@ def watched(tmp_path: Path) -> Watched:
 
 
 def test_a_run_that_has_only_begun(watched: Watched) -> None:
-    watched.state("node registry")
+    watched.state("joining")
     seen = watched.look()
-    assert seen["run_phase node registry"] == 1
+    assert seen["run_phase joining"] == 1
     assert seen["run_start_timestamp_seconds"] == NOW - 100
     assert not [name for name in seen if name.startswith(("train", "rank", "checkpoint"))]
 

@@ -148,7 +148,7 @@ def test_a_long_run_has_no_more_points_than_a_page_can_show(run: RunFolder) -> N
 
 def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
     for name, at, facts in (
-        ("node registry", 90, {}),
+        ("joining", 90, {}),
         ("starting", 88, {}),
         ("started", 85, {"attempt": 0, "ranks": 2, "hosts": ["a 2"]}),
         ("running", 85, {}),
@@ -159,7 +159,7 @@ def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
         add_event(run, name, NOW - at, **facts)
     shown = _shown(run)["happened"]
     assert re.findall(r"<li>(.*?)</li>", shown) == [
-        "node registry 2.00 s",
+        "joining 2.00 s",
         "starting 3.00 s",
         "running 45.0 s",
         "restart",

@@ -21,7 +21,7 @@ from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
-_NO_HANG_SINCE = ("hang-over", "submitted", "node registry", "starting")
+_NO_HANG_SINCE = ("hang-over", "submitted", "joining", "starting")
 _LINES_SHOWN = 14
 _FIRST_LINES = 5
 _LONGEST_LINE = 200
@@ -153,7 +153,7 @@ def _event_words(event: run_state.RunEvent) -> str:
     """Say what happened; "" for what only leads to something else."""
     facts = event.facts
     match event.name:
-        case "submitted" | "node registry" | "starting" | "running":
+        case "submitted" | "joining" | "starting" | "running":
             return ""
         case "started":
             count, attempt = facts.get("ranks"), facts.get("attempt")

@@ -110,7 +110,7 @@ def silent_for_s(state: Path) -> float:
 
 
 # The phases of a run that is not over.
-ACTIVE = ("submitted", "node registry", "starting", "running")
+ACTIVE = ("submitted", "joining", "starting", "running")
 EVENTS = "events.jsonl"
 RESTART = "restart"  # the event that all ranks, or their launcher, start again after a failure
 # A run whose folder is there but nothing else yet: its launcher is given so long to write it down.

@@ -286,7 +286,7 @@ class JobRunner:
         session = self._session
         outcome = JobOutcome(good=False, stopped=True)
         try:
-            self._on_phase("node registry")
+            self._on_phase("joining")
             await self._transport.open(session.registry.arrive)
             await session.registry.call(range(len(self._transport.places)))
             if self._many:

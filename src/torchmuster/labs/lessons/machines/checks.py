@@ -129,11 +129,11 @@ def diagnose(bench: Bench) -> None:
     require(found == "open", "wrong-value", f"of a port that is open it said {found}")
 
 
-def registry(bench: Bench) -> None:
+def gather_names(bench: Bench) -> None:
     """All names by rank; who does not come is named."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(timedelta(seconds=20))
-    names = bench.code.registry(
+    names = bench.code.gather_names(
         PrefixStore("first", store), bench.rank, 2, f"machine-{bench.rank}", 20.0
     )
     store.set(f"done/{bench.rank}", "")
@@ -144,7 +144,7 @@ def registry(bench: Bench) -> None:
     text = ""
     store.set_timeout(timedelta(seconds=2))
     try:
-        bench.code.registry(
+        bench.code.gather_names(
             PrefixStore("second", store), bench.rank, 3, f"machine-{bench.rank}", 0.5
         )
     except (TimeoutError, RuntimeError) as error:
@@ -186,7 +186,7 @@ CHECKS = {
     "own_address": own_address,
     "connect": connect,
     "diagnose": diagnose,
-    "roll_call": registry,
+    "gather_names": gather_names,
     "gathering": gathering,
     "hello": hello,
 }

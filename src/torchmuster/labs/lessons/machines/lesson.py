@@ -9,7 +9,7 @@ LESSON = Lesson(
         Exercise(name="own_address", title="an address that others reach", points=3, ranks=1),
         Exercise(name="connect", title="wait for who comes later", points=4, ranks=1),
         Exercise(name="diagnose", title="what is in the way", points=4, ranks=1),
-        Exercise(name="roll_call", title="who is here, who is missing", points=4, joined=False),
+        Exercise(name="gather_names", title="who is here, who is missing", points=4, joined=False),
         Exercise(name="gathering", title="gather from all", points=2),
         Exercise(name="hello", title="the smoke program", points=3),
     ),
@@ -91,7 +91,7 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "How long does a key in the store take, and a node registry of 1000 machines at that rate?",
+        "How long does a key in the store take, and the names of 1000 machines at that rate?",
         "Which ports must be open between two machines, and in which directions? (muster check tells.)",
         "A machine has two network cards. How do you find out which one NCCL and gloo use?",
     ),

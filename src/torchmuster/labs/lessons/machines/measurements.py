@@ -18,7 +18,7 @@ def measure(bench: Bench) -> list[Part]:
         begin = time.perf_counter()
         for number in range(count):
             place = PrefixStore(f"call-{count}-{number}", store)
-            bench.code.registry(place, bench.rank, 2, "a", 10.0)
+            bench.code.gather_names(place, bench.rank, 2, "a", 10.0)
         calls.append((float(count), time.perf_counter() - begin))
     begin = time.perf_counter()
     for _ in range(50):
@@ -33,8 +33,8 @@ def measure(bench: Bench) -> list[Part]:
     doors["a name that nobody has"] = _knock(bench, "no-such-machine.invalid", 29400)
     return [
         Curves(
-            title="time of node registrys through the store",
-            x="node registrys",
+            title="time to gather names through the store",
+            x="rounds",
             x_log=True,
             y="time",
             y_unit="s",
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> list[Part]:
         Bars(
             title="one of each",
             unit="s",
-            values={"node registry": calls[-1][1] / 64, f"gather {gathered}": gathering_s},
+            values={"gather names": calls[-1][1] / 64, f"gather {gathered}": gathering_s},
         ),
         Table(
             title="what connections meet",

@@ -1,4 +1,4 @@
-"""How machines find each other: an address that others reach, a place to meet, a node registry."""
+"""How machines find each other: an address that others reach, a place to meet, and who is there."""
 
 import socket
 import time
@@ -57,7 +57,7 @@ def diagnose(address: str, port: int, within_s: float = 3.0) -> str:
     # end of solution
 
 
-def registry(store: Store, rank: int, world_size: int, name: str, within_s: float) -> list[str]:
+def gather_names(store: Store, rank: int, world_size: int, name: str, within_s: float) -> list[str]:
     """Leave this machine's name in the store, and return the names of all, by rank.
 
     Whoever has not come within so many seconds is named: TimeoutError("missing: ranks 2, 5").
