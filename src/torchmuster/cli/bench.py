@@ -44,7 +44,7 @@ _WIDTH = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand for each bench."""
     parsers.show_examples(parser, _EXAMPLES)
-    parts = parser.add_subparsers(title="what to measure", metavar="BENCH", required=True)
+    parts = parser.add_subparsers(title="what to measure", metavar="BENCH")
     for name, (module, summary) in BENCHES.items():
         sub = parsers.add_action(parts, name, summary)
         bench: Any = importlib.import_module(module)

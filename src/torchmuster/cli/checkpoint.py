@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster checkpoint export last --to my-model    the newest good one's weights",
         ],
     )
-    parts = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    parts = parser.add_subparsers(title="what to do", metavar="ACTION")
 
     ls = parsers.add_action(
         parts,

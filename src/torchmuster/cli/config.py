@@ -16,7 +16,7 @@ from torchmuster.redaction import printable, redact_mapping
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``show``, ``check`` and ``schema``."""
     parsers.show_examples(parser, ["muster config show", "muster config check config.yaml"])
-    parts = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    parts = parser.add_subparsers(title="what to do", metavar="ACTION")
 
     show = parsers.add_action(
         parts,

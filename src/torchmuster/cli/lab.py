@@ -15,7 +15,7 @@ from torchmuster.runfolder import write_atomically
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``muster lab``."""
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _add_list(actions)
     _add_start(actions)
     _add_check(actions)

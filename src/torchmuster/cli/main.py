@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         hint = _hint(words, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if not hasattr(options, "run"):  # muster, or muster lab: the help says what is missing
+        options.incomplete.print_help()
+        return ExitCode.IMPOSSIBLE
     if command is not None and not hasattr(options, "command"):
         parser.error("this command does not run another one after --")
     if command is not None:
@@ -119,7 +122,8 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
     codes = [f"{code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
     parser.epilog = "\n  ".join([f"{parser.epilog}\n\nexit codes:", *codes])
     parser.add_argument("--version", action="version", version=f"muster {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(incomplete=parser)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = parsers.add_action(subparsers, name, command.summary)
         if only is None or name == only:

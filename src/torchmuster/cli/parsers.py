@@ -36,6 +36,7 @@ def add_action(
         allow_abbrev=False,  # a flag that is passed on must be the flag that was meant
     )
     show_examples(parser, examples)
+    parser.set_defaults(incomplete=parser)
     return parser
 
 

@@ -44,9 +44,18 @@ def is_list(path: str) -> bool:
 
 
 def is_text(path: str) -> bool:
-    """Say whether a setting takes a text and nothing else."""
-    kinds = (inspect.StrType, inspect.NoneType)
-    return all(isinstance(one, kinds) for one in _alternatives(leaves()[path].type))
+    """Say whether a setting takes a text, or texts, and nothing else."""
+    kinds = _alternatives(leaves()[path].type)
+    allowed = (inspect.StrType, inspect.VarTupleType, inspect.NoneType)
+    has_text = any(isinstance(one, inspect.StrType) for one in kinds)
+    return has_text and all(isinstance(one, allowed) for one in kinds)
+
+
+def choices(path: str) -> list[str]:
+    """Return the words that a setting can be; none if it takes other values."""
+    kinds = _alternatives(leaves()[path].type)
+    literals = [one for one in kinds if isinstance(one, inspect.LiteralType)]
+    return [str(value) for one in literals for value in one.values]
 
 
 def describe_field(path: str) -> str:
@@ -71,6 +80,9 @@ def suggest_name(name: str, known: Collection[str]) -> str:
     for names in (siblings, everywhere):
         if nearest := difflib.get_close_matches(last, names, n=1):
             return f"did you mean {names[nearest[0]]}?"
+        # sharding is part of fsdp_sharding_strategy
+        if len(last) > 3 and (longer := [one for one in names if last in one]):
+            return f"did you mean {names[min(longer, key=len)]}?"
     return ""
 
 

@@ -54,10 +54,14 @@ def looks_like_path(name: str) -> bool:
 
 
 def _here_files(resolved: Resolved) -> Iterator[Mistake]:
-    values = resolved.values()
-    for path in _FILES:
-        place = values[path]
-        if not isinstance(place, str) or "://" in place or "::" in place:  # not of this machine
+    settings = resolved.settings.data
+    named = [
+        (path, place)
+        for path, places in zip(_FILES, (settings.files, settings.evaluation_files), strict=True)
+        for place in ([places] if isinstance(places, str) else places or ())
+    ]
+    for path, place in named:
+        if "://" in place or "::" in place:  # not on this host
             continue
         pattern = str(Path(place).expanduser())
         if not glob.glob(pattern, recursive=True, include_hidden=True):  # noqa: PTH207  # whole patterns, not below a folder

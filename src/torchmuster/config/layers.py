@@ -120,12 +120,12 @@ def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
     """Read one value by YAML's rules; for a list, ``0,2`` does as well as ``[0, 2]``.
 
     A setting that is a text takes what is given as it is: shells have their own quotes, and
-    ``run #3`` would lose its end.
+    ``run #3`` would lose its end. One that also takes a list reads ``[a, b]`` as a list.
     """
     value: object = text
     if text == "null" and fields.leaves()[path].default is None:
         value = None
-    elif not fields.is_text(path):
+    elif not fields.is_text(path) or (fields.is_list(path) and text.startswith("[")):
         if fields.is_list(path) and not text.lstrip().startswith("["):
             text = f"[{text}]"
         try:

@@ -118,7 +118,8 @@ def _explain(entry: SettingValue) -> list[Mistake]:
     wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
     if not wrong:
         what = f"{entry.path} must be {accepts}; this is {_show_resolve(entry.value)}"
-        return [Mistake(where=where, what=what, fix=_hint(accepts, entry.value))]
+        fix = _hint(accepts, entry.value) or _other_setting(entry.value)
+        return [Mistake(where=where, what=what, fix=fix)]
     accepts = fields.describe_item(entry.path)
     return [
         Mistake(
@@ -169,6 +170,17 @@ def _hint(accepts: str, value: object) -> str:
         return f"write it as {int(value)}"
     if accepts.startswith("one of ") and isinstance(value, str):
         return fields.suggest_name(value.lower(), accepts.removeprefix("one of ").split(", "))
+    return ""
+
+
+def _other_setting(value: object) -> str:
+    """Return the setting that takes a value like this one: ``hybrid`` is fsdp_sharding_strategy's."""
+    if not isinstance(value, str) or len(value) < 4:
+        return ""
+    for path in fields.leaves():
+        for choice in fields.choices(path):
+            if value.lower() in choice:
+                return f"did you mean {path}: {choice}?"
     return ""
 
 

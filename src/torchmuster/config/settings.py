@@ -123,8 +123,10 @@ class Data:
         Meta(description="module:function of yours that returns a dataset."),
     ] = None
     files: Annotated[
-        Text | None,
-        Meta(description="Files of text: a path, a pattern or an address, such as s3://a/*.jsonl."),
+        Text | tuple[Text, ...] | None,
+        Meta(
+            description="Text files: a path, a pattern or a URL such as s3://a/*.jsonl, or a list."
+        ),
     ] = None
     hugging_face: Annotated[
         Text | None,
@@ -161,8 +163,8 @@ class Data:
         Meta(description="module:function of yours that returns what is evaluated on."),
     ] = None
     evaluation_files: Annotated[
-        Text | None,
-        Meta(description="Files of text that are evaluated on."),
+        Text | tuple[Text, ...] | None,
+        Meta(description="Text files to evaluate on, as data.files."),
     ] = None
 
 

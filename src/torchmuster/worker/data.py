@@ -6,7 +6,7 @@ from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
-from torchmuster.train.data.text import TOKEN_FILES, TextRows, open_dataset, tokenizer_named
+from torchmuster.train.data.text import TextRows, holds_tokens, open_dataset, tokenizer_named
 from torchmuster.train.losses import Loss, measured_loss
 from torchmuster.train.models import factory
 from torchmuster.train.trainer import Evaluation
@@ -21,7 +21,7 @@ def rows_of(settings: Settings, world: World) -> TextRows | None:
     if not (data.files or data.hugging_face):
         return None
     name = data.tokenizer or settings.model.model_name_or_path
-    has_tokens = data.tokenizer is None and (data.files or "").endswith(TOKEN_FILES)
+    has_tokens = data.tokenizer is None and holds_tokens(data.files)
     with rank_zero_first(world, per="node"):
         tokenizer = None if has_tokens or name is None else tokenizer_named(name)
     return TextRows(

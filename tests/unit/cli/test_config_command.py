@@ -8,6 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from torchmuster.config import fields
+from torchmuster.errors import ExitCode
 from torchmuster.redaction import is_secret_name
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ01234567"
@@ -234,9 +235,7 @@ def test_schema_is_one_json_document(muster: Muster) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "line", ["", "config", "config check", "config show -- x", "config show x"]
-)
+@pytest.mark.parametrize("line", ["config check", "config show -- x", "config show x"])
 def test_wrong_usage(line: str, muster: Muster, snapshot: SnapshotAssertion) -> None:
     done = muster(*line.split())
     assert (done.code, done.out) == (2, "")
@@ -256,3 +255,13 @@ def test_a_text_of_any_script_is_shown_in_any_locale(muster: Muster) -> None:
     for env in ({"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}):
         done = muster("config", "show", "--json", "--set", "experiment_name=größer 日本", env=env)
         assert json.loads(done.out)["experiment_name"]["value"] == "größer 日本"
+
+
+@pytest.mark.parametrize("words", [(), ("lab",), ("config",), ("checkpoint",), ("bench",)])
+def test_a_command_without_its_action_shows_its_help(
+    words: tuple[str, ...], muster: Muster
+) -> None:
+    done = muster(*words)
+    assert done.code == ExitCode.IMPOSSIBLE
+    assert done.out.startswith(" ".join(("usage: muster", *words)))
+    assert done.err == ""

@@ -35,6 +35,7 @@ def told(folder: Path, text: str) -> list[str]:
     "text",
     [
         "model: {model_name_or_path: ./llama}\ndata: {files: '*.txt', evaluation_files: a.txt}",
+        "model: {model_name_or_path: ./llama}\ndata: {files: ['*.txt', 's3://bucket/a.jsonl']}",
         "model: {model_name_or_path: owner/name}\ndata: {files: 's3://bucket/*.jsonl'}",
         "model: {build: 'mine_of_here:make', loss: cross_entropy}\n"
         "data: {dataset: 'package_of_here.inner.data:make', evaluation_dataset: 'json.decoder:make'}",

@@ -85,6 +85,9 @@ model:
         ("experiment_name: ~", ":1:18"),
         ("model: {device_map: CUDA}", ":1:21"),
         ("model: {torch_dtype: fp8_e4m3}", ":1:22"),
+        ("distributed: {strategy: hybrid}", ":1:25"),  # a choice of another setting
+        ("distributed: {sharding: full}", ":1:15"),  # part of another name
+        ("data: {files: [a.txt, 3]}", ":1:23"),
         ("distributed: 3", ":1:14"),
         ("model: [a]", ":1:8"),
         ("model: ''", ":1:8"),

@@ -148,7 +148,7 @@ BAD = [
     "model: {model_name_or_path: ''}",
     "model: {model_name_or_path: 7}",
     "model: {lora_rank: 0}",
-    "data: {files: [a, b]}",
+    "data: {files: [a, 3]}",
     "data: {sequence_length: 1}",
     "train: {learning_rate: 0}",
     "train: {learning_rate: 1e-4x}",

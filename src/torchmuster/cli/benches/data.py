@@ -160,7 +160,8 @@ def _further_ahead(
 def _data_data(settings: Settings) -> str:
     """Return what is read, as people know it; refuse what cannot be."""
     data = settings.data
-    name = data.dataset or data.files or data.hugging_face
+    files = data.files if isinstance(data.files, str) else " ".join(data.files or ())
+    name = data.dataset or files or data.hugging_face
     if name is None:
         raise Impossible(
             "there is no data to read",

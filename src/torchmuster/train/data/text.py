@@ -147,7 +147,13 @@ def _looked_into(path: str) -> tuple[int, int]:
         ) from None
 
 
-TOKEN_FILES = ".safetensors"  # noqa: S105  # tokens of text, and no secret
+_TOKEN_FILES = ".safetensors"  # noqa: S105  # tokens of text, and no secret
+
+
+def holds_tokens(places: str | Sequence[str] | None) -> bool:
+    """Say whether files hold tokens, and not text."""
+    named = [places] if isinstance(places, str) else places or ()
+    return bool(named) and all(one.endswith(_TOKEN_FILES) for one in named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +171,11 @@ class TextRows:
         """Return the same without shuffling, for evaluation."""
         return replace(self, shuffle=False)
 
-    def of_files(self, place: str) -> Source | TokenRows:
-        """Return the rows of files; those that hold tokens already are taken as they are."""
-        if place.endswith(TOKEN_FILES):
-            return TokenRows(place, sequence_length=self.sequence_length)
-        return self._rows(Files(place, seed=self.seed, shuffle=self.shuffle))
+    def of_files(self, places: str | Sequence[str]) -> Source | TokenRows:
+        """Return the rows of files; a file that already holds tokens is used as it is."""
+        if holds_tokens(places):
+            return TokenRows(places, sequence_length=self.sequence_length)
+        return self._rows(Files(places, seed=self.seed, shuffle=self.shuffle))
 
     def of_dataset(self, dataset: Any) -> Source:
         """Return the rows of a dataset of Hugging Face: one with numbers, or a stream."""
